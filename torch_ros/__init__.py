@@ -1,0 +1,30 @@
+"""Reference-Oriented Storage for model weights, worn as torch.distributed.checkpoint.
+
+    handle = torch_ros.open("my-model")        # one process's part of one replica
+    handle.register(model.state_dict())
+    handle.publish(7)                          # or: handle.replicate("latest")
+
+`torch_ros.dcp` has `ROSWriter` and `ROSReader`, which do the same behind `dcp.save` and `dcp.load`.
+Importing this package imports neither torch nor nixl; the first use of `open` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_ros import errors
+
+if TYPE_CHECKING:
+    from torch_ros.handle import ShardHandle, open
+
+__version__ = "0.1.0"
+__all__ = ["ShardHandle", "errors", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    # The embedded etcd's supervisor and the command line live without torch's 200 MB.
+    if name in ("ShardHandle", "open"):
+        from torch_ros import handle
+
+        return getattr(handle, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,291 @@
+"""ROSReader: dcp.load that reads from the processes that hold the version."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torch_ros.dcp.default import check_group, default_handle
+from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
+from torch_ros.handle import Filled, ShardHandle
+from torch_ros.store.rules import Spec, Whole
+from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
+from torch_ros.weights.manifest import (
+    OBJECT,
+    Layout,
+    LogicalTensor,
+    dtype_name,
+    dtype_named,
+    logical,
+)
+
+log = logging.getLogger(__name__)
+
+
+class ROSReader(StorageReader):
+    """Reads a version into a state dict, in place. One reader per load.
+
+    dcp.load(state_dict, storage_reader=ROSReader("latest")) means, on all ranks: find the version
+    (waiting for one if there is none yet), check that the state dict fits, unpublish what the
+    handle holds, register the state dict's tensors, replicate. Bytes land in the state dict's own
+    tensors, and this replica is a source of the version from then on, until the handle's next
+    load or `unpublish`: do not write to the tensors before.
+
+    If the state dict is only a part of the version (the model out of model and optimizer), that
+    part is read and nothing is served. dcp's files cast silently; this does not: other dtypes are
+    an error.
+
+    What fails before the first byte moves changes nothing; afterwards the handle holds nothing.
+
+    Args:
+        version: A number, "latest" or "latest-k"; see `ShardHandle.replicate`.
+        handle: Whose ranks are those of dcp's process group. None: `default_handle("load")`.
+        serve: Whether to become a source of a version that was read whole.
+        trust_objects: Whether non-tensor objects may use all of pickle. It runs code that the
+            publisher chose; only for peers you trust. Without it, what torch's weights_only
+            unpickler refuses is an UntrustedObject error.
+        timeout_s: For finding the version, and again for reading it. None: the handle's.
+
+    Raises (inside torch's CheckpointException, which `except Exception` does not catch):
+        UsageError, ManifestMismatch, VersionNotFound, DeadlineExceeded, SourceLost,
+        UntrustedObject, CallAborted, SelfFenced, StoreUnavailable
+    """
+
+    def __init__(
+        self,
+        version: int | str = "latest",
+        *,
+        handle: ShardHandle | None = None,
+        serve: bool = True,
+        trust_objects: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._asked, self._given = version, handle
+        self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
+        self._handle: ShardHandle | None = None
+        self._plan = LoadPlan([])
+        self._contents: Mapping[str, LogicalTensor] = {}
+        self._layouts: Sequence[Layout] = ()
+        self._error: TorchRosError | None = None
+        self.version: int | None = None
+        """The version that was read, once dcp.load has returned."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: dcp only calls this with a checkpoint_id, which means nothing here."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a path never selects this reader
+
+    # No parameter called kwargs here: dcp would call it, and wait for a version, twice.
+    def read_metadata(self) -> Metadata:
+        """What the version contains. An error is kept for `set_up_storage_reader`: dcp turns
+        every exception raised here into an AssertionError, and its type would be lost.
+        """
+        try:
+            self._handle = handle = self._given or default_handle("load")
+            spec, what = Spec.parse(self._asked), f"finding version {self._asked}"
+            _, self._layouts = handle._inspect(spec, handle._deadline(what, self._timeout_s))
+            self._contents = logical(self._layouts)
+        except TorchRosError as error:
+            self._error = error
+        return _metadata(self._contents, self._layouts)
+
+    # dcp looks for a parameter of this name before it passes the rank.
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._error is not None:
+            raise self._error
+        assert self._handle is not None
+        check_group(self._handle, kwargs.get("rank"), None)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep the plan here: no rank needs to know what another one wants."""
+        self._plan = plan
+        return dataclasses.replace(plan, items=[])
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        assert self._handle is not None
+        check_group(self._handle, None, len(plans))
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert self._handle is not None
+        load = _Load(self, planner)
+        report = self._handle._load(  # dcp stands on the handle
+            self._asked,
+            self._layouts,
+            load.fill,
+            load.vet,
+            Whole(is_required=False, is_served=self._serve),
+            timeout_s=self._timeout_s,
+        )
+        self.version = report.version
+        load.commit()
+        if self._serve and self._handle.version is None:
+            log.info(
+                "a part of version %d was read (%d tensors and objects on this rank, the version "
+                "has %d); this process does not serve it",
+                report.version,
+                len(self._plan.items),
+                len(self._contents),
+            )
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _Load:
+    """One state dict being filled: between dcp's read items and local chunks."""
+
+    def __init__(self, reader: ROSReader, planner: LoadPlanner) -> None:
+        self._reader, self._planner = reader, planner
+        items = reader._plan.items
+        self._objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
+        wanted = [item for item in items if item.type == LoadItemType.TENSOR]
+        self._targets = [(item, planner.resolve_tensor(item)) for item in wanted]
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def fill(self, layouts: Sequence[Layout]) -> Filled:
+        """What to read from a source with these layouts."""
+        contents = logical(layouts)
+        self._buffers = {
+            fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8)
+            for fqn in dict.fromkeys(item.storage_index.fqn for item in self._objects)
+        }
+        tensors: dict[str, LocalTensor] = {}
+        for item, target in self._targets:
+            _add(tensors, item, target, contents)
+        for fqn, (dtype, shape) in contents.items():
+            # dcp does not ask for what has no elements; the version is whole with it.
+            if dtype != OBJECT and 0 in shape:
+                tensors[fqn] = LocalTensor(fqn, dtype_named(dtype), shape, (), spread=True)
+        paths = {
+            record.fqn: record.path
+            for layout in layouts
+            for record in layout.tensors
+            if record.path is not None and (record.fqn in tensors or record.fqn in self._buffers)
+        }
+        return Filled(list(tensors.values()), self._buffers, paths)
+
+    def vet(self) -> None:
+        """Nothing that came from a peer reaches pickle before weights_only has accepted it."""
+        if self._reader._trust_objects:
+            return
+        for fqn, buffer in self._buffers.items():
+            try:
+                torch.load(_stream(buffer), weights_only=True, map_location="cpu")
+            except Exception as error:  # whatever a hostile stream makes it raise
+                reason = str(error).partition("\n")[0]
+                raise UntrustedObject(fqn, f"{type(error).__name__}: {reason}") from error
+
+    def commit(self) -> None:
+        for item in self._objects:
+            self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
+        for item, target in self._targets:
+            self._planner.commit_tensor(item, target)
+
+
+def _stream(buffer: torch.Tensor) -> io.BytesIO:
+    return io.BytesIO(buffer.numpy().tobytes())
+
+
+def _add(
+    tensors: dict[str, LocalTensor],
+    item: ReadItem,
+    target: torch.Tensor,
+    contents: Mapping[str, LogicalTensor],
+) -> None:
+    """The metadata shows every tensor as one chunk, so `storage_offsets` are global offsets."""
+    fqn = item.storage_index.fqn
+    if fqn not in contents:
+        raise ManifestMismatch(
+            f"tensor {fqn!r}",
+            "it to be in the version, as it was when the load began",
+            "a newer version without it",
+            "load again",
+        )
+    (local,) = local_chunks({fqn: target})  # checks it
+    chunks = tuple(LocalChunk(tuple(item.storage_offsets), c.tensor) for c in local.chunks)
+    known = tensors.get(fqn)
+    tensors[fqn] = LocalTensor(
+        fqn,
+        target.dtype,
+        contents[fqn].shape,
+        (*known.chunks, *chunks) if known else chunks,
+        spread=True,
+    )
+
+
+def _metadata(contents: Mapping[str, LogicalTensor], layouts: Sequence[Layout]) -> Metadata:
+    """A version as dcp's planners want it. A tensor is one chunk, whoever holds parts of it:
+    so dcp asks once for each local chunk, and where its bytes come from is decided later.
+    """
+    entries: dict[str, STORAGE_TYPES] = {}
+    for fqn, (dtype, shape) in contents.items():
+        if dtype == OBJECT:
+            entries[fqn] = BytesStorageMetadata()
+            continue
+        size = torch.Size(shape)
+        entries[fqn] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype_named(dtype)),
+            size=size,
+            chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+        )
+    paths = {r.fqn: r.path for layout in layouts for r in layout.tensors if r.path is not None}
+    return Metadata(state_dict_metadata=_Contents(entries), planner_data=paths)
+
+
+class _Contents(dict[str, STORAGE_TYPES]):
+    """What is in the version, with errors that name what was found and what was expected.
+
+    dcp's default planner looks up every wanted name here, and raises a RuntimeError or ValueError
+    of its own for a missing tensor or another shape. To tell more, and with our types, the lookup
+    looks at what that function holds. Elsewhere, and should that function change, this is a dict.
+    """
+
+    def __contains__(self, fqn: object) -> bool:
+        caller = sys._getframe(1)
+        if caller.f_code is create_default_local_load_plan.__code__:
+            self._check(str(fqn), caller.f_locals.get("obj"), caller.f_locals.get("strict") is True)
+        return super().__contains__(fqn)
+
+    def _check(self, fqn: str, target: object, is_strict: bool) -> None:
+        found = self.get(fqn)
+        if found is None and is_strict:
+            raise ManifestMismatch(
+                f"{fqn!r}",
+                "every key of the state dict to be in the version",
+                f"a version of {len(self)} tensors and objects without it",
+                "leave it out, or pass planner=DefaultLoadPlanner(allow_partial_load=True)",
+            )
+        if isinstance(found, TensorStorageMetadata) and isinstance(target, torch.Tensor):
+            there = f"{dtype_name(found.properties.dtype)} {list(found.size)}"
+            here = f"{dtype_name(target.dtype)} {list(target.shape)}"
+            if here != there:
+                raise ManifestMismatch(
+                    f"tensor {fqn!r}",
+                    f"{there} as in the version",
+                    f"{here} in the state dict",
+                    "load into the same shape and dtype: unlike dcp's files, this does not cast",
+                )

@@ -1,0 +1,140 @@
+"""ROSWriter: dcp.save that publishes instead of writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import threading
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torch_ros.dcp.default import check_group, default_handle
+from torch_ros.errors import UsageError
+from torch_ros.handle import ShardHandle
+from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
+
+
+class ROSWriter(StorageWriter):
+    """Publishes a state dict as a version. One writer per save.
+
+    dcp.save(state_dict, storage_writer=ROSWriter(7)) means, on all ranks: unpublish what the
+    handle holds (waits for its readers), register the state dict's tensors, publish. Tensors are
+    published in place: do not write to them until `handle.unpublish()` has returned, or the next
+    save. A trainer that goes on training calls it before its optimizer's step.
+
+    What fails before the old version is given up changes nothing; afterwards the handle holds
+    nothing. With dcp.async_save, dcp's staged copy is published, and kept until unpublished.
+
+    Args:
+        version: Not below the newest of the handle's run.
+        handle: Whose ranks are those of dcp's process group. None: `default_handle("save")`.
+        timeout_s: For the whole save. None: the handle's.
+
+    Raises (inside torch's CheckpointException, which `except Exception` does not catch):
+        UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SelfFenced,
+        StoreUnavailable
+    """
+
+    def __init__(
+        self, version: int, *, handle: ShardHandle | None = None, timeout_s: float | None = None
+    ) -> None:
+        self._version, self._given, self._timeout_s = version, handle, timeout_s
+        self._handle: ShardHandle | None = None
+        self._plan = SavePlan([])
+        self._is_collective = True
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a ROSWriter cannot be sent to another process: what is published is this process's "
+            "memory; use dcp.async_save with AsyncCheckpointerType.THREAD"
+        )
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: dcp only calls this with a checkpoint_id, which means nothing here."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a path never selects this writer
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+    # dcp looks for a parameter of this name before it passes rank and use_collectives.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._handle = self._given or default_handle("save")
+        self._is_collective = kwargs.get("use_collectives", True)
+        check_group(self._handle, kwargs.get("rank"), None)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep the plan here: no rank needs to know what another one holds.
+
+        That also keeps what dcp would leave to one rank of several (HSDP copies): each can serve.
+        """
+        self._plan = plan
+        return dataclasses.replace(plan, items=[], planner_data={})
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        assert self._handle is not None
+        if self._is_collective:
+            check_group(self._handle, None, len(plans))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert self._handle is not None
+        local = self._plan
+        if not local.usable:  # a caching planner says: as last time
+            local = SavePlanner._cached_save_plan[planner._cached_plans_key]
+        tensors: dict[str, LocalTensor] = {}
+        objects: dict[str, torch.Tensor] = {}
+        for item in local.items:
+            found = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                assert isinstance(found, io.BytesIO)
+                objects[item.index.fqn] = torch.frombuffer(
+                    bytearray(found.getbuffer()), dtype=torch.uint8
+                )
+            else:
+                assert isinstance(found, torch.Tensor)
+                _add(tensors, item, found)
+        paths = {
+            fqn: tuple(path)
+            for fqn, path in (local.planner_data or {}).items()
+            if fqn in tensors or fqn in objects
+        }
+        # The name that dcp gives its thread is all that tells a staged copy from live tensors.
+        is_staged = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+        self._handle._save(  # dcp stands on the handle
+            self._version,
+            list(tensors.values()),
+            objects,
+            paths,
+            is_staged=is_staged,
+            timeout_s=self._timeout_s,
+        )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing to do: the version is there since `write_data`; readers ask its holders."""
+
+
+def _add(tensors: dict[str, LocalTensor], item: WriteItem, found: torch.Tensor) -> None:
+    assert item.tensor_data is not None
+    fqn, chunk = item.index.fqn, item.tensor_data.chunk
+    (local,) = local_chunks({fqn: found})  # checks it
+    chunks = tuple(LocalChunk(tuple(chunk.offsets), c.tensor) for c in local.chunks)
+    known = tensors.get(fqn)
+    tensors[fqn] = LocalTensor(
+        fqn,
+        found.dtype,
+        tuple(item.tensor_data.size),
+        (*known.chunks, *chunks) if known else chunks,
+        spread=item.type == WriteItemType.SHARD,
+    )

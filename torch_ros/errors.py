@@ -1,0 +1,226 @@
+"""Every exception torch_ros raises on purpose, grouped by what the caller does next.
+
+* TorchRosError
+  * UsageError         fix the call; retrying cannot help        (also ValueError)
+    * ManifestMismatch   tensors disagree with the version, or with what the caller asked for
+    * VersionConflict    the version number cannot be published: a newer one exists
+    * CallMismatch       the ranks of a group called different things
+    * NotSupported       a documented option that this release does not have yet
+  * NotAvailable       wait, or ask for another version           (also LookupError)
+    * VersionNotFound
+    * DeadlineExceeded   carries the last reason for waiting      (also TimeoutError)
+  * PeerError          another process failed and nothing else was left to try
+    * TransferFailed     one transfer between two agents
+    * SourceLost         a replica vanished while it was read
+    * CallAborted        another rank of this group gave up on the call
+  * SelfFenced         this process lost its place; its shards are no longer visible
+  * BackendError       etcd or the fabric did not answer
+    * StoreUnavailable
+    * Contention
+  * UntrustedObject    an object that torch's weights_only unpickler refuses
+  * ClosedError        used after close(), or in a forked child
+
+DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
+therefore positional, plain (str, int, float) and go unchanged to ``super().__init__``; the
+message is built in ``__str__``.
+"""
+
+from __future__ import annotations
+
+
+class TorchRosError(Exception):
+    """Base class: ``except TorchRosError`` catches all of ours and nothing else."""
+
+
+class UsageError(TorchRosError, ValueError):
+    """The request can never succeed as made."""
+
+
+class NotAvailable(TorchRosError, LookupError):
+    """Not there now; may be there later."""
+
+
+class PeerError(TorchRosError):
+    """Another process failed."""
+
+
+class SelfFenced(TorchRosError):
+    """This process lost its place in the store; others may already have moved on.
+
+    Nothing it published is visible any more. Close the handle and open a new one.
+    """
+
+    def __init__(self, replica: str, reason: str) -> None:
+        super().__init__(replica, reason)
+        self.replica, self.reason = replica, reason
+
+    def __str__(self) -> str:
+        return (
+            f"replica {self.replica!r} is no longer part of the store: {self.reason}; "
+            "close this handle and open a new one"
+        )
+
+
+class BackendError(TorchRosError):
+    """etcd or the fabric did not answer."""
+
+
+class ClosedError(TorchRosError):
+    """Used after ``close()``, or in a child of ``fork()``."""
+
+
+class ManifestMismatch(UsageError):
+    """Tensors disagree with the version they are published as, or read from."""
+
+    def __init__(self, what: str, expected: str, found: str, advice: str) -> None:
+        super().__init__(what, expected, found, advice)
+        self.what, self.expected, self.found, self.advice = what, expected, found, advice
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, found {self.found}; {self.advice}"
+
+
+class VersionConflict(UsageError):
+    """Versions only grow within a run."""
+
+    def __init__(self, model: str, version: int, newest: int, run: str) -> None:
+        super().__init__(model, version, newest, run)
+        self.model, self.version, self.newest, self.run = model, version, newest, run
+
+    def __str__(self) -> str:
+        return (
+            f"model {self.model!r}: version {self.version} cannot be published, run {self.run!r} "
+            f"is already at {self.newest}; publish a higher number, or open the handle with "
+            "run='new' to start over after a rollback"
+        )
+
+
+class CallMismatch(UsageError):
+    """The ranks of a group must make the same calls in the same order."""
+
+    def __init__(self, replica: str, call: int, asked: str, decided: str) -> None:
+        super().__init__(replica, call, asked, decided)
+        self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
+
+    def __str__(self) -> str:
+        return (
+            f"call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
+            f"came first, but this rank calls {self.asked!r}; all ranks must make the same calls "
+            "in the same order"
+        )
+
+
+class NotSupported(UsageError):
+    """A documented option that this release does not have yet."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what, self.advice = what, advice
+
+    def __str__(self) -> str:
+        return f"{self.what} is not supported in this release; {self.advice}"
+
+
+class VersionNotFound(NotAvailable):
+    """No replica holds this version whole."""
+
+    def __init__(self, model: str, version: str, reason: str) -> None:
+        super().__init__(model, version, reason)
+        self.model, self.version, self.reason = model, version, reason
+
+    def __str__(self) -> str:
+        return f"model {self.model!r} has no readable version {self.version}: {self.reason}"
+
+
+class DeadlineExceeded(NotAvailable, TimeoutError):
+    """The call's ``timeout_s`` ran out; `reason` is what it last waited for."""
+
+    def __init__(self, what: str, timeout_s: float, reason: str) -> None:
+        super().__init__(what, timeout_s, reason)
+        self.what, self.timeout_s, self.reason = what, timeout_s, reason
+
+    def __str__(self) -> str:
+        return f"{self.what} did not finish within {self.timeout_s:g} s: {self.reason}"
+
+
+class TransferFailed(PeerError):
+    """Bytes could not be read from another agent."""
+
+    def __init__(self, agent: str, reason: str) -> None:
+        super().__init__(agent, reason)
+        self.agent, self.reason = agent, reason
+
+    def __str__(self) -> str:
+        return f"reading from agent {self.agent!r}: {self.reason}"
+
+
+class SourceLost(PeerError):
+    """A source vanished during a read and no other source was left.
+
+    What was read so far is in the target tensors; treat their content as undefined.
+    """
+
+    def __init__(self, replica: str, shard: int, bytes_done: int, bytes_total: int) -> None:
+        super().__init__(replica, shard, bytes_done, bytes_total)
+        self.replica, self.shard = replica, shard
+        self.bytes_done, self.bytes_total = bytes_done, bytes_total
+
+    def __str__(self) -> str:
+        return (
+            f"lost shard {self.shard} of replica {self.replica!r} after {self.bytes_done} of "
+            f"{self.bytes_total} bytes; call again to read from another replica"
+        )
+
+
+class CallAborted(PeerError):
+    """Another rank of this group failed for a reason of its own, so the call failed for all."""
+
+    def __init__(self, replica: str, call: int, rank: int, reason: str) -> None:
+        super().__init__(replica, call, rank, reason)
+        self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
+
+    def __str__(self) -> str:
+        return (
+            f"call {self.call} of replica {self.replica!r} was given up by rank {self.rank}: "
+            f"{self.reason}"
+        )
+
+
+class StoreUnavailable(BackendError):
+    """etcd did not answer in time; a commit sent meanwhile may or may not have applied."""
+
+    def __init__(self, endpoint: str, timeout_s: float, reason: str) -> None:
+        super().__init__(endpoint, timeout_s, reason)
+        self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
+
+    def __str__(self) -> str:
+        return (
+            f"etcd at {self.endpoint} did not answer within {self.timeout_s:g} s ({self.reason}); "
+            "check that it runs and that the endpoint is right"
+        )
+
+
+class Contention(BackendError):
+    """Every attempt lost its race."""
+
+    def __init__(self, what: str, attempts: int) -> None:
+        super().__init__(what, attempts)
+        self.what, self.attempts = what, attempts
+
+    def __str__(self) -> str:
+        return f"{self.what} lost {self.attempts} races in a row; call again"
+
+
+class UntrustedObject(TorchRosError):
+    """An object in a version needs more of pickle than torch's weights_only unpickler allows."""
+
+    def __init__(self, fqn: str, reason: str) -> None:
+        super().__init__(fqn, reason)
+        self.fqn, self.reason = fqn, reason
+
+    def __str__(self) -> str:
+        return (
+            f"object {self.fqn!r} was refused by torch's weights_only unpickler ({self.reason}); "
+            "if you trust every process that publishes this model, pass "
+            "ROSReader(..., trust_objects=True)"
+        )

@@ -1,0 +1,847 @@
+"""ShardHandle: one process's shard of a replica. Ties the store, the weights and p2p together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from torch_ros.errors import (
+    ClosedError,
+    NotSupported,
+    PeerError,
+    SourceLost,
+    TorchRosError,
+    TransferFailed,
+    UsageError,
+)
+from torch_ros.exchange import Intake, Offer
+from torch_ros.identity import identify
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.transport import HOST, Region, Transport
+from torch_ros.reading import Reading
+from torch_ros.store import rules
+from torch_ros.store.endpoint import connect
+from torch_ros.store.group import Group, GroupCall, spec_ranges
+from torch_ros.store.keys import Keys, replica_of
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.records import Call, Shard, Version, VersionRef
+from torch_ros.store.rules import Seat, Spec, Whole
+from torch_ros.store.run import Deadline
+from torch_ros.store.txn import View
+from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
+from torch_ros.weights.manifest import Layout, Manifest, logical, logical_digest
+
+log = logging.getLogger(__name__)
+
+ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
+DEFAULT_ENDPOINT = "local"
+
+_open_handles: weakref.WeakSet[ShardHandle] = weakref.WeakSet()
+
+
+def open(  # the paper's name for it, used as torch_ros.open
+    model: str,
+    *,
+    endpoint: str | None = None,
+    replica: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    run: str | None = None,
+    retain: Sequence[str] = (),
+    datacenter: str = "default",
+    spot: bool = False,
+    timeout_s: float = 300.0,
+    ttl_s: int = 10,
+    staging_bytes: int = 64 << 20,
+) -> ShardHandle:
+    """Take this process's place in a replica of `model`.
+
+    Collective: every rank of the replica opens it; returns on each once all have. With a process
+    group, ranks open their handles in the same order.
+
+    Args:
+        model: The name under which versions are published.
+        endpoint: Where etcd is: "etcd://host:port[,host:port]"; "local", an etcd on this host
+            that is found or started; "memory://name", a store inside this process. None: the
+            environment's TORCH_ROS_ENDPOINT, else "local".
+        replica: The name of this replica, the same on all its ranks, unlike any other living
+            one's: opening a name again replaces its holder. None: the process group's rank 0
+            chooses one; else torchrun's run id and role; else, for one process, a unique name.
+        rank, world_size: This process's place in the replica. None: the process group's, else
+            torchrun's, else 0 of 1.
+        run: Where `publish` goes. Versions grow within a run. None: the newest living run; "new":
+            a new one (after a rollback to an older step); else the run of that name.
+        retain: Not in this release.
+        datacenter: Sources in the same one are preferred.
+        spot: This replica may vanish at any time (for retention; recorded).
+        timeout_s: Seconds for this call, and the default for the handle's calls.
+        ttl_s: Seconds after which a dead process's records vanish from etcd.
+        staging_bytes: Bound on the buffer through which short strided runs are read.
+
+    Raises:
+        UsageError: Bad arguments, or ranks that disagree about them.
+        StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint.
+        DeadlineExceeded: Not all ranks came.
+    """
+    if not model:
+        raise UsageError("model '': expected a name")
+    if retain:
+        raise NotSupported(f"retain={retain!r}", "leave it out; what must last needs a replica")
+    if ttl_s < 2:  # etcd's own minimum at its default election timeout
+        raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
+    deadline = Deadline(f"open({model!r})", timeout_s)
+    place = identify(replica, rank, world_size, timeout_s=timeout_s)
+    endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
+    kv = connect(endpoint, timeout_s=timeout_s)
+    transport: Transport | None = None
+    try:
+        transport = _transport(endpoint)
+        offer = Offer(transport)
+        group = Group.join(
+            kv,
+            keys=Keys(model),
+            replica=place.replica,
+            nonce=place.nonce,
+            rank=place.rank,
+            world_size=place.world_size,
+            run_name=run,
+            datacenter=datacenter,
+            spot=spot,
+            shard=Shard(socket.gethostname(), os.getpid(), offer.card),
+            ttl_s=ttl_s,
+            deadline=deadline,
+        )
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        kv.close()
+        raise
+    handle = ShardHandle(model, group, transport, offer, timeout_s, staging_bytes)
+    log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
+    return handle
+
+
+def _transport(endpoint: str) -> Transport:
+    if endpoint.startswith("memory:"):
+        return MemoryTransport()
+    # Importing nixl loads UCX and takes a second; a store in memory can do without.
+    from torch_ros.p2p.nixl import NixlTransport
+
+    return NixlTransport()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one replicate, update or dcp.load read on this rank."""
+
+    version: int
+    source: str  # the replica read from
+    bytes_total: int  # of this rank's tensors
+    bytes_read: int  # over the wire: more where whole rows were read for a part of them
+    elapsed_s: float  # of the whole call
+    stages_s: Mapping[str, float]  # decide, manifests, plan, read, commit
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """Tensors that are shown to readers. Keeps their memory allocated."""
+
+    parts: Sequence[tuple[Layout, Sequence[torch.Tensor]]]  # objects come before tensors
+    digest: str  # of the content, whatever the sharding
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [chunk for _, memory in self.parts for chunk in memory]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What is read in one load, and shown to readers afterwards."""
+
+    tensors: Sequence[LocalTensor]
+    objects: Mapping[str, torch.Tensor]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    started_s: float = field(default_factory=time.perf_counter)
+    stages_s: dict[str, float] = field(default_factory=dict)
+    _last_s: float = field(default_factory=time.perf_counter)
+
+    def lap(self, stage: str) -> None:
+        now_s = time.perf_counter()
+        self.stages_s[stage] = now_s - self._last_s
+        self._last_s = now_s
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+class ShardHandle:
+    """One replica's shard in this process: it publishes or replicates, one version at a time.
+
+    Life cycle, on all ranks of the replica and in the same order:
+
+    1. `torch_ros.open`
+    2. `register` the tensors
+    3. trainer: `publish`; mutate only after `unpublish` has returned; again from 3
+       rollout: `replicate`, then `update` as often as wanted
+    4. `unpublish`, `unregister`, `close`; or just `close`
+
+    publish, unpublish, replicate and update are calls of the whole group: every rank makes the
+    same ones in the same order, no collective is involved, and all get the same answer or the
+    same error. An error on one rank ends the call on all of them. list and wait are this
+    process's own. Safe to call from several threads, one call at a time.
+
+    After `fork` the child's copy does nothing and raises `ClosedError`; open a new one there.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        group: Group,
+        transport: Transport,
+        offer: Offer,
+        timeout_s: float,
+        staging_bytes: int,
+    ) -> None:
+        self.model = model
+        self._group, self._transport, self._offer = group, transport, offer
+        self._timeout_s, self._staging_bytes = timeout_s, staging_bytes
+        self._intake = Intake(transport)
+        self._reading = Reading(transport, self._intake, staging_bytes)
+        self._registered: _Registered | None = None
+        self._held: VersionRef | None = None
+        self._last_read: ReadReport | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._staged: set[tuple[int, int]] = set()  # memory of dcp's staged copy, if published
+        _open_handles.add(self)
+
+    def __repr__(self) -> str:
+        held = f", version={self._held.version}" if self._held else ""
+        return (
+            f"ShardHandle(model={self.model!r}, replica={self.replica!r}, "
+            f"rank={self.rank} of {self.world_size}{held})"
+        )
+
+    @property
+    def replica(self) -> str:
+        """The name that `list` shows for this replica."""
+        return self._group.seat.replica
+
+    @property
+    def rank(self) -> int:
+        return self._group.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.seat.world_size
+
+    @property
+    def run(self) -> str:
+        """The run in which this handle publishes."""
+        return self._group.seat.run
+
+    @property
+    def version(self) -> int | None:
+        """The version that this replica holds and serves; None: none."""
+        return self._held.version if self._held else None
+
+    @property
+    def last_read(self) -> ReadReport | None:
+        """What the last replicate, update or dcp.load of this handle did."""
+        return self._last_read
+
+    @property
+    def is_usable(self) -> bool:
+        """False once this handle was closed or fenced: open another one."""
+        return not self._is_closed and not self._group.is_fenced
+
+    # Tensors
+
+    def register(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        """Name the tensors that are published from, or replicated into. Local to this rank.
+
+        Args:
+            named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
+                sharing memory. A DTensor stands for its local chunk; any other tensor is the
+                whole, and where ranks differ the lowest one's counts. Not copied, not modified;
+                referenced until `unregister` or `close`, so they must not be resized or moved.
+
+        Raises:
+            UsageError: Something is registered, or a tensor is not plain strided memory.
+        """
+        with self._busy():
+            if self._registered is not None:
+                raise UsageError("this handle has registered tensors; unregister() them first")
+            self._register(local_chunks(named_tensors), {}, {})
+
+    def unregister(self) -> None:
+        """Forget the tensors. Local to this rank. May be called again.
+
+        Raises:
+            UsageError: A version is held; `unpublish` first.
+        """
+        with self._busy():
+            self._require_nothing_held("unregister")
+            self._unregister()
+
+    def _register(
+        self,
+        tensors: Sequence[LocalTensor],
+        objects: Mapping[str, torch.Tensor],
+        paths: Mapping[str, tuple[str | int, ...]],
+    ) -> _Registered:
+        layout, memory = build(tensors, objects, paths=paths)
+        devices = [t.get_device() if t.is_cuda else HOST for t in memory]
+        spans = [span_of(t) for t in memory]
+        regions = {
+            Region(address, size, device)
+            for (address, size), device in zip(spans, devices, strict=True)
+            if size
+        }
+        addresses = [address for address, _ in spans]
+        ordered = sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
+        try:
+            self._offer.show(layout, addresses, devices, ordered)
+        except BaseException:
+            self._unregister()
+            raise
+        parts = [build([], objects)] if objects else []
+        parts.append(build(tensors, {}))
+        self._registered = _Registered(parts, logical_digest(logical([layout])))
+        return self._registered
+
+    def _unregister(self) -> None:
+        self._offer.withdraw()
+        self._registered = None
+
+    # Publishing
+
+    def publish(self, version: int, *, timeout_s: float | None = None) -> None:
+        """Offer the registered tensors as `version`. No bytes move.
+
+        Collective. Returns on each rank once the whole replica is offered. The tensors are read
+        in place: do not write to them or free them until `unpublish` has returned.
+
+        Args:
+            version: Not below the newest of the run; gaps are fine.
+
+        Raises:
+            UsageError: Nothing is registered, or a version is held. Nothing was published.
+            VersionConflict: A newer version exists. Nothing was published.
+            ManifestMismatch: Ranks, or another replica that publishes this version, have other
+                tensors. Nothing was published.
+            DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
+            SelfFenced, StoreUnavailable
+
+        Cost: 2 round trips to etcd per rank, none of them contended.
+        """
+        deadline = self._deadline(f"publish {version}", timeout_s)
+        with self._busy(), self._group.call("publish", f"publish {version}", deadline) as call:
+            registered = self._require_registered("publish")
+            self._require_nothing_held("publish")
+            self._publish(call, version, registered, deadline)
+
+    def _publish(
+        self, call: GroupCall, version: int, registered: _Registered, deadline: Deadline
+    ) -> None:
+        effects = partial(
+            rules.publish, version=rules.check_version(version), fresh_uid=secrets.token_hex(8)
+        )
+        keys, run = call.seat.keys, call.seat.run
+        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        _finish_kernels(registered.memory)
+        self._finish(call, registered, deadline)
+        self._held = call.ref
+        log.info("published version %d of %r", version, self.model)
+
+    def unpublish(self, *, timeout_s: float | None = None) -> None:
+        """Stop offering what is held; returns once nobody reads it any more.
+
+        Collective. From then on the tensors may be written. Holding nothing, it does nothing.
+
+        Raises:
+            DeadlineExceeded: Somebody still reads; the version is not offered any more, and
+                calling again goes on waiting. The tensors must not be written yet.
+            SelfFenced, StoreUnavailable
+        """
+        with self._busy():
+            if self._held is None:
+                return
+            asked = f"unpublish {self._held.version}"
+            with self._group.call("unpublish", asked, self._deadline(asked, timeout_s)) as call:
+                call.unpublish(self._held)
+            self._held = None
+
+    # Reading
+
+    def replicate(self, version: int | str = "latest", *, timeout_s: float | None = None) -> int:
+        """Read a whole version into the registered tensors, and become a source of it.
+
+        Collective. Blocks until the version exists; a version below the newest that nobody holds
+        any more is an error. All ranks get the same version. The group's tensors together must
+        be exactly the version's, in any sharding.
+
+        Args:
+            version: A number, "latest", or "latest-k" for the k-th newest that is available.
+
+        Returns:
+            The version's number.
+
+        Raises:
+            UsageError: Nothing is registered, or a version is held.
+            ManifestMismatch: Other names, shapes or dtypes than the version's. We do not cast.
+            VersionNotFound: The version is gone.
+            SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
+            DeadlineExceeded, CallAborted, SelfFenced, StoreUnavailable
+
+        Cost: 3 to 4 round trips to etcd per rank; every byte moves once.
+        """
+        with self._busy():
+            return self._replicate(version, None, timeout_s)
+
+    def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
+        """Go to `version` if it is newer than what is held; holding nothing, replicate it.
+
+        Collective; all ranks get the same answer. With something newer: unpublish what is held
+        (drained), then replicate. A relative version never goes back to an older one; an absolute
+        one goes wherever it says.
+
+        Returns:
+            Whether this replica now holds another version than before. False costs one read.
+
+        Raises:
+            Like `replicate`. Once the old version was given up, the handle holds nothing, and a
+            later `update` replicates.
+        """
+        with self._busy():
+            ref = self._newer(version, self._held, timeout_s) if self._held else None
+            if self._held is not None and ref is None:
+                return False
+            self.unpublish(timeout_s=timeout_s)
+            self._replicate(version, ref, timeout_s)
+            return True
+
+    def _newer(
+        self, version: int | str, held: VersionRef, timeout_s: float | None
+    ) -> VersionRef | None:
+        asked = f"update {version}"
+        deadline, ranges = self._deadline(asked, timeout_s), spec_ranges(self._group.seat.keys)
+        if self.world_size == 1:  # nobody could decide otherwise: one read, nothing written
+            spec = Spec.parse(version)
+
+            def ask(view: View) -> Step[VersionRef | None]:
+                rules.membership(view, self._group.seat)
+                offer = rules.newer(view, self._group.seat.keys, spec, held)
+                return Done(offer.ref if offer else None)
+
+            return self._group.ask((*self._group.seat.own, *ranges), ask, deadline)
+        with self._group.call("update", asked, deadline) as call:
+            spec = Spec.parse(version)
+            return call.decide(ranges, partial(rules.update, spec=spec, held=held)).ref
+
+    def _replicate(
+        self, version: int | str, floor: VersionRef | None, timeout_s: float | None
+    ) -> int:
+        asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
+        deadline = self._deadline(asked, timeout_s)
+        with self._group.call("replicate", asked, deadline) as call:
+            registered = self._require_registered("replicate")
+            self._require_nothing_held("replicate")
+            self._fill(call, Spec.parse(version), floor, lambda _: registered, Whole(), deadline)
+            self._held = call.ref
+        return call.ref.version
+
+    def _fill(
+        self,
+        call: GroupCall,
+        spec: Spec,
+        floor: VersionRef | None,
+        register: Callable[[Sequence[Layout]], _Registered],
+        whole: Whole,
+        deadline: Deadline,
+        landed: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """This rank's part in reading a version. Whether the group now serves it.
+
+        Args:
+            register: From the source's layouts to what to fill.
+            landed: Called when the objects have landed, before a tensor changes, and at the end.
+        """
+        watch = _Stopwatch()
+        keys = call.seat.keys
+        call.decide(
+            (*spec_ranges(keys), keys.readers()), partial(rules.replicate, spec=spec, floor=floor)
+        )
+        source, version = replica_of(call.source), call.ref.version
+        shards = call.attach()
+        watch.lap("decide")
+        shown = self._manifests(shards, source, deadline)
+        watch.lap("manifests")
+        registered = register([manifest.layout for _, manifest in shown])
+        layouts = [manifest.layout for _, manifest in shown]
+        plans = [self._reading.plan(layouts, layout, self.rank) for layout, _ in registered.parts]
+        bytes_total = sum(plan.bytes_total for plan in plans)
+        bytes_read = sum(plan.bytes_read for plan in plans)
+        watch.lap("plan")
+        done = 0
+
+        def count(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+
+        try:
+            for plan, (_, memory) in zip(plans, registered.parts, strict=True):
+                self._reading.read(
+                    plan, shown, memory, deadline, check=self._group.check, done=count
+                )
+                landed()
+        except TransferFailed as error:
+            rank = next(i for i, (agent, _) in enumerate(shown) if agent == error.agent)
+            self._intake.forget(error.agent)
+            raise SourceLost(source, rank, done, bytes_read) from error
+        _mark_written(registered.memory)
+        watch.lap("read")
+        is_source = self._finish(call, registered, deadline, whole)
+        watch.lap("commit")
+        report = ReadReport(
+            version, source, bytes_total, bytes_read, watch.elapsed_s, watch.stages_s
+        )
+        self._last_read = report
+        read_s = max(watch.stages_s["read"], 1e-9)
+        log.info(
+            "version %d of %r from %r: %.1f MB in %.1f ms, %.2f GB/s while reading (%s)",
+            version,
+            self.model,
+            source,
+            bytes_total / 1e6,
+            1e3 * report.elapsed_s,
+            bytes_total / read_s / 1e9,
+            ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
+        )
+        return is_source
+
+    def _manifests(
+        self, shards: Sequence[Shard], source: str, deadline: Deadline
+    ) -> list[tuple[str, Manifest]]:
+        shown = []
+        for rank, shard in enumerate(shards):
+            try:
+                shown.append(self._intake.manifest(shard.card, deadline))
+            except TransferFailed as error:
+                self._intake.forget(error.agent)
+                raise SourceLost(source, rank, 0, 0) from error
+        return shown
+
+    def _finish(
+        self,
+        call: GroupCall,
+        registered: _Registered,
+        deadline: Deadline,
+        whole: Whole = Whole(),  # noqa: B008  # a frozen value
+    ) -> bool:
+        """Ready, and together with the peers done. Whether the group now serves the version."""
+
+        def summarise(said: Mapping[int, str]) -> str:
+            if len(set(said.values())) == 1:
+                return said[self.rank]
+            # Ranks with different tensors (pipeline stages): together they hold the union.
+            shards = self._shards(self._group.seat.inst, deadline)
+            shown = self._manifests(shards, self.replica, deadline)
+            return logical_digest(logical([manifest.layout for _, manifest in shown]))
+
+        return call.finish(registered.digest, summarise, whole).is_source
+
+    def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
+        within = self._group.seat.keys.shards(inst)
+
+        def rule(view: View) -> Step[list[Shard]]:
+            return Done([Shard.decode(view.entries[key].value) for key in sorted(view.entries)])
+
+        return self._group.ask((within,), rule, deadline)
+
+    # What torch_ros.dcp stands on
+
+    def _inspect(self, spec: Spec, deadline: Deadline) -> tuple[VersionRef, Sequence[Layout]]:
+        """The version that `spec` means now, and its layouts, rank by rank. Reads no tensor.
+
+        Takes no claim: what is read is checked against the digest in etcd instead.
+        """
+        keys, refused = self._group.seat.keys, set[str]()
+
+        def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
+            offer = rules.resolve(view, keys, spec)
+            if isinstance(offer, Wait):
+                return offer
+            entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
+            sources = sorted(offer.holdings, key=lambda inst: (inst in refused, inst))
+            return Done((offer.ref, Version.decode(entry.value).layout, sources[0]))
+
+        while True:
+            ref, layout, source = self._group.ask(spec_ranges(keys), rule, deadline)
+            try:
+                shown = self._manifests(
+                    self._shards(source, deadline), replica_of(source), deadline
+                )
+                layouts = [manifest.layout for _, manifest in shown]
+                if logical_digest(logical(layouts)) == layout:
+                    return ref, layouts
+                reason = "it shows other tensors by now"
+            except PeerError as error:
+                reason = str(error)
+            refused.add(source)
+            deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
+            time.sleep(0.05)
+
+    def _save(
+        self,
+        version: int,
+        tensors: Sequence[LocalTensor],
+        objects: Mapping[str, torch.Tensor],
+        paths: Mapping[str, tuple[str | int, ...]],
+        *,
+        is_staged: bool,
+        timeout_s: float | None,
+    ) -> None:
+        """dcp.save: give up what is held, register and publish. Checked before anything changes.
+
+        Args:
+            is_staged: The tensors are a copy that dcp's stager made for this save.
+        """
+        asked = f"save {version}"
+        deadline = self._deadline(asked, timeout_s)
+        staged = {span_of(c.tensor) for t in tensors for c in t.chunks} if is_staged else set()
+        with self._busy():
+            overwritten = bool(self._held and staged & self._staged)
+            if self._held is not None and not overwritten:
+                self._agree(
+                    asked,
+                    deadline,
+                    lambda: build(tensors, objects, paths=paths),
+                    partial(rules.check_publishable, version=rules.check_version(version)),
+                )
+            held = self._held
+            self.unpublish(timeout_s=deadline.left_s())
+            self._staged = set()
+            if overwritten and held is not None:
+                raise UsageError(
+                    f"version {held.version} was still published when dcp.async_save staged "
+                    f"version {version} over it: this stager reuses its buffers; it is unpublished "
+                    "now. Call handle.unpublish() before each async_save, or use a stager that "
+                    "does not keep its buffers"
+                )
+            try:
+                with self._group.call("publish", asked, deadline) as call:
+                    registered = self._register(tensors, objects, paths)
+                    self._publish(call, version, registered, deadline)
+                self._staged = staged
+            except BaseException:
+                self._unregister_unless_held()
+                raise
+
+    def _load(
+        self,
+        version: int | str,
+        layouts: Sequence[Layout],
+        fill: Callable[[Sequence[Layout]], Filled],
+        vet: Callable[[], object],
+        whole: Whole,
+        *,
+        timeout_s: float | None,
+    ) -> ReadReport:
+        """dcp.load: give up what is held, register and read.
+
+        Args:
+            layouts: Of the version when it was inspected: the check is made against these.
+            fill: From a source's layouts to what is to be read.
+            vet: Called when the objects have landed; raises to refuse them.
+        """
+        asked = f"load {version}"
+        deadline = self._deadline(asked, timeout_s)
+
+        def check() -> None:
+            filled = fill(layouts)
+            layout, _ = build(filled.tensors, filled.objects)
+            self._reading.plan(layouts, layout, self.rank)
+
+        def register(now: Sequence[Layout]) -> _Registered:
+            filled = fill(now)
+            return self._register(filled.tensors, filled.objects, filled.paths)
+
+        with self._busy():
+            if self.world_size > 1:
+                self._agree(f"check before {asked}", deadline, check, rules.agree)
+            else:
+                check()
+            self.unpublish(timeout_s=deadline.left_s())
+            try:
+                with self._group.call("replicate", asked, deadline) as call:
+                    spec = Spec.parse(version)
+                    is_source = self._fill(call, spec, None, register, whole, deadline, vet)
+                    self._held = call.ref if is_source else None
+            finally:
+                self._unregister_unless_held()
+            assert self._last_read is not None
+            return self._last_read
+
+    def _unregister_unless_held(self) -> None:
+        if self._held is None:
+            self._unregister()
+
+    def _agree(
+        self,
+        asked: str,
+        deadline: Deadline,
+        check: Callable[[], object],
+        effects: Callable[[View, Seat, Call], Step[Call]],
+    ) -> None:
+        """Go on only if the check passes on every rank."""
+        keys, run = self._group.seat.keys, self._group.seat.run
+        with self._group.call("agree", asked, deadline) as call:
+            check()
+            call.decide((keys.versions(run),), effects)
+            call.finish("", lambda _: "")
+
+    # Looking around
+
+    def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
+        """The available versions, and the names of the replicas that hold each of them whole.
+
+        This process's own question. Of the newest run that has a version.
+        """
+        deadline = self._deadline("list", timeout_s)
+        keys = self._group.seat.keys
+        with self._busy(is_exclusive=False):
+            return self._group.ask(
+                spec_ranges(keys), lambda view: Done(rules.listing(view, keys)), deadline
+            )
+
+    def wait(
+        self,
+        predicate: Callable[[dict[int, set[str]]], bool],
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[int, set[str]]:
+        """Block until `predicate` of what `list` returns is true; returns that.
+
+        This process's own question; asked again at every change.
+
+        Raises:
+            DeadlineExceeded: With what `list` said last.
+        """
+        deadline = self._deadline("wait", timeout_s)
+        keys = self._group.seat.keys
+
+        def rule(view: View) -> Step[dict[int, set[str]]]:
+            there = rules.listing(view, keys)
+            if predicate(there):
+                return Done(there)
+            names = {version: sorted(replicas) for version, replicas in there.items()}
+            return Wait(f"available: {names or 'nothing'}", (keys.versions(), keys.holdings()))
+
+        with self._busy(is_exclusive=False):
+            return self._group.ask(spec_ranges(keys), rule, deadline)
+
+    # The end
+
+    def close(self) -> None:
+        """Leave: everything this process published vanishes from etcd at once. Idempotent.
+
+        Readers are not waited for; `unpublish` first to let them finish. After the return the
+        tensors may be freed. In a forked child it does nothing.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        self._group.close()
+        with self._lock:  # a call in another thread ends first
+            self._held = self._registered = None
+            self._reading.close()
+            self._intake.close()
+            self._offer.withdraw()
+            self._transport.close()
+        _open_handles.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Shared by the calls
+
+    @contextmanager
+    def _busy(self, *, is_exclusive: bool = True) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self!r} belongs to process {self._pid} and this is its fork; "
+                "call torch_ros.open here"
+            )
+        if self._is_closed:
+            raise ClosedError(f"{self!r} is closed; call torch_ros.open again")
+        if not is_exclusive:
+            yield
+            return
+        with self._lock:
+            self._group.check()
+            yield
+
+    def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
+        return Deadline(what, self._timeout_s if timeout_s is None else timeout_s)
+
+    def _require_registered(self, call: str) -> _Registered:
+        if self._registered is None:
+            raise UsageError(f"{call}: this handle has no tensors; register() them first")
+        return self._registered
+
+    def _require_nothing_held(self, call: str) -> None:
+        if self._held is not None:
+            raise UsageError(
+                f"{call}: this handle holds version {self._held.version}; unpublish() it first"
+            )
+
+
+def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:
+    """The kernels that write the weights must be done before anybody reads them."""
+    for device in {tensor.device for tensor in memory if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _mark_written(memory: Sequence[torch.Tensor]) -> None:
+    """Let autograd notice that these were overwritten behind its back."""
+    for tensor in memory:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+@atexit.register
+def _close_open_handles() -> None:
+    for handle in list(_open_handles):
+        try:
+            handle.close()
+        except TorchRosError as error:
+            log.warning("closing %r at exit: %s", handle, error)

@@ -1,0 +1,132 @@
+"""What moving bytes between processes looks like from above. Knows no models or versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+# One read, a row per span: source address, target address, bytes; uint64.
+Spans = npt.NDArray[np.uint64]
+
+HOST = -1  # the device of host memory; CUDA devices count from 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Contiguous memory of this process. Whoever registers it keeps it alive."""
+
+    address: int
+    size_bytes: int  # > 0
+    device: int = HOST
+
+
+class Registration(Protocol):
+    """Regions that peers may read, and reads may land in, until `close`.
+
+    The memory must stay allocated until `close` has returned. The same memory may be part of
+    several registrations.
+    """
+
+    descriptor: bytes  # for `Peer.attach`; opaque to everyone but the same kind of transport
+
+    def close(self) -> None:
+        """Idempotent. Reads by peers that are still running get an error or undefined bytes."""
+        ...
+
+
+class Read(Protocol):
+    """Spans that one peer reads from another's memory; may be posted again once it is done."""
+
+    size_bytes: int
+
+    def post(self) -> None:
+        """Start. May block for as long as the copy takes (same host); releases the GIL.
+
+        Raises:
+            TransferFailed: The peer is gone.
+        """
+        ...
+
+    def is_done(self) -> bool:
+        """Whether every byte has landed; makes progress, so call it until it says so.
+
+        Raises:
+            TransferFailed: The peer is gone, or the read failed. It has then terminated.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release it. No byte lands after this returns: a read in flight is ended first."""
+        ...
+
+
+class Peer(Protocol):
+    """Another agent, connected."""
+
+    agent: str
+
+    def attach(self, descriptor: bytes) -> None:
+        """Learn of a registration of this peer, so that its memory can be read.
+
+        Raises:
+            TransferFailed: The peer cannot be reached, or the descriptor is not of this peer.
+        """
+        ...
+
+    def prepare(
+        self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
+    ) -> Read:
+        """Make a read. Costs microseconds a span; posting it again costs nothing of that.
+
+        Args:
+            spans: Within memory attached from this peer and registered here; no span is empty.
+                Sources may overlap each other, targets must not.
+            source_device: Of all source addresses: `HOST` or a CUDA device of the peer.
+            target_device: Likewise, of this process.
+
+        Raises:
+            TransferFailed: Memory that is not attached or not registered, or the peer is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Disconnect, so that the peer does not keep state for this process. Idempotent.
+
+        Close every read of this peer first.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """This process's endpoint. Safe to call from many threads."""
+
+    agent: str  # a name no other agent has
+
+    @property
+    def connection(self) -> bytes:
+        """What a peer needs for `connect`, below 4 KiB. Does not depend on registrations."""
+        ...
+
+    def register(self, regions: Sequence[Region]) -> Registration:
+        """Make memory readable by peers and usable as a target.
+
+        Raises:
+            UsageError: An empty region, or memory that cannot be registered.
+        """
+        ...
+
+    def connect(self, connection: bytes) -> Peer:
+        """Know a peer. The same peer may be connected again after its `close`.
+
+        Raises:
+            TransferFailed: The peer is gone, or these are not a peer's connection bytes.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every registration and peer. Idempotent."""
+        ...

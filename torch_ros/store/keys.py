@@ -1,0 +1,130 @@
+"""Every etcd key is written and parsed here and nowhere else. `docs/PROTOCOL.md` has the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from torch_ros.store.txn import Range, under
+
+ROOT = "/torch-ros"
+VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
+VERSION_MAX = 2**63 - 1
+
+
+def instance(replica: str, nonce: str) -> str:
+    """The name of one incarnation of a replica, so that a restart is never its predecessor."""
+    return f"{_name(replica)}@{nonce}"
+
+
+def replica_of(inst: str) -> str:
+    return unquote(inst.partition("@")[0])
+
+
+def _name(text: str) -> str:
+    """`text` without slashes or "@": a name must not be able to reach into another prefix."""
+    return quote(text, safe="")
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingKey:
+    run: str
+    version: int
+    inst: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one model."""
+
+    model: str
+
+    @property
+    def _root(self) -> str:
+        return f"{ROOT}/{_name(self.model)}"
+
+    # Groups and their processes
+
+    def groups(self) -> Range:
+        return under(f"{self._root}/groups/")
+
+    def group(self, replica: str) -> str:
+        return f"{self._root}/groups/{_name(replica)}"
+
+    def shards(self, inst: str) -> Range:
+        return under(f"{self._root}/shards/{inst}/")
+
+    def shard(self, inst: str, rank: int) -> str:
+        return f"{self._root}/shards/{inst}/{rank:06d}"
+
+    # Group calls
+
+    def decisions(self, inst: str) -> str:
+        return f"{self._root}/decisions/{inst}"
+
+    def readies(self, inst: str, call: int) -> Range:
+        return under(f"{self._root}/ready/{inst}/{call}/")
+
+    def ready(self, inst: str, call: int, rank: int) -> str:
+        return f"{self._root}/ready/{inst}/{call}/{rank:06d}"
+
+    # Runs, versions and who holds them
+
+    def runs(self) -> Range:
+        return under(f"{self._root}/runs/")
+
+    def run(self, run: str) -> str:
+        return f"{self._root}/runs/{_name(run)}"
+
+    def versions(self, run: str | None = None) -> Range:
+        return under(f"{self._root}/versions/" + ("" if run is None else f"{_name(run)}/"))
+
+    def versions_above(self, run: str, version: int) -> Range:
+        return Range(self.version(run, version + 1), self.versions(run).end)
+
+    def version(self, run: str, version: int) -> str:
+        return f"{self._root}/versions/{_name(run)}/{version:0{VERSION_DIGITS}d}"
+
+    def holdings(self, run: str | None = None) -> Range:
+        return under(f"{self._root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
+
+    def holding(self, run: str, version: int, inst: str) -> str:
+        return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{inst}"
+
+    # Who reads from whom
+
+    def readers(self) -> Range:
+        return under(f"{self._root}/readers/")
+
+    def readers_of(self, run: str, version: int, source: str) -> Range:
+        return under(f"{self._reads(run, version, source)}/")
+
+    def reader_group(self, run: str, version: int, source: str, reader: str) -> str:
+        return f"{self._reads(run, version, source)}/{reader}/group"
+
+    def reader(self, run: str, version: int, source: str, reader: str, rank: int) -> str:
+        return f"{self._reads(run, version, source)}/{reader}/{rank:06d}"
+
+    def _reads(self, run: str, version: int, source: str) -> str:
+        return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
+
+
+def parse_run(key: str) -> str:
+    return unquote(key.rpartition("/")[2])
+
+
+def parse_version(key: str) -> tuple[str, int]:
+    """(run, version) of a `versions/` key."""
+    *_, run, version = key.split("/")
+    return unquote(run), int(version)
+
+
+def parse_holding(key: str) -> HoldingKey:
+    *_, run, version, inst = key.split("/")
+    return HoldingKey(unquote(run), int(version), inst)
+
+
+def parse_reader(key: str) -> tuple[str, str, str]:
+    """(source, reader, "group" or rank) of a `readers/` key."""
+    *_, source, reader, who = key.split("/")
+    return source, reader, who

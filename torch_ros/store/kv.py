@@ -1,0 +1,45 @@
+"""The seam between the protocol and what stores its records."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch_ros.store.txn import Read, Reply, Txn, View, Watch
+
+
+class KV(Protocol):
+    """etcd, or something that passes `tests/contract/kv.py`. Safe to call from many threads.
+
+    Every method raises `StoreUnavailable` when there is no answer within `timeout_s`, and
+    `ClosedError` after `close`. Nothing is retried here.
+    """
+
+    endpoint: str  # for messages; without credentials
+
+    def read(self, request: Read, *, timeout_s: float) -> View: ...
+
+    def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
+        """After `StoreUnavailable` the transaction may or may not have applied."""
+        ...
+
+    def wait(self, watch: Watch, *, timeout_s: float) -> bool:
+        """Block until something in the ranges may have changed; False: not within `timeout_s`.
+
+        May return True early, never late: after a lost connection or a compacted revision it
+        returns True, so that the caller looks again. It does not raise for those.
+        """
+        ...
+
+    def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
+        """A new lease: its id, and the seconds really granted."""
+        ...
+
+    def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
+        """Renew a lease. Seconds granted from when this was sent; 0: the lease has ended."""
+        ...
+
+    def revoke(self, lease_id: int, *, timeout_s: float) -> None:
+        """End a lease now; its keys vanish at one revision. Ended already: nothing happens."""
+        ...
+
+    def close(self) -> None: ...

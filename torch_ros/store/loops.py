@@ -1,0 +1,65 @@
+"""The one loop of the store. It yields requests and never touches a client.
+
+The same generator runs against etcd in production (`run.run`) and one request at a time,
+interleaved with others and with failures, in a simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch_ros.errors import Contention
+from torch_ros.store.txn import UNKNOWN, Commit, Range, Read, Reply, Steps, Txn, View, Watch
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+ATTEMPTS_MAX = 64  # a race is lost only when another process won it
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T_co]):
+    value: T_co
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet. `reason` is for people; it ends up in logs and in DeadlineExceeded."""
+
+    reason: str
+    ranges: tuple[Range, ...]  # what has to change first
+
+
+@dataclass(frozen=True, slots=True)
+class Act(Generic[T_co]):
+    """Commit `txn`; if it applied, its reply is the answer, else decide again."""
+
+    txn: Txn
+    then: Callable[[Reply], T_co]
+
+
+Step = Done[T] | Wait | Act[T]
+
+
+def settle(what: str, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> Steps[T]:
+    """Read `ranges`, decide, act; again while others win the race or the rule says to wait.
+
+    After a lost reply the rule decides afresh from what it then finds, so a rule must know its
+    own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
+    of the view leaves no gap in which a change could be missed (I6).
+    """
+    losses = 0
+    while losses < ATTEMPTS_MAX:
+        view: View = yield Read(ranges)
+        match rule(view):
+            case Done(value):
+                return value
+            case Wait(reason, watched):
+                yield Watch(watched, view.rev, reason)
+            case Act(txn, then):
+                reply: Reply = yield Commit(txn)
+                if reply.applied:
+                    return then(reply)
+                losses += reply is not UNKNOWN
+    raise Contention(what, ATTEMPTS_MAX)

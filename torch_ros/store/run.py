@@ -1,0 +1,99 @@
+"""Performs what the loop asks for: deadlines, patience with etcd, and log lines live here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch_ros.errors import DeadlineExceeded, StoreUnavailable
+from torch_ros.store.kv import KV
+from torch_ros.store.txn import UNKNOWN, Commit, Read, Reply, Request, Steps, View, Watch
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
+RETRY_S = 0.2
+REMIND_S = 10.0  # a wait says so this often
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The end of a call: `what` is being done, within `timeout_s` from when this was made."""
+
+    what: str
+    timeout_s: float
+    started_s: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        return self.started_s + self.timeout_s - time.monotonic()
+
+    def check(self, reason: str) -> None:
+        """Raises: DeadlineExceeded: With `reason`, when the time is over."""
+        if self.left_s() <= 0:
+            raise DeadlineExceeded(self.what, self.timeout_s, reason)
+
+
+def run(
+    steps: Steps[T], kv: KV, deadline: Deadline, *, check: Callable[[], None] = lambda: None
+) -> T:
+    """Drive `steps` to its end. `check` raises when this process may not go on (fenced, closed).
+
+    While etcd is away, requests are repeated until the deadline. A commit is not: whether it
+    applied is unknown, so the loop looks again.
+
+    Raises:
+        DeadlineExceeded: With the last reason for waiting.
+        StoreUnavailable: etcd did not answer before the deadline.
+    """
+    reply: View | Reply | None = None
+    while True:
+        check()
+        try:
+            request = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        reply = _perform(request, kv, deadline, check)
+
+
+def _perform(
+    request: Request, kv: KV, deadline: Deadline, check: Callable[[], None]
+) -> View | Reply | None:
+    if isinstance(request, Watch):
+        _wait(request, kv, deadline, check)
+        return None
+    outage = False
+    while True:
+        # At least one try, and a short one at that, even when the time is over: what a call
+        # leaves behind is cleaned up with the same requests.
+        timeout_s = max(0.5, min(REQUEST_TIMEOUT_S, deadline.left_s()))
+        try:
+            match request:
+                case Read():
+                    return kv.read(request, timeout_s=timeout_s)
+                case Commit(txn):
+                    return kv.commit(txn, timeout_s=timeout_s)
+        except StoreUnavailable as error:
+            if deadline.left_s() <= 0:
+                raise
+            if not outage:
+                log.warning("%s: %s; trying again", deadline.what, error)
+            outage = True
+            check()
+            time.sleep(RETRY_S)
+            if isinstance(request, Commit):
+                return UNKNOWN
+
+
+def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None]) -> None:
+    while True:
+        deadline.check(watch.reason)
+        if kv.wait(watch, timeout_s=min(deadline.left_s(), REMIND_S)):
+            return
+        check()
+        if watch.reason and deadline.left_s() > 0:
+            waited_s = deadline.timeout_s - deadline.left_s()
+            log.info("%s: waiting for %.0f s: %s", deadline.what, waited_s, watch.reason)

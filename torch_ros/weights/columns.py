@@ -1,0 +1,54 @@
+"""Arrays with one row per thing, and what numpy lacks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+C = TypeVar("C", bound="Columns")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Arrays with one row per thing."""
+
+    def take(self, rows: Ints | Bools) -> Self:
+        return type(self)(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def outermost_first(by: Ints, sizes: Ints, *columns: Ints) -> list[Ints]:
+    """`sizes` and `columns` with the dimensions of each row by falling stride, size 1 first."""
+    order = np.argsort(np.where(sizes > 1, -by, np.iinfo(np.int64).min), axis=1, kind="stable")
+    return [np.take_along_axis(column, order, 1) for column in (sizes, *columns)]
+
+
+def numbered(counts: Ints) -> tuple[Ints, Ints]:
+    """For the things of each owner, one after the other: the owner, and a number from 0."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - sum_before(counts)[owner]
+
+
+def sum_before(values: Ints) -> Ints:
+    """The sum of all earlier rows."""
+    return np.cumsum(values) - values
+
+
+def sum_after(values: Ints) -> Ints:
+    """The sum of all later columns."""
+    return values[:, ::-1].cumsum(1)[:, ::-1] - values
+
+
+def group_starts(*columns: npt.NDArray[np.generic]) -> Ints:
+    """The rows that differ from the row before, the first included."""
+    differs = np.ones(len(columns[0]), np.bool_)
+    differs[1:] = False
+    for column in columns:
+        differs[1:] |= column[1:] != column[:-1]
+    return np.flatnonzero(differs)

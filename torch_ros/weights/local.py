@@ -1,0 +1,213 @@
+"""From the tensors a process holds to the chunks it offers or wants. Views, never copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_ros.errors import UsageError
+from torch_ros.weights.manifest import OBJECT, ChunkRecord, Layout, TensorRecord, dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChunk:
+    """A chunk and the memory that holds it: `tensor` is a detached view of the user's."""
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What this process has of one tensor; no chunk if that is nothing."""
+
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # global
+    chunks: tuple[LocalChunk, ...]  # none is empty
+    spread: bool  # equal on all ranks by construction
+
+
+def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]:
+    """What this process holds of each tensor, in the order given.
+
+    A DTensor stands for its local shard: none on a rank outside its mesh. Any other tensor is
+    whole, and may differ between ranks.
+
+    The views share the memory of `named_tensors` and keep it allocated. A tensor whose elements
+    share memory (`expand`) can be published; `plan` refuses it as a target.
+
+    Raises:
+        UsageError: A key that is not a string, a value that is not a tensor, or a tensor that is
+            not plain bytes in memory at regular strides; names the fqn.
+    """
+    with torch.no_grad():  # `to_local` then returns the local tensor itself
+        return [_local_tensor(fqn, tensor) for fqn, tensor in named_tensors.items()]
+
+
+def build(
+    tensors: Sequence[LocalTensor],
+    objects: Mapping[str, torch.Tensor],
+    *,
+    paths: Mapping[str, tuple[str | int, ...]] | None = None,
+) -> tuple[Layout, list[torch.Tensor]]:
+    """The layout of a shard, and the memory of each of its chunks, in the same order.
+
+    Sorted by fqn, then offsets, so the order of the arguments does not matter.
+
+    Args:
+        tensors: As `local_chunks` returned them.
+        objects: Pickled objects by fqn, each a contiguous 1-d uint8 tensor.
+        paths: Where the state dict had a tensor or object before it was flattened, by fqn.
+
+    Raises:
+        UsageError: A tensor and an object have the same fqn.
+    """
+    everything = {tensor.fqn: tensor for tensor in tensors}
+    if both := everything.keys() & objects.keys():
+        raise UsageError(f"{min(both)!r} is both a tensor and an object; rename one of them")
+    everything |= {fqn: _object(fqn, pickled) for fqn, pickled in objects.items()}
+    records, chunks, memory = [], [], []
+    for index, fqn in enumerate(sorted(everything)):
+        tensor = everything[fqn]
+        dtype = OBJECT if fqn in objects else dtype_name(tensor.dtype)
+        records.append(TensorRecord(fqn, dtype, tensor.shape, (paths or {}).get(fqn)))
+        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+            sizes, strides = tuple(chunk.tensor.shape), chunk.tensor.stride()
+            chunks.append(ChunkRecord(index, chunk.offsets, sizes, strides, tensor.spread))
+            memory.append(chunk.tensor)
+    return Layout(tuple(records), tuple(chunks)), memory
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first element, and bytes from there to the end of the last; 0 if empty."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), reach * tensor.element_size()
+
+
+def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
+    if not isinstance(fqn, str):
+        raise UsageError(f"key {fqn!r} is not a string; fqns are")
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{fqn!r} is a {type(tensor).__name__}, not a tensor")
+    if isinstance(tensor, DTensor):
+        chunks = tuple(_shard_chunks(fqn, tensor))
+    else:
+        chunks = (LocalChunk((0,) * _readable(fqn, tensor).ndim, tensor.detach()),)
+    return LocalTensor(
+        fqn,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(chunk for chunk in chunks if chunk.tensor.numel()),
+        spread=isinstance(tensor, DTensor),
+    )
+
+
+def _object(fqn: str, pickled: torch.Tensor) -> LocalTensor:
+    chunks = (LocalChunk((0,), pickled),) if pickled.numel() else ()
+    return LocalTensor(fqn, torch.uint8, tuple(pickled.shape), chunks, spread=False)
+
+
+def _shard_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(
+            f"{fqn!r} is a DTensor with a pending reduction {tensor.placements}; "
+            "redistribute it to Shard or Replicate first"
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        yield from _strided_chunks(fqn, tensor)
+        return
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]
+        index = MetadataIndex(fqn, chunk.offsets)
+        local = tensor.__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
+        _agree(fqn, tuple(chunk.sizes), local)
+        yield LocalChunk(tuple(chunk.offsets), _readable(fqn, local).detach())
+
+
+def _strided_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
+    """torch gives every shard one offset; a strided one may hold several separate parts."""
+    held = [_held(tensor, dim) for dim in range(tensor.ndim)]
+    local = tensor.to_local()
+    _agree(fqn, tuple(map(len, held)), local)
+    local = _readable(fqn, local).detach()
+    for parts in product(*map(_parts, held)):
+        chunk = local
+        for dim, (_, start, size) in enumerate(parts):
+            chunk = chunk.narrow(dim, start, size)
+        yield LocalChunk(tuple(offset for offset, _, _ in parts), chunk)
+
+
+def _held(tensor: DTensor, dim: int) -> list[int]:
+    """The global indices along `dim` that the local tensor has, in its order."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    indices = torch.arange(tensor.shape[dim])
+    for mesh_dim, placement in enumerate(tensor.placements):
+        # The same placements, of a tensor with this one dimension.
+        flat: Shard | _StridedShard
+        if isinstance(placement, _StridedShard) and placement.dim == dim:
+            flat = _StridedShard(0, split_factor=placement.split_factor)
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            flat = Shard(0)
+        else:
+            continue
+        count = tensor.device_mesh.size(mesh_dim)
+        shards, _ = flat._split_tensor(indices, count, with_padding=False, contiguous=False)
+        indices = shards[coordinate[mesh_dim]]
+    return indices.tolist()
+
+
+def _parts(indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Maximal runs of consecutive indices: the first index, its position, how many."""
+    starts = [
+        position
+        for position, index in enumerate(indices)
+        if position == 0 or index != indices[position - 1] + 1
+    ]
+    ends = [*starts, len(indices)][1:]
+    return [(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
+    # DTensor.from_local believes what it is told.
+    if tuple(local.shape) != sizes:
+        raise UsageError(
+            f"the local tensor of DTensor {fqn!r} has shape {list(local.shape)}, but its "
+            f"placements make that {list(sizes)}; pass shape= and stride= to from_local"
+        )
+
+
+def _readable(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, if its elements are bytes in memory at regular strides."""
+    if reason := next(_obstacles(tensor), None):
+        raise UsageError(f"tensor {fqn!r} {reason}")
+    return tensor
+
+
+def _obstacles(tensor: torch.Tensor) -> Iterator[str]:
+    """Take only the first: what is asked later can fail on what was refused earlier."""
+    if is_lazy(tensor):
+        yield "is not initialised yet; run the lazy module once"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        yield f"is not dense (nested, or layout {tensor.layout}); pass its parts as tensors"
+    if tensor.is_quantized:
+        yield "is quantized; pass its int_repr() and its scales as tensors"
+    if tensor.is_conj() or tensor.is_neg():
+        yield "is a lazy conjugate or negative; call .resolve_conj().resolve_neg() on it"
+    if is_traceable_wrapper_subclass(tensor):
+        yield f"is a {type(tensor).__name__}, which wraps other tensors; pass those"
+    if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
+        yield f"is a {type(tensor).__name__} without memory of its own; materialise it first"

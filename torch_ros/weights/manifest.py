@@ -1,0 +1,282 @@
+"""Which tensors a shard holds, as which chunks, and where they are in its memory.
+
+The layout is the part without addresses: it stays the same from publish to publish, so plans are
+cached by its digest. Manifests come from peers; `decode` returns only what later arithmetic on
+64-bit integers can rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from torch_ros.errors import ManifestMismatch
+from torch_ros.weights.columns import Bools, Ints
+
+OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
+HOST = -1  # the device of host memory; CUDA devices count from 0
+
+# torch refuses more dimensions in most of its operations.
+DIMENSIONS_MAX = 64
+# Nothing larger exists, and sums of two such numbers still fit in int64.
+_ELEMENTS_MAX = 2**62
+
+_Elements = Annotated[int, msgspec.Meta(ge=0, le=_ELEMENTS_MAX)]
+_PerDimension = Annotated[tuple[_Elements, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
+_Device = Annotated[int, msgspec.Meta(ge=HOST, le=2**15)]
+_T = TypeVar("_T")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that `dtype_named` turns back into `dtype`, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {
+    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a record that is not an object.
+
+    Raises:
+        KeyError: This torch has no dtype of that name.
+    """
+    return _DTYPES[name]
+
+
+def item_bytes(name: str) -> int:
+    """Bytes of one element; 1 for an object, which is stored as bytes."""
+    return 1 if name == OBJECT else _DTYPES[name].itemsize
+
+
+# gc=False: records hold no cycles, and a collection would scan hundreds of thousands of them.
+class TensorRecord(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """A whole tensor, of which a shard holds some chunks or none."""
+
+    fqn: str
+    dtype: str  # as `dtype_name` says, or OBJECT
+    shape: _PerDimension  # global; () for a 0-d tensor
+    path: tuple[str | int, ...] | None = None  # where the state dict had it, before flattening
+
+
+class ChunkRecord(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """A chunk in memory: offsets, sizes and strides count elements, one per dimension."""
+
+    tensor: _Elements  # index into `Layout.tensors`
+    offsets: _PerDimension
+    sizes: _PerDimension
+    strides: _PerDimension
+    spread: bool  # equal on all ranks by construction, so any may be read; else the lowest rank's
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Chunks as columns, padded to the most dimensions any has: offset 0, size 1, stride 0."""
+
+    tensor: Ints
+    offsets: Ints
+    sizes: Ints
+    strides: Ints
+    spread: Bools
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+    """What a shard holds, without addresses."""
+
+    tensors: tuple[TensorRecord, ...]
+    chunks: tuple[ChunkRecord, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal layouts; 32 hexadecimal digits."""
+        return _digest(self.encode())
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        """`chunks` as arrays, a row per chunk."""
+        width = max((len(record.shape) for record in self.tensors), default=0)
+        chunks = self.chunks
+        return Boxes(
+            np.fromiter((chunk.tensor for chunk in chunks), np.int64, len(chunks)),
+            _padded([chunk.offsets for chunk in chunks], width, 0),
+            _padded([chunk.sizes for chunk in chunks], width, 1),
+            _padded([chunk.strides for chunk in chunks], width, 0),
+            np.fromiter((chunk.spread for chunk in chunks), np.bool_, len(chunks)),
+        )
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Layout:
+        """The layout that was encoded.
+
+        Raises:
+            ManifestMismatch: These bytes are not a layout, or it contradicts itself.
+        """
+        layout = _decoded(payload, _layouts)
+        _check(layout)
+        return layout
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A layout in one process's memory."""
+
+    layout: Layout
+    addresses: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]  # of each chunk's first element
+    devices: tuple[_Device, ...]  # of each chunk
+    descriptor: bytes  # p2p's; opaque here
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Manifest:
+        """The manifest that was encoded.
+
+        Raises:
+            ManifestMismatch: These bytes are not a manifest, or it contradicts itself.
+        """
+        manifest = _decoded(payload, _manifests)
+        reach = _check(manifest.layout)
+        if not len(manifest.addresses) == len(manifest.devices) == len(reach):
+            raise _refused(
+                f"{len(reach)} chunks with {len(manifest.addresses)} addresses and "
+                f"{len(manifest.devices)} devices"
+            )
+        if max(manifest.addresses, default=0) >= 2**64:
+            raise _refused("an address beyond 64 bits")
+        room = np.uint64(2**64 - 1) - np.array(manifest.addresses, np.uint64)
+        _require(reach.astype(np.uint64) <= room, "chunk", "ends beyond 64 bits of address")
+        return manifest
+
+
+class LogicalTensor(NamedTuple):
+    """A tensor as all shardings of a version have it in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def logical(layouts: Sequence[Layout]) -> dict[str, LogicalTensor]:
+    """What the ranks hold together, by fqn; `layouts` are in rank order.
+
+    The size of an object may differ between ranks: the lowest rank's counts.
+
+    Raises:
+        ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
+    """
+    union: dict[str, LogicalTensor] = {}
+    for rank, layout in enumerate(layouts):
+        for record in layout.tensors:
+            mine = LogicalTensor(record.dtype, record.shape)
+            known = union.setdefault(record.fqn, mine)
+            if known != mine and not known.dtype == mine.dtype == OBJECT:
+                first = next(
+                    number
+                    for number, other in enumerate(layouts)
+                    if any(tensor.fqn == record.fqn for tensor in other.tensors)
+                )
+                raise ManifestMismatch(
+                    f"tensor {record.fqn!r}",
+                    f"{known.dtype} {list(known.shape)} as on rank {first}",
+                    f"{mine.dtype} {list(mine.shape)} on rank {rank}",
+                    "all ranks must hold parts of the same tensors",
+                )
+    return union
+
+
+def logical_digest(tensors: Mapping[str, LogicalTensor]) -> str:
+    """Equal for equal tensors, however they are sharded; the sizes of objects do not count."""
+    rows = [
+        (fqn, dtype, () if dtype == OBJECT else shape)
+        for fqn, (dtype, shape) in sorted(tensors.items())
+    ]
+    return _digest(msgspec.msgpack.encode(rows))
+
+
+_layouts = msgspec.msgpack.Decoder(Layout)
+_manifests = msgspec.msgpack.Decoder(Manifest)
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def _padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Ints:
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    padded = np.full((len(rows), width), fill, np.int64)
+    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
+    padded[np.arange(width) < lengths[:, None]] = flat
+    return padded
+
+
+def _refused(found: str) -> ManifestMismatch:
+    return ManifestMismatch(
+        "a peer's manifest", "one that torch_ros wrote", found, "run the same release everywhere"
+    )
+
+
+def _require(holds: Bools | np.bool_, what: str, otherwise: str) -> None:
+    if not holds.all():
+        raise _refused(f"{what} {int(np.argmin(holds))}: {otherwise}")
+
+
+def _decoded(payload: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
+    try:
+        return decoder.decode(payload)
+    # A string that is not UTF-8 raises UnicodeDecodeError, past msgspec's own errors.
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _refused(str(error)) from error
+
+
+def _check(layout: Layout) -> Ints:
+    """Refuse what contradicts itself; bytes from each chunk's first element to its last's end."""
+    tensors, chunks = layout.tensors, layout.chunks
+    if len({record.fqn for record in tensors}) != len(tensors):
+        raise _refused("two tensors of the same name")
+    unknown = {record.dtype for record in tensors} - _DTYPES.keys() - {OBJECT}
+    if unknown:
+        raise _refused(f"dtypes this torch does not have: {', '.join(sorted(unknown))}")
+    dimensions = _counts(record.shape for record in tensors)
+    items = np.fromiter((item_bytes(record.dtype) for record in tensors), np.int64, len(tensors))
+    objects = np.fromiter((record.dtype == OBJECT for record in tensors), np.bool_, len(tensors))
+    shapes = _padded([record.shape for record in tensors], int(dimensions.max(initial=0)), 1)
+    volumes = np.maximum(shapes, 1).astype(np.float64).prod(1)
+    _require(volumes * items < _ELEMENTS_MAX, "tensor", "more bytes than there can be")
+    _require(~objects | (dimensions == 1), "tensor", "an object has one dimension, its bytes")
+
+    owner = np.fromiter((chunk.tensor for chunk in chunks), np.int64, len(chunks))
+    _require(owner < len(tensors), "chunk", "belongs to no tensor")
+    for lengths in (
+        _counts(chunk.offsets for chunk in chunks),
+        _counts(chunk.sizes for chunk in chunks),
+        _counts(chunk.strides for chunk in chunks),
+    ):
+        _require(lengths == dimensions[owner], "chunk", "has other dimensions than its tensor")
+    boxes = layout.boxes
+    inside: Bools = boxes.offsets + boxes.sizes <= shapes[owner]
+    _require(inside.all(1), "chunk", "is not inside its tensor")
+    steps = np.maximum(boxes.sizes - 1, 0)
+    reach = (steps.astype(np.float64) * boxes.strides).sum(1) + 1
+    _require(reach * items[owner] < _ELEMENTS_MAX, "chunk", "reaches over more than memory")
+    reach_bytes: Ints = ((steps * boxes.strides).sum(1) + 1) * items[owner]
+    return reach_bytes
+
+
+def _counts(rows: Iterable[tuple[int, ...]]) -> Ints:
+    return np.array([len(row) for row in rows], np.int64)

@@ -1,0 +1,375 @@
+"""Which bytes of which rank go where, for a shard that is cut differently than its sources.
+
+Pure: layouts in, a plan without addresses out, so that it can be computed once and bound to new
+addresses at every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torch_ros.weights.columns import (
+    Columns,
+    Floats,
+    Ints,
+    group_starts,
+    numbered,
+    outermost_first,
+    sum_after,
+    sum_before,
+)
+from torch_ros.weights.manifest import HOST, Layout
+from torch_ros.weights.pieces import Chunks, Pieces, matched
+
+Spans = npt.NDArray[np.uint64]  # a row per span: source address, target address, bytes
+
+# Equal in width to what is copied: torch has no copy kernels for some dtypes. It has no 16-byte
+# integer, but copies complex numbers bit by bit.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What reading and copying take.
+
+    The defaults were measured between two processes of one host, NIXL over UCX, host memory.
+    """
+
+    descriptor_s: float = 4e-6  # per span of a read: 2.5 to 7 us
+    read_bytes_per_s: float = 6e9  # long spans: 4 to 7.5 GB/s
+    copy_bytes_per_s: float = 4e9  # strided rows of about a KiB
+    copy_s: float = 1e-5  # per staged copy, however small: Python and torch
+
+    def direct_s(self, spans: Ints, useful_bytes: Ints) -> Floats:
+        """Estimated time to read the runs of a piece straight to where they belong."""
+        return spans * self.descriptor_s + useful_bytes / self.read_bytes_per_s
+
+    def staged_s(self, spans: Ints, read_bytes: Ints, useful_bytes: Ints) -> Floats:
+        """Estimated time to read `spans` with gaps into staging, and to copy the rest out."""
+        reading = spans * self.descriptor_s + read_bytes / self.read_bytes_per_s
+        return reading + spans * self.copy_s + useful_bytes / self.copy_bytes_per_s
+
+
+HOST_COSTS = Costs()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectSpans(Columns):
+    """Spans read straight into the target; by target chunk, then offset. Equal lengths.
+
+    Offsets count from the first element of the chunk.
+    """
+
+    source_rank: Ints
+    source_chunk: Ints  # index into the chunks of that rank's layout
+    source_offset_bytes: Ints
+    target_chunk: Ints
+    target_offset_bytes: Ints
+    size_bytes: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCopy:
+    """A span to read into staging, and the strided copy from there into a target chunk.
+
+    Counted in elements where not in bytes. The span starts with the first element to copy.
+    """
+
+    source_rank: int
+    source_chunk: int
+    source_offset_bytes: int
+    size_bytes: int
+    target_chunk: int
+    target_offset: int
+    shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """What the spans of one read have in common."""
+
+    source_rank: int
+    source_device: int = HOST
+    target_device: int = HOST
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """Everything that fills a target layout. Holds no addresses: bind it per read."""
+
+    direct: DirectSpans
+    staged: tuple[StagedCopy, ...]  # by target chunk
+    bytes_total: int  # of the target chunks
+    bytes_read: int  # with what staged spans read in vain
+
+    @property
+    def span_count(self) -> int:
+        return len(self.direct.size_bytes) + len(self.staged)
+
+    def bind(
+        self,
+        source_addresses: Sequence[npt.ArrayLike],
+        target_addresses: npt.ArrayLike,
+        *,
+        source_devices: Sequence[npt.ArrayLike] | None = None,
+        target_devices: npt.ArrayLike | None = None,
+    ) -> dict[Route, Spans]:
+        """The direct spans, by route, each in the order of `direct`.
+
+        Args:
+            source_addresses: Per source rank, the address of each chunk's first element.
+            target_addresses: Likewise for the target.
+            source_devices: Per source rank, the device of each chunk; HOST if not given.
+            target_devices: Likewise for the target.
+        """
+        direct = self.direct
+        ranks = [np.asarray(addresses, np.uint64) for addresses in source_addresses]
+        firsts = np.cumsum([0, *map(len, ranks)])
+        sources = firsts[direct.source_rank] + direct.source_chunk
+        targets = np.asarray(target_addresses, np.uint64)
+        spans = np.empty((len(direct.size_bytes), 3), np.uint64)
+        # Cast first: numpy adds uint64 and int64 as floating point.
+        spans[:, 0] = direct.source_offset_bytes.astype(np.uint64)
+        spans[:, 0] += np.concatenate([*ranks, np.empty(0, np.uint64)])[sources]
+        spans[:, 1] = direct.target_offset_bytes.astype(np.uint64)
+        spans[:, 1] += targets[direct.target_chunk]
+        spans[:, 2] = direct.size_bytes
+
+        keys = np.full((len(spans), 3), HOST, np.int64)
+        keys[:, 0] = direct.source_rank
+        if source_devices is not None:
+            devices = [np.asarray(devices, np.int64) for devices in source_devices]
+            keys[:, 1] = np.concatenate([*devices, np.empty(0, np.int64)])[sources]
+        if target_devices is not None:
+            keys[:, 2] = np.asarray(target_devices, np.int64)[direct.target_chunk]
+        order = np.lexsort(keys.T[::-1])
+        starts = group_starts(*keys[order].T)
+        parts = np.split(spans[order], starts[1:]) if len(spans) else []
+        routes = keys[order][starts].tolist()
+        return {Route(*route): part for route, part in zip(routes, parts, strict=True)}
+
+
+def plan(
+    sources: Sequence[Layout],
+    targets: Layout,
+    *,
+    staging_bytes: int,
+    target_rank: int = 0,
+    costs: Costs = HOST_COSTS,
+) -> ReadPlan:
+    """How to fill `targets` from `sources`.
+
+    Of equal chunks on several ranks one is read: if `spread`, which one depends on `target_rank`
+    and changes along the version, so that readers load all copies; else the lowest rank's. Where
+    chunks overlap in part, the lowest rank's counts.
+
+    Args:
+        sources: One layout per rank of the version, in rank order.
+        targets: What to fill: may have fewer tensors than the version, and be cut differently.
+        staging_bytes: Limit of every staged span; 0 plans direct spans only.
+        target_rank: The number of this reader among those that read at the same time.
+        costs: Decides per piece whether it is read directly or staged.
+
+    Raises:
+        ManifestMismatch: A target tensor is not in the version, has another dtype or shape there,
+            or part of it is on no source; or the sources disagree. Names the fqn.
+        UsageError: A target's elements share memory with each other. Names the fqn.
+    """
+    strided = _strided(*matched(sources, targets, target_rank=target_rank))
+    useful_bytes = strided.sizes.prod(1) * strided.item_bytes
+    by_target = _ordered(strided, strided.target_strides)
+    runs = _runs(by_target)
+    by_source = _ordered(strided, strided.source_strides)
+    cut = _staging(by_source, useful_bytes, staging_bytes, costs)
+    # Equal costs read directly: no staging memory, no copy.
+    is_staged = cut.seconds < costs.direct_s(runs.prod(1), useful_bytes)
+
+    direct = _direct(by_target.take(~is_staged), runs[~is_staged])
+    staged = _staged(by_source.take(is_staged), cut.take(is_staged))
+    return ReadPlan(
+        direct=direct,
+        staged=staged,
+        bytes_total=int(useful_bytes.sum()),
+        bytes_read=int(direct.size_bytes.sum()) + sum(copy.size_bytes for copy in staged),
+    )
+
+
+@torch.inference_mode()  # else torch refuses targets that were made in inference mode
+def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
+    """Copy what was read into staging to where it belongs.
+
+    Args:
+        staging: 1-d uint8; starts with the span of `staged`. Its address is a multiple of the
+            element size.
+        staged: Of the plan.
+        target: The local tensor of chunk `staged.target_chunk`, on the device of `staging`.
+    """
+    word = _WORDS[target.element_size()]
+    source = staging[: staged.size_bytes].view(word)
+    start = target.storage_offset() + staged.target_offset
+    into = target.view(word).as_strided(staged.shape, staged.target_strides, start)
+    into.copy_(source.as_strided(staged.shape, staged.source_strides))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Strided(Columns):
+    """Pieces as they lie in memory, in elements; offsets from the chunk's first element."""
+
+    source_rank: Ints
+    source_chunk: Ints
+    target_chunk: Ints
+    item_bytes: Ints
+    source_offset: Ints
+    target_offset: Ints
+    sizes: Ints
+    source_strides: Ints
+    target_strides: Ints
+
+
+def _strided(offered: Chunks, wanted: Chunks, pieces: Pieces) -> _Strided:
+    source, target = offered.take(pieces.source), wanted.take(pieces.target)
+    return _Strided(
+        source.rank,
+        source.chunk,
+        target.chunk,
+        target.item_bytes,
+        ((pieces.offsets - source.offsets) * source.strides).sum(1),
+        ((pieces.offsets - target.offsets) * target.strides).sum(1),
+        pieces.sizes,
+        source.strides,
+        target.strides,
+    )
+
+
+def _ordered(strided: _Strided, by: Ints) -> _Strided:
+    columns = outermost_first(by, strided.sizes, strided.source_strides, strided.target_strides)
+    sizes, source_strides, target_strides = columns
+    return replace(
+        strided, sizes=sizes, source_strides=source_strides, target_strides=target_strides
+    )
+
+
+def _runs(strided: _Strided) -> Ints:
+    """How many contiguous runs there are along each dimension: 1 where it is inside a run."""
+    counts = strided.sizes.copy()
+    run = np.ones(len(counts), np.int64)
+    inside = np.ones(len(counts), np.bool_)
+    for dim in reversed(range(counts.shape[1])):
+        size = strided.sizes[:, dim]
+        follows = strided.source_strides[:, dim] == run
+        follows &= strided.target_strides[:, dim] == run
+        inside &= follows | (size == 1)
+        counts[inside, dim] = 1
+        run[inside] *= size[inside]
+    return counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staging(Columns):
+    """How to cut a piece into spans: one dimension in groups, those outside it one by one."""
+
+    seconds: Floats  # infinite if it cannot be cut small enough
+    dim: Ints
+    group: Ints  # indices of `dim` per span; the last may have fewer
+
+
+def _staging(strided: _Strided, useful_bytes: Ints, staging_bytes: int, costs: Costs) -> _Staging:
+    """The cheapest cut. Further out it reads more in vain, further in it needs more spans."""
+    sizes, strides = strided.sizes, strided.source_strides
+    item_bytes = strided.item_bytes[:, None]
+    inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
+    room = staging_bytes // item_bytes - inner
+    group = np.where(strides > 0, room // np.maximum(strides, 1) + 1, sizes)
+    group = np.clip(group, 1, sizes)
+    parts = -(-sizes // group)
+    outside = sizes.cumprod(1) // sizes
+    read = outside * ((sizes - parts) * strides + parts * inner)
+    seconds = costs.staged_s(outside * parts, read * item_bytes, useful_bytes[:, None])
+    seconds[room < 0] = np.inf
+    dim = seconds.argmin(1)
+    row = np.arange(len(dim))
+    return _Staging(seconds[row, dim], dim, group[row, dim])
+
+
+def _direct(strided: _Strided, runs: Ints) -> DirectSpans:
+    owner, ordinal = numbered(runs.prod(1))
+    source_offset, target_offset = _offsets(strided, runs, np.ones_like(runs), owner, ordinal)
+    run_bytes = (strided.sizes // runs).prod(1) * strided.item_bytes
+    item_bytes = strided.item_bytes[owner]
+    spans = DirectSpans(
+        strided.source_rank[owner],
+        strided.source_chunk[owner],
+        source_offset * item_bytes,
+        strided.target_chunk[owner],
+        target_offset * item_bytes,
+        run_bytes[owner],
+    )
+    return _merged(spans.take(np.lexsort((spans.target_offset_bytes, spans.target_chunk))))
+
+
+def _merged(spans: DirectSpans) -> DirectSpans:
+    """Make one span of those that touch on both sides: pieces may lie behind each other."""
+    if not len(spans.size_bytes):
+        return spans
+    starts = group_starts(
+        spans.source_rank,
+        spans.source_chunk,
+        spans.target_chunk,
+        # Constant from span to span as long as they touch.
+        spans.source_offset_bytes - sum_before(spans.size_bytes),
+        spans.target_offset_bytes - sum_before(spans.size_bytes),
+    )
+    size_bytes = np.add.reduceat(spans.size_bytes, starts)
+    return replace(spans.take(starts), size_bytes=size_bytes)
+
+
+def _staged(strided: _Strided, cut: _Staging) -> tuple[StagedCopy, ...]:
+    dims, dim = np.arange(strided.sizes.shape[1]), cut.dim[:, None]
+    group = np.where(dims == dim, cut.group[:, None], 1)
+    counts = np.where(dims > dim, 1, -(-strided.sizes // group))
+    owner, ordinal = numbered(counts.prod(1))
+    source_offset, target_offset = _offsets(strided, counts, group, owner, ordinal)
+
+    shape = np.where(dims < dim, 1, strided.sizes)[owner]
+    row, at = np.arange(len(owner)), cut.dim[owner]
+    # No later dimension is counted, so the index of this one changes fastest.
+    passed = ordinal % counts[owner, at] * cut.group[owner]
+    shape[row, at] = np.minimum(cut.group[owner], shape[row, at] - passed)
+    strides = strided.source_strides[owner]
+    item_bytes = strided.item_bytes[owner]
+    columns = (
+        strided.source_rank[owner],
+        strided.source_chunk[owner],
+        source_offset * item_bytes,
+        (1 + ((shape - 1) * strides).sum(1)) * item_bytes,
+        strided.target_chunk[owner],
+        target_offset,
+        map(tuple, shape.tolist()),
+        map(tuple, strides.tolist()),
+        map(tuple, strided.target_strides[owner].tolist()),
+    )
+    lists = (column.tolist() if isinstance(column, np.ndarray) else column for column in columns)
+    return tuple(StagedCopy(*fields) for fields in zip(*lists, strict=True))
+
+
+def _offsets(
+    strided: _Strided, counts: Ints, step: Ints, owner: Ints, ordinal: Ints
+) -> tuple[Ints, Ints]:
+    """Source and target offset of the `ordinal`-th of the owner's ``counts.prod()`` parts."""
+    source, target = strided.source_offset[owner], strided.target_offset[owner]
+    for dim in reversed(range(counts.shape[1])):
+        if (counts[:, dim] == 1).all():
+            continue
+        count = counts[owner, dim]
+        index = ordinal % count * step[owner, dim]
+        ordinal = ordinal // count
+        source += index * strided.source_strides[owner, dim]
+        target += index * strided.target_strides[owner, dim]
+    return source, target
