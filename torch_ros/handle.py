@@ -53,7 +53,7 @@ DEFAULT_ENDPOINT = "local"
 _open_handles: weakref.WeakSet[ShardHandle] = weakref.WeakSet()
 
 
-def open(  # the paper's name for it, used as torch_ros.open
+def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     model: str,
     *,
     endpoint: str | None = None,
@@ -139,7 +139,7 @@ def _transport(endpoint: str) -> Transport:
     if endpoint.startswith("memory:"):
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without.
-    from torch_ros.p2p.nixl import NixlTransport
+    from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
     return NixlTransport()
 
@@ -160,8 +160,13 @@ class ReadReport:
 class _Registered:
     """Tensors that are shown to readers. Keeps their memory allocated."""
 
-    parts: Sequence[tuple[Layout, Sequence[torch.Tensor]]]  # objects come before tensors
-    digest: str  # of the content, whatever the sharding
+    layout: Layout
+    parts: Sequence[tuple[Layout, Sequence[torch.Tensor]]]  # of it: objects come before tensors
+
+    @property
+    def digest(self) -> str:
+        """Of the content, whatever the sharding."""
+        return logical_digest(logical([self.layout]))
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -327,7 +332,7 @@ class ShardHandle:
             raise
         parts = [build([], objects)] if objects else []
         parts.append(build(tensors, {}))
-        self._registered = _Registered(parts, logical_digest(logical([layout])))
+        self._registered = _Registered(layout, parts)
         return self._registered
 
     def _unregister(self) -> None:
@@ -450,7 +455,7 @@ class ShardHandle:
             spec = Spec.parse(version)
 
             def ask(view: View) -> Step[VersionRef | None]:
-                rules.membership(view, self._group.seat)
+                rules.own_group(view, self._group.seat)
                 offer = rules.newer(view, self._group.seat.keys, spec, held)
                 return Done(offer.ref if offer else None)
 
@@ -518,7 +523,7 @@ class ShardHandle:
         except TransferFailed as error:
             rank = next(i for i, (agent, _) in enumerate(shown) if agent == error.agent)
             self._intake.forget(error.agent)
-            raise SourceLost(source, rank, done, bytes_read) from error
+            raise SourceLost(source, f"rank {rank}: {error.reason}", done, bytes_read) from error
         _mark_written(registered.memory)
         watch.lap("read")
         is_source = self._finish(call, registered, deadline, whole)
@@ -549,7 +554,7 @@ class ShardHandle:
                 shown.append(self._intake.manifest(shard.card, deadline))
             except TransferFailed as error:
                 self._intake.forget(error.agent)
-                raise SourceLost(source, rank, 0, 0) from error
+                raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
         return shown
 
     def _finish(
@@ -565,9 +570,13 @@ class ShardHandle:
             if len(set(said.values())) == 1:
                 return said[self.rank]
             # Ranks with different tensors (pipeline stages): together they hold the union.
-            shards = self._shards(self._group.seat.inst, deadline)
-            shown = self._manifests(shards, self.replica, deadline)
-            return logical_digest(logical([manifest.layout for _, manifest in shown]))
+            peers = self._shards(self._group.seat.inst, deadline)
+            peers.pop(self.rank)
+            layouts = [
+                manifest.layout for _, manifest in self._manifests(peers, self.replica, deadline)
+            ]
+            layouts.insert(self.rank, registered.layout)
+            return logical_digest(logical(layouts))
 
         return call.finish(registered.digest, summarise, whole).is_source
 
@@ -581,11 +590,19 @@ class ShardHandle:
 
     # What torch_ros.dcp stands on
 
-    def _inspect(self, spec: Spec, deadline: Deadline) -> tuple[VersionRef, Sequence[Layout]]:
-        """The version that `spec` means now, and its layouts, rank by rank. Reads no tensor.
+    def _inspect(self, version: int | str, timeout_s: float | None) -> Sequence[Layout]:
+        """The layouts of what `version` means now, rank by rank. Reads no tensor.
 
         Takes no claim: what is read is checked against the digest in etcd instead.
         """
+        with self._busy():
+            spec, deadline = (
+                Spec.parse(version),
+                self._deadline(f"find version {version}", timeout_s),
+            )
+            return self._find(spec, deadline)
+
+    def _find(self, spec: Spec, deadline: Deadline) -> Sequence[Layout]:
         keys, refused = self._group.seat.keys, set[str]()
 
         def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
@@ -604,7 +621,7 @@ class ShardHandle:
                 )
                 layouts = [manifest.layout for _, manifest in shown]
                 if logical_digest(logical(layouts)) == layout:
-                    return ref, layouts
+                    return layouts
                 reason = "it shows other tensors by now"
             except PeerError as error:
                 reason = str(error)
@@ -615,9 +632,7 @@ class ShardHandle:
     def _save(
         self,
         version: int,
-        tensors: Sequence[LocalTensor],
-        objects: Mapping[str, torch.Tensor],
-        paths: Mapping[str, tuple[str | int, ...]],
+        collect: Callable[[], Filled],
         *,
         is_staged: bool,
         timeout_s: float | None,
@@ -625,38 +640,48 @@ class ShardHandle:
         """dcp.save: give up what is held, register and publish. Checked before anything changes.
 
         Args:
+            collect: What to publish. Called within a call of the group, so that what it raises
+                reaches the peers.
             is_staged: The tensors are a copy that dcp's stager made for this save.
         """
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
-        staged = {span_of(c.tensor) for t in tensors for c in t.chunks} if is_staged else set()
+        filled: Filled | None = None
+
+        def check() -> None:
+            nonlocal filled
+            rules.check_version(version)
+            filled = collect()
+            build(filled.tensors, filled.objects, paths=filled.paths)
+
         with self._busy():
-            overwritten = bool(self._held and staged & self._staged)
-            if self._held is not None and not overwritten:
-                self._agree(
-                    asked,
-                    deadline,
-                    lambda: build(tensors, objects, paths=paths),
-                    partial(rules.check_publishable, version=rules.check_version(version)),
-                )
             held = self._held
-            self.unpublish(timeout_s=deadline.left_s())
-            self._staged = set()
-            if overwritten and held is not None:
-                raise UsageError(
-                    f"version {held.version} was still published when dcp.async_save staged "
-                    f"version {version} over it: this stager reuses its buffers; it is unpublished "
-                    "now. Call handle.unpublish() before each async_save, or use a stager that "
-                    "does not keep its buffers"
-                )
+            if held is not None:
+                effects = partial(rules.check_publishable, version=version)
+                self._agree(f"check before {asked}", deadline, check, effects)
+                self.unpublish(timeout_s=deadline.left_s())
+                self._refuse_overwritten(held, filled, is_staged=is_staged)
             try:
                 with self._group.call("publish", asked, deadline) as call:
-                    registered = self._register(tensors, objects, paths)
+                    filled = filled or collect()
+                    registered = self._register(filled.tensors, filled.objects, filled.paths)
                     self._publish(call, version, registered, deadline)
-                self._staged = staged
-            except BaseException:
+                self._staged = _memory_of(filled) if is_staged else set()
+            finally:
                 self._unregister_unless_held()
-                raise
+
+    def _refuse_overwritten(
+        self, held: VersionRef, filled: Filled | None, *, is_staged: bool
+    ) -> None:
+        staged, self._staged = self._staged, set()
+        if is_staged and filled and staged & _memory_of(filled):
+            self._unregister()
+            raise UsageError(
+                f"version {held.version} was still published when dcp.async_save staged the next "
+                "one over it: this stager reuses its buffers. It is unpublished now. Call "
+                "handle.unpublish() before each async_save, or use a stager that does not keep its "
+                "buffers"
+            )
 
     def _load(
         self,
@@ -664,8 +689,8 @@ class ShardHandle:
         layouts: Sequence[Layout],
         fill: Callable[[Sequence[Layout]], Filled],
         vet: Callable[[], object],
-        whole: Whole,
         *,
+        is_served: bool,
         timeout_s: float | None,
     ) -> ReadReport:
         """dcp.load: give up what is held, register and read.
@@ -674,7 +699,9 @@ class ShardHandle:
             layouts: Of the version when it was inspected: the check is made against these.
             fill: From a source's layouts to what is to be read.
             vet: Called when the objects have landed; raises to refuse them.
+            is_served: Whether to become a source, if the version was read whole.
         """
+        whole = Whole(is_required=False, is_served=is_served)
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
 
@@ -823,6 +850,10 @@ class ShardHandle:
             raise UsageError(
                 f"{call}: this handle holds version {self._held.version}; unpublish() it first"
             )
+
+
+def _memory_of(filled: Filled) -> set[tuple[int, int]]:
+    return {span_of(chunk.tensor) for tensor in filled.tensors for chunk in tensor.chunks}
 
 
 def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:

@@ -83,22 +83,20 @@ def within(view, owner):
 
 
 def test_fsdp2_parameters_are_views_of_the_live_shards():
-    torch.manual_seed(0)
-    whole = torch.nn.Linear(5, 7)
-    expected = {name: value.detach().clone() for name, value in whole.named_parameters()}
-    for rank in range(2):
-        with as_rank(rank, 2):
-            module = torch.nn.Linear(5, 7)
-            module.load_state_dict(expected)
-            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-            tensors = local_chunks(module.state_dict())
-            for local in tensors:
-                (chunk,) = local.chunks
-                parameter = module.get_parameter(local.fqn)
-                assert chunk.tensor.data_ptr() == parameter.to_local().data_ptr()
-                assert not chunk.tensor.requires_grad
-                assert torch.equal(chunk.tensor, expected[local.fqn][box(chunk)])
-            assert [local.chunks[0].offsets[0] for local in tensors] == [4 * rank] * 2
+    whole = torch.nn.Linear(5, 7).state_dict()
+    # One rank, of a mesh no other test has: torch caches operations on DTensors per mesh, with
+    # the rank this process had at first.
+    with as_rank(2, 3):
+        module = torch.nn.Linear(5, 7)
+        module.load_state_dict(whole)
+        fully_shard(module, mesh=init_device_mesh("cpu", (3,)))
+        for local in local_chunks(module.state_dict()):
+            (chunk,) = local.chunks
+            parameter = module.get_parameter(local.fqn)
+            assert chunk.offsets[0] == 6
+            assert chunk.tensor.data_ptr() == parameter.to_local().data_ptr()
+            assert not chunk.tensor.requires_grad
+            assert torch.equal(chunk.tensor, whole[local.fqn][box(chunk)])
 
 
 def test_a_rank_outside_the_mesh_has_the_tensor_but_no_chunk():
@@ -114,7 +112,7 @@ def test_a_pending_reduction_is_refused():
     with as_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         shard = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
-        with pytest.raises(UsageError, match="'w'.*pending reduction"):
+        with pytest.raises(UsageError, match=r"'w'.*pending reduction"):
             local_chunks({"w": shard})
 
 
@@ -125,7 +123,7 @@ def test_a_dtensor_that_lies_about_its_local_shape_is_refused(placement):
         shard = DTensor.from_local(
             torch.zeros(3), mesh, [placement], run_check=False, shape=(10,), stride=(1,)
         )
-        with pytest.raises(UsageError, match="'w'.*from_local"):
+        with pytest.raises(UsageError, match=r"'w'.*from_local"):
             local_chunks({"w": shard})
 
 

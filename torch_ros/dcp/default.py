@@ -9,7 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from torch_ros.errors import UsageError
-from torch_ros.handle import ShardHandle, open  # torch_ros.open
+from torch_ros.handle import ShardHandle, open  # noqa: A004
 
 MODEL_VARIABLE = "TORCH_ROS_MODEL"
 DEFAULT_MODEL = "default"
@@ -47,12 +47,12 @@ def default_handle(purpose: Purpose) -> ShardHandle:
 
 def check_group(handle: ShardHandle, rank: int | None, size: int | None) -> None:
     """Raises: UsageError: dcp was called on another process group than the handle's ranks."""
-    if (rank is not None and rank != handle.rank) or (
-        size is not None and size != handle.world_size
-    ):
+    expected = (handle.rank, handle.world_size)
+    found = (handle.rank if rank is None else rank, handle.world_size if size is None else size)
+    if found != expected:
         raise UsageError(
-            f"this call's process group has this process as rank {handle.rank if rank is None else rank}"
-            f"{'' if size is None else f' of {size}'}, the handle is rank {handle.rank} of "
-            f"{handle.world_size}; call dcp on the group that the handle was opened for "
-            "(and without no_dist), or open a handle with that rank and world_size"
+            f"dcp was called on a process group in which this process is rank {found[0]} of "
+            f"{found[1]}, its handle is rank {expected[0]} of {expected[1]}; call dcp on the group "
+            "that the handle was opened for (and without no_dist), or open a handle with that "
+            "rank and world_size"
         )

@@ -27,7 +27,6 @@ from torch.futures import Future
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
 from torch_ros.handle import Filled, ShardHandle
-from torch_ros.store.rules import Spec, Whole
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import (
     OBJECT,
@@ -103,8 +102,7 @@ class ROSReader(StorageReader):
         """
         try:
             self._handle = handle = self._given or default_handle("load")
-            spec, what = Spec.parse(self._asked), f"finding version {self._asked}"
-            _, self._layouts = handle._inspect(spec, handle._deadline(what, self._timeout_s))
+            self._layouts = handle._inspect(self._asked, self._timeout_s)
             self._contents = logical(self._layouts)
         except TorchRosError as error:
             self._error = error
@@ -137,7 +135,7 @@ class ROSReader(StorageReader):
             self._layouts,
             load.fill,
             load.vet,
-            Whole(is_required=False, is_served=self._serve),
+            is_served=self._serve,
             timeout_s=self._timeout_s,
         )
         self.version = report.version
@@ -162,13 +160,14 @@ class _Load:
         self._reader, self._planner = reader, planner
         items = reader._plan.items
         self._objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
-        wanted = [item for item in items if item.type == LoadItemType.TENSOR]
-        self._targets = [(item, planner.resolve_tensor(item)) for item in wanted]
+        self._wanted = [item for item in items if item.type == LoadItemType.TENSOR]
+        self._targets: list[tuple[ReadItem, torch.Tensor]] = []
         self._buffers: dict[str, torch.Tensor] = {}
 
     def fill(self, layouts: Sequence[Layout]) -> Filled:
         """What to read from a source with these layouts."""
         contents = logical(layouts)
+        self._targets = [(item, self._planner.resolve_tensor(item)) for item in self._wanted]
         self._buffers = {
             fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8)
             for fqn in dict.fromkeys(item.storage_index.fqn for item in self._objects)

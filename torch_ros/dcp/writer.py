@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import UsageError
-from torch_ros.handle import ShardHandle
+from torch_ros.handle import Filled, ShardHandle
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 
 
@@ -87,39 +87,36 @@ class ROSWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._handle is not None
-        local = self._plan
-        if not local.usable:  # a caching planner says: as last time
-            local = SavePlanner._cached_save_plan[planner._cached_plans_key]
-        tensors: dict[str, LocalTensor] = {}
-        objects: dict[str, torch.Tensor] = {}
-        for item in local.items:
-            found = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
-                assert isinstance(found, io.BytesIO)
-                objects[item.index.fqn] = torch.frombuffer(
-                    bytearray(found.getbuffer()), dtype=torch.uint8
-                )
-            else:
-                assert isinstance(found, torch.Tensor)
-                _add(tensors, item, found)
-        paths = {
-            fqn: tuple(path)
-            for fqn, path in (local.planner_data or {}).items()
-            if fqn in tensors or fqn in objects
-        }
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
         is_staged = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-        self._handle._save(  # dcp stands on the handle
+        self._handle._save(
             self._version,
-            list(tensors.values()),
-            objects,
-            paths,
+            lambda: self._collect(planner),
             is_staged=is_staged,
             timeout_s=self._timeout_s,
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
+
+    def _collect(self, planner: SavePlanner) -> Filled:
+        """What the planner planned for this rank, in place."""
+        local = self._plan
+        if not local.usable:  # a caching planner says: as last time
+            local = SavePlanner._cached_save_plan[planner._cached_plans_key]  # type: ignore[attr-defined]
+        tensors: dict[str, LocalTensor] = {}
+        objects: dict[str, torch.Tensor] = {}
+        for item in local.items:
+            found = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                assert isinstance(found, io.BytesIO)
+                pickled = bytearray(found.getbuffer())
+                objects[item.index.fqn] = torch.frombuffer(pickled, dtype=torch.uint8)
+            else:
+                assert isinstance(found, torch.Tensor)
+                _add(tensors, item, found)
+        paths = {fqn: tuple(path) for fqn, path in (local.planner_data or {}).items()}
+        return Filled(list(tensors.values()), objects, paths)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the version is there since `write_data`; readers ask its holders."""

@@ -5,6 +5,7 @@ The only module that imports pyetcd and grpc.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -47,6 +48,7 @@ CHANNEL_OPTIONS = (
     # every 5 s, or without an open call.
     ("grpc.keepalive_time_ms", 6000),
     ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),  # without it, a minute instead
     ("grpc.http2.max_pings_without_data", 0),
     # Replies are bounded by etcd's quota; grpc's own 4 MiB would cut large ranges off.
     ("grpc.max_receive_message_length", -1),
@@ -95,12 +97,16 @@ class EtcdKV:
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
             reply = self._call(self._kv.Txn, _txn(txn), timeout_s)
-        except _NotFound:
+        except _LeaseEndedError:
             now = self.read(Read((one("\0"),)), timeout_s=timeout_s)
             return Reply(applied=False, rev=now.rev)
         if not reply.succeeded:
             return Reply(applied=False, rev=reply.header.revision)
-        return Reply(True, reply.header.revision, tuple(_results(txn.ops, reply.responses)))
+        return Reply(
+            applied=True,
+            rev=reply.header.revision,
+            results=tuple(_results(txn.ops, reply.responses)),
+        )
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -136,10 +142,8 @@ class EtcdKV:
         return granted_s
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
-        try:
+        with contextlib.suppress(_LeaseEndedError):
             self._call(self._leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id), timeout_s)
-        except _NotFound:
-            pass  # it has ended already
 
     def close(self) -> None:
         self._is_closed = True
@@ -181,7 +185,7 @@ class EtcdKV:
     def _raise(self, error: Any, timeout_s: float) -> NoReturn:
         match error.code():
             case grpc.StatusCode.NOT_FOUND:
-                raise _NotFound from error
+                raise _LeaseEndedError from error
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise UsageError(f"{self.endpoint} refused a request: {error.details()}") from error
             case _:
@@ -194,7 +198,7 @@ class EtcdKV:
             raise ClosedError(f"{self.endpoint} was opened before fork(); open it again here")
 
 
-class _NotFound(Exception):
+class _LeaseEndedError(Exception):
     """The lease that a request names has ended; nothing was applied."""
 
 

@@ -17,19 +17,21 @@ from functools import partial
 from typing import TypeVar
 
 from torch_ros.errors import ClosedError, DeadlineExceeded, SelfFenced, TorchRosError
-from torch_ros.store import rules
+from torch_ros.store import membership, rules
 from torch_ros.store.keys import Keys, instance
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Step, settle
+from torch_ros.store.membership import Applicant
 from torch_ros.store.records import Call, Failure, Kind, Outcome, Shard, VersionRef
-from torch_ros.store.rules import Applicant, Seat, Whole
+from torch_ros.store.rules import Seat, Whole
 from torch_ros.store.run import Deadline, run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Commit, Delete, Guard, Range, Steps, Txn, View, one
+from torch_ros.store.txn import Commit, Created, Delete, Range, Steps, Txn, View, one
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+LEAVE_S = 1.0  # for telling the peers; they notice anyway
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 
 
@@ -130,27 +132,39 @@ class Group:
     def fence(self, reason: str) -> None:
         if self._fenced_because is None and not self._is_closed:
             self._fenced_because = reason
-            log.warning("replica %r: %s; its handles are fenced", self.seat.replica, reason)
+            level = logging.INFO if reason.endswith(rules.CLOSED) else logging.WARNING
+            log.log(level, "replica %r: %s; this handle is fenced", self.seat.replica, reason)
             self.on_fenced()
 
     def close(self) -> None:
-        """Give the seat up: the lease is revoked, so all its records go at once. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.session.close()
-            self.kv.close()
+        """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
+
+        That ends the replica for its other ranks too.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.seat.world_size > 1 and not self.is_fenced:
+            ranges = (one(self.seat.group), self.seat.keys.holdings())
+            rule = partial(membership.leave, seat=self.seat)
+            try:
+                run(settle("close", ranges, rule), self.kv, Deadline("close", LEAVE_S))
+            except TorchRosError as error:
+                log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
+        self.session.close()
+        self.kv.close()
 
     def _watch_over(self) -> None:
         forever = Deadline(f"watching over replica {self.seat.replica!r}", math.inf)
-        ranges = (one(self.seat.group), one(rules.follower(self.seat)))
+        ranges = (one(self.seat.group), one(membership.follower(self.seat)))
         try:
             reason = self.run(
-                settle("watch", ranges, partial(rules.watch_over, seat=self.seat)), forever
+                settle("watch", ranges, partial(membership.watch_over, seat=self.seat)), forever
             )
             if not reason:
                 ranges = (one(self.seat.group), self.seat.keys.holdings())
                 reason = self.run(
-                    settle("expel", ranges, partial(rules.expel, seat=self.seat)), forever
+                    settle("expel", ranges, partial(membership.expel, seat=self.seat)), forever
                 )
             self.fence(reason)
         except (ClosedError, SelfFenced):
@@ -192,7 +206,7 @@ class GroupCall:
         self._group, self._number, self._kind = group, number, kind
         self._asked, self._deadline = asked, deadline
         self._call: Call | None = None
-        self._guards: tuple[Guard, ...] = ()
+        self._guards: tuple[Created, ...] = ()
         self._is_reading = False
         self._has_ended = False
         self.is_recorded = False  # the number is used up
@@ -286,7 +300,8 @@ class GroupCall:
         assert call is not None
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         ready = partial(rules.put_ready, seat=seat, call=call, value=value, guards=self._guards)
-        count = self._settle((*seat.own, mine), ready)
+        guarded = tuple(one(guard.key) for guard in self._guards)
+        count = self._settle((*seat.own, mine, *guarded), ready)
         if isinstance(count, Outcome):
             return count
         self._is_reading = False
@@ -368,7 +383,7 @@ class GroupCall:
         return self._group.run(settle(self._asked, ranges, rule), self._deadline)
 
 
-def _take_seat(kv: KV, who: Applicant, deadline: Deadline) -> rules.Joined:
+def _take_seat(kv: KV, who: Applicant, deadline: Deadline) -> membership.Joined:
     def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
         return run(settle(deadline.what, ranges, rule), kv, deadline)
 
@@ -376,15 +391,15 @@ def _take_seat(kv: KV, who: Applicant, deadline: Deadline) -> rules.Joined:
     while True:
         nonce = shared or secrets.token_hex(4)
         who = dataclasses.replace(who, nonce=nonce, fresh_run=f"run-{secrets.token_hex(4)}")
-        found = ask((one(who.group),), partial(rules.find_group, who=who))
+        found = ask((one(who.group),), partial(membership.find_group, who=who))
         if not found:
-            if ask(rules.open_ranges(who), partial(rules.create_group, who=who)):
+            if ask(membership.open_ranges(who), partial(membership.create_group, who=who)):
                 log.warning("replica %r was already there and is replaced", who.replica)
             found = nonce
         ranges = (one(who.group), who.keys.shards(instance(who.replica, found)))
-        joined: rules.Joined | None = rules.Joined(found, "", is_complete=False)
+        joined: membership.Joined | None = membership.Joined(found, "", is_complete=False)
         while joined is not None and not joined.is_complete:
-            joined = ask(ranges, partial(rules.join, who=who, nonce=found))
+            joined = ask(ranges, partial(membership.join, who=who, nonce=found))
         if joined is not None:
             return joined
         if shared:

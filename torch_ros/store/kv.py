@@ -8,7 +8,7 @@ from torch_ros.store.txn import Read, Reply, Txn, View, Watch
 
 
 class KV(Protocol):
-    """etcd, or something that passes `tests/contract/kv.py`. Safe to call from many threads.
+    """etcd, or something that passes `tests/contract/test_kv.py`. Safe to call from many threads.
 
     Every method raises `StoreUnavailable` when there is no answer within `timeout_s`, and
     `ClosedError` after `close`. Nothing is retried here.
@@ -19,14 +19,21 @@ class KV(Protocol):
     def read(self, request: Read, *, timeout_s: float) -> View: ...
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
-        """After `StoreUnavailable` the transaction may or may not have applied."""
+        """After `StoreUnavailable` the transaction may or may not have applied.
+
+        It does not apply either when a `Put` names a lease that has ended.
+
+        Raises:
+            UsageError: It is larger than etcd allows, or changes a key twice.
+        """
         ...
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         """Block until something in the ranges may have changed; False: not within `timeout_s`.
 
-        May return True early, never late: after a lost connection or a compacted revision it
-        returns True, so that the caller looks again. It does not raise for those.
+        May return True early, never late: after a lost connection or a compacted revision, or
+        when the store is behind `after_rev` because it was wiped, it returns True, so that the
+        caller looks again. It does not raise for those.
         """
         ...
 

@@ -8,6 +8,8 @@ imported here.
 Whoever can open a connection on this host's loopback can read and write what is in it.
 """
 
+# ruff: noqa: PLC0415, S603, T201  # what is not stdlib waits for its use; it runs etcd, and prints
+
 from __future__ import annotations
 
 import contextlib
@@ -61,7 +63,7 @@ class Running:
 
 
 def ensure() -> str:
-    """ "127.0.0.1:port" of this user's etcd on this host, which has answered; starts it if needed.
+    """Where this user's etcd on this host is, "127.0.0.1:port"; starts it if it does not run.
 
     Any number of processes may call this at once; one of them starts it.
 
@@ -389,7 +391,7 @@ def _spawn_etcd(directory: Path, binary: str, port: int, peer_port: int) -> subp
         *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1m"),
     ]
     # The supervisor has one thread, so code may run between fork and exec.
-    return subprocess.Popen(command, env=_environment(), preexec_fn=before_exec)
+    return subprocess.Popen(command, env=_environment(), preexec_fn=before_exec)  # noqa: PLW1509
 
 
 def _is_same(directory: Path, held: os.stat_result) -> bool:

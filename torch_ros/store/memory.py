@@ -1,5 +1,7 @@
 """The store in one process: for tests, the simulator, and groups that live in one process."""
 
+# ruff: noqa: ARG002  # every request has a `timeout_s`; memory answers sooner
+
 from __future__ import annotations
 
 import itertools

@@ -65,6 +65,7 @@ class Group(Record, frozen=True):
     spot: bool = False
     datacenter: str = "default"
     refusal: Failure | None = None  # why this group can never be complete
+    left: int | None = None  # the rank that closed its handle, and so ended this incarnation
 
 
 class Shard(Record, frozen=True):

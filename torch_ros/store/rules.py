@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -45,7 +45,6 @@ from torch_ros.store.records import (
     Outcome,
     Reader,
     Ready,
-    Run,
     Shard,
     Version,
     VersionRef,
@@ -67,6 +66,7 @@ from torch_ros.store.txn import (
 )
 
 CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
+CLOSED = "closed its handle"  # an orderly end
 DELETES_MAX = 64  # per transaction; etcd allows 128 operations
 
 
@@ -148,12 +148,12 @@ class Offer:
 def offered(view: View, keys: Keys) -> list[list[Offer]]:
     """The available versions: runs from the newest, versions from the newest, none empty."""
     full: dict[tuple[str, int], dict[str, Holding]] = {}
-    for key, entry in _in(view, keys.holdings()):
+    for key, entry in view.within(keys.holdings()):
         holding, where = Holding.decode(entry.value), k.parse_holding(key)
         if holding.state == "full":
             full.setdefault((where.run, where.version), {})[where.inst] = holding
     by_run: dict[str, list[Offer]] = {}
-    for key, entry in _in(view, keys.versions()):
+    for key, entry in view.within(keys.versions()):
         run, number = k.parse_version(key)
         uid = Version.decode(entry.value).uid
         holdings = {i: h for i, h in full.get((run, number), {}).items() if h.uid == uid}
@@ -183,12 +183,12 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
         if offer.ref.version == spec.absolute:
             return offer
     run = newest[0].ref.run if newest else _newest_run(view, keys)
-    numbers = [k.parse_version(key)[1] for key, _ in _in(view, keys.versions(run))]
+    numbers = [k.parse_version(key)[1] for key, _ in view.within(keys.versions(run))]
     is_coming = any(
         k.parse_holding(key).version == spec.absolute
         and (holding := Holding.decode(entry.value)).state == "filling"
         and not holding.source
-        for key, entry in _in(view, keys.holdings(run))
+        for key, entry in view.within(keys.holdings(run))
     )
     if is_coming or spec.absolute > max(numbers, default=-1):
         return _wait_for_version(keys, f"version {spec.absolute} is not published yet")
@@ -215,17 +215,13 @@ def _wait_for_version(keys: Keys, reason: str) -> Wait:
 
 
 def _newest_run(view: View, keys: Keys) -> str:
-    runs = {k.parse_run(key): entry.create_rev for key, entry in _in(view, keys.runs())}
+    runs = {k.parse_run(key): entry.create_rev for key, entry in view.within(keys.runs())}
     return max(runs, key=lambda run: runs[run], default="")
 
 
 def _born(view: View, keys: Keys, run: str) -> int:
     entry = view.entries.get(keys.run(run))
     return entry.create_rev if entry else 0
-
-
-def _in(view: View, within: Range) -> Iterator[tuple[str, Entry]]:
-    return ((key, view.entries[key]) for key in sorted(view.entries) if key in within)
 
 
 def choose_source(view: View, seat: Seat, offer: Offer) -> str:
@@ -236,7 +232,7 @@ def choose_source(view: View, seat: Seat, offer: Offer) -> str:
     """
     readers = Counter(
         source
-        for source, _, who in (k.parse_reader(key) for key, _ in _in(view, seat.keys.readers()))
+        for source, _, who in (k.parse_reader(key) for key, _ in view.within(seat.keys.readers()))
         if who == "group"
     )
     return min(
@@ -252,7 +248,7 @@ def choose_source(view: View, seat: Seat, offer: Offer) -> str:
 # Calls of a group
 
 
-def membership(view: View, seat: Seat) -> Entry:
+def own_group(view: View, seat: Seat) -> Entry:
     """The group's record. Its lease is the anchor: all group-level records hang on it.
 
     Raises:
@@ -260,10 +256,13 @@ def membership(view: View, seat: Seat) -> Entry:
     """
     entry = view.entries.get(seat.group)
     if entry is None:
-        reason = "its group record is gone (a rank died or closed, or etcd lost its lease)"
+        reason = "its group record is gone (a rank died, or etcd lost its lease)"
         raise SelfFenced(seat.replica, reason)
-    if (nonce := Group.decode(entry.value).nonce) != seat.nonce:
-        raise SelfFenced(seat.replica, f"another incarnation ({nonce}) has taken its name")
+    group = Group.decode(entry.value)
+    if group.nonce != seat.nonce:
+        raise SelfFenced(seat.replica, f"another incarnation ({group.nonce}) has taken its name")
+    if group.left is not None:
+        raise SelfFenced(seat.replica, f"rank {group.left} {CLOSED}")
     return entry
 
 
@@ -281,7 +280,7 @@ def _record(view: View, seat: Seat, call: Call) -> Put:
     return Put(
         seat.decisions,
         Decisions(calls[-CALLS_KEPT:]).encode(),
-        membership(view, seat).lease_id,
+        own_group(view, seat).lease_id,
     )
 
 
@@ -301,7 +300,7 @@ def _recorded(
 
 def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
     """What the group has decided for its call `number`, if it has."""
-    membership(view, seat)
+    own_group(view, seat)
     return Done(find(view, seat, number))
 
 
@@ -320,7 +319,7 @@ def decide(
     Raises:
         SelfFenced: This incarnation is no longer the living one.
     """
-    membership(view, seat)
+    own_group(view, seat)
     if call := find(view, seat, number):
         return Done(call)
     call = Call(number, kind, asked, by=seat.rank)
@@ -354,7 +353,7 @@ def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[
 
 
 def _refuse_old(view: View, seat: Seat, version: int) -> None:
-    numbers = [k.parse_version(key)[1] for key, _ in _in(view, seat.keys.versions(seat.run))]
+    numbers = [k.parse_version(key)[1] for key, _ in view.within(seat.keys.versions(seat.run))]
     if (newest := max(numbers, default=-1)) > version:
         raise VersionConflict(seat.keys.model, version, newest, seat.run)
 
@@ -369,14 +368,14 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     _refuse_old(view, seat, version)
     keys, run = seat.keys, seat.run
     key = keys.version(run, version)
-    held = {k.parse_holding(key).version for key, _ in _in(view, keys.holdings(run))}
+    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
     if version in held:
         uid, ops = Version.decode(view.entries[key].value).uid, []
     else:
         uid, ops = fresh_uid, [Put(key, Version(fresh_uid).encode())]
     forgotten = [
         Delete(one(old))
-        for old, _ in _in(view, keys.versions(run))
+        for old, _ in view.within(keys.versions(run))
         if k.parse_version(old)[1] < version and k.parse_version(old)[1] not in held
     ]
     ref = VersionRef(run, version, uid)
@@ -404,7 +403,7 @@ def replicate(
     claim = Put(
         seat.keys.reader_group(ref.run, ref.version, source, seat.inst),
         Reader(call.number).encode(),
-        membership(view, seat).lease_id,
+        own_group(view, seat).lease_id,
     )
     decided = msgspec.structs.replace(call, ref=ref, source=source)
     return _recorded(
@@ -439,13 +438,13 @@ def _is_wanted(view: View, keys: Keys, offer: Offer, spec: Spec, held: VersionRe
 
 
 def _held(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:
-    return Put(seat.holding(ref), holding.encode(), membership(view, seat).lease_id)
+    return Put(seat.holding(ref), holding.encode(), own_group(view, seat).lease_id)
 
 
 # A rank's part in a call, and the call's end
 
 
-def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[Guard, ...]]]:
+def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[Created, ...]]]:
     """Announce that this rank reads from the source; then learn how to reach its processes.
 
     Addresses are read after the record is there: they cannot change while it is (hole 9).
@@ -454,14 +453,14 @@ def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[
     Raises:
         SourceLost: The source, or one of its processes, is gone.
     """
-    membership(view, seat)
+    own_group(view, seat)
     ref, keys = call.ref, seat.keys
     assert ref is not None
     claim = view.entries.get(keys.reader_group(ref.run, ref.version, call.source, seat.inst))
     source_key = keys.holding(ref.run, ref.version, call.source)
     source, own = view.entries.get(source_key), view.entries.get(seat.holding(ref))
     if claim is None or source is None or own is None:
-        raise SourceLost(k.replica_of(call.source), -1, 0, 0)
+        raise SourceLost(k.replica_of(call.source), "it left before it was read", 0, 0)
     source_size = Holding.decode(source.value).world_size
     key = keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank)
     still = (
@@ -472,15 +471,16 @@ def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[
 
     def learn(
         shards: Mapping[str, Entry], record_rev: int
-    ) -> tuple[list[Shard], tuple[Guard, ...]]:
+    ) -> tuple[list[Shard], tuple[Created, ...]]:
         if len(shards) < source_size:
-            raise SourceLost(k.replica_of(call.source), len(shards), 0, 0)
+            reason = f"{len(shards)} of its {source_size} processes are alive"
+            raise SourceLost(k.replica_of(call.source), reason, 0, 0)
         records = [Shard.decode(shards[key].value) for key in sorted(shards)]
         return records, (Created(key, record_rev), *still)
 
     record = view.entries.get(key)
     if record is not None:  # put before, and the reply was lost
-        return Done(learn(dict(_in(view, keys.shards(call.source))), record.create_rev))
+        return Done(learn(dict(view.within(keys.shards(call.source))), record.create_rev))
     txn = Txn(
         (view.unchanged(seat.group), view.unchanged(key), *still),
         (
@@ -518,16 +518,28 @@ def own_reader(seat: Seat, call: Call) -> Range | None:
 
 
 def put_ready(
-    view: View, seat: Seat, call: Call, value: str, guards: tuple[Guard, ...]
+    view: View, seat: Seat, call: Call, value: str, guards: tuple[Created, ...]
 ) -> Step[int | Outcome]:
-    """This rank has done its part. Returns how many have, counted with it, or the outcome."""
-    membership(view, seat)
+    """This rank has done its part. Returns how many have, counted with it, or the outcome.
+
+    Args:
+        guards: The records under which what was read counts.
+
+    Raises:
+        SourceLost: One of them is gone: what was read may have been written to meanwhile (I1).
+    """
+    own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
     if key in view.entries:  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
+    for guard in guards:
+        kept = view.entries.get(guard.key)
+        if kept is None or kept.create_rev != guard.create_rev:
+            reason = "it left, or was replaced, while it was read"
+            raise SourceLost(k.replica_of(call.source), reason, 0, 0)
     reader = own_reader(seat, call)
     ops: tuple[Op, ...] = (
         Put(key, Ready(value).encode(), seat.lease_id),
@@ -552,7 +564,7 @@ def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
 
 
 def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
-    membership(view, seat)
+    own_group(view, seat)
     current = find(view, seat, call.number)
     if current is not None and current.outcome is None:
         reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
@@ -562,13 +574,13 @@ def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
 
 def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome | None]:
     """What the ranks say, once all have said it; None: not yet."""
-    membership(view, seat)
+    own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
     said = {
         int(key.rpartition("/")[2]): Ready.decode(entry.value).value
-        for key, entry in _in(view, seat.keys.readies(seat.inst, call.number))
+        for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
     }
     return Done(said if len(said) == seat.world_size else None)
 
@@ -589,7 +601,7 @@ def complete(
     The end flips the holding by compare-and-swap in the same transaction, so all ranks see the
     same end (I3), and a repeated one finds it done (I5).
     """
-    membership(view, seat)
+    own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
@@ -668,7 +680,7 @@ def abort(
     view: View, seat: Seat, number: int, kind: Kind, asked: str, failure: Failure
 ) -> Step[Outcome]:
     """End the call for all ranks with `failure`, unless it has ended: then that outcome."""
-    membership(view, seat)
+    own_group(view, seat)
     call = find(view, seat, number) or Call(number, kind, asked, by=seat.rank)
     if call.outcome is not None:
         return Done(call.outcome)
@@ -684,9 +696,9 @@ def unpublish(
     decided watches the readers; the others wait for the outcome.
     later: a drain that takes too long evicts its readers; retained versions need a witness.
     """
-    membership(view, seat)
+    own_group(view, seat)
     readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
-    reading = [k.parse_reader(key) for key, _ in _in(view, readers)]
+    reading = [k.parse_reader(key) for key, _ in view.within(readers)]
     own_key = seat.holding(ref)
     call = find(view, seat, number)
     if call is not None and call.asked != asked:
@@ -717,198 +729,3 @@ def unpublish(
 def unpublish_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
     readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
     return (*seat.own, one(seat.holding(ref)), readers)
-
-
-# Membership
-
-
-@dataclass(frozen=True, slots=True)
-class Applicant:
-    """A process that wants a place in a replica's group."""
-
-    keys: Keys
-    replica: str
-    rank: int
-    world_size: int
-    lease_id: int
-    shard: Shard
-    nonce: str  # for a new incarnation; with `is_shared`, the only one it may join
-    is_shared: bool  # all ranks have been given the same nonce
-    run: str | None  # None: the newest live one; "new": a new one
-    fresh_run: str  # the name of a new run
-    datacenter: str
-    spot: bool
-
-    @property
-    def group(self) -> str:
-        return self.keys.group(self.replica)
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """This rank has its seat; the group may still lack others."""
-
-    nonce: str
-    run: str
-    is_complete: bool
-
-
-def open_ranges(who: Applicant) -> tuple[Range, ...]:
-    return (who.keys.groups(), who.keys.runs(), who.keys.versions(), who.keys.holdings())
-
-
-def find_group(view: View, who: Applicant) -> Step[str]:
-    """The nonce of the group that waits for this rank; "": there is none."""
-    entry = view.entries.get(who.group)
-    group = Group.decode(entry.value) if entry else None
-    return Done(group.nonce if group and _is_open_to(group, who) else "")
-
-
-def _is_open_to(group: Group, who: Applicant) -> bool:
-    return (group.nonce == who.nonce) if who.is_shared else not group.is_complete
-
-
-def create_group(view: View, who: Applicant) -> Step[bool]:
-    """Make this replica's group record; whether an earlier incarnation had to go for it.
-
-    A predecessor that lives on loses its records in the same transaction, and is fenced.
-    """
-    entry = view.entries.get(who.group)
-    old = Group.decode(entry.value) if entry else None
-    if old and _is_open_to(old, who):
-        return Done(False)  # a peer was faster
-    run, run_ops, guards = _choose_run(view, who)
-    ops: list[Op] = [
-        Put(
-            who.group,
-            Group(
-                who.nonce, who.world_size, run, spot=who.spot, datacenter=who.datacenter
-            ).encode(),
-            who.lease_id,
-        ),
-        *run_ops,
-    ]
-    if old:
-        inst = k.instance(who.replica, old.nonce)
-        ops.append(Delete(one(who.keys.decisions(inst))))
-        ops += [
-            Delete(one(key))
-            for key, _ in _in(view, who.keys.holdings())
-            if k.parse_holding(key).inst == inst
-        ]
-    return Act(Txn((view.unchanged(who.group), *guards), tuple(ops)), lambda _: old is not None)
-
-
-def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
-    """The run to publish in, and what has to be written for it.
-
-    A run lives while a group publishes in it or a holding is in it. When none lives, the records
-    of dead ones are removed, so that a model used again starts with a clean slate.
-    """
-    keys = who.keys
-    born = {k.parse_run(key): entry.create_rev for key, entry in _in(view, keys.runs())}
-    live = {Group.decode(entry.value).run for _, entry in _in(view, keys.groups())}
-    live |= {k.parse_holding(key).run for key, _ in _in(view, keys.holdings())}
-    live &= born.keys()
-    if who.run is None and live:
-        return max(live, key=lambda run: born[run]), [], ()
-    name = who.fresh_run if who.run in (None, "new") else who.run
-    assert name is not None
-    if name in live:
-        return name, [], ()
-    made: list[Op] = [Put(keys.run(name), Run(f"{who.shard.host}:{who.shard.pid}").encode())]
-    if live:
-        return name, [] if name in born else made, (view.unchanged(keys.run(name)),)
-    # etcd refuses a transaction that puts a key which it also deletes with a range.
-    dead = [key for key, _ in _in(view, keys.runs()) if key != keys.run(name)]
-    dead += [key for key, _ in _in(view, keys.versions())]
-    guards = (Empty(keys.holdings()), *(view.unchanged(keys.run(name)),))
-    return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
-
-
-def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
-    """Take the seat of this rank in group `nonce`. None: that group is gone, look again.
-
-    The shard record is create-only and counted in the same transaction: the rank that sees the
-    full count completes the group, so nobody waits on a contended key.
-    """
-    entry = view.entries.get(who.group)
-    group = Group.decode(entry.value) if entry else None
-    if entry is None or group is None or group.nonce != nonce:
-        return Done(None)
-    if group.refusal is not None:
-        raise group.refusal.error()
-    if group.world_size != who.world_size:
-        return _refuse(view, who, group)
-    inst = k.instance(who.replica, nonce)
-    seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
-    taken = view.entries.get(own)
-    if taken is not None and taken.lease_id != who.lease_id:
-        holder = Shard.decode(taken.value)
-        reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
-        return Wait(reason, (one(own), one(who.group)))
-    if taken is None:
-        seated = Joined(nonce, group.run, is_complete=False)
-        txn = Txn(
-            (view.unchanged(who.group), view.unchanged(own)),
-            (Put(own, who.shard.encode(), who.lease_id), Count(seats)),
-        )
-        return Act(txn, lambda _: seated)
-    joined = Joined(nonce, group.run, is_complete=True)
-    if group.is_complete:
-        return Done(joined)
-    there = [int(key.rpartition("/")[2]) for key, _ in _in(view, seats)]
-    if len(there) < who.world_size:
-        reason = f"replica {who.replica!r} has ranks {there} of {who.world_size}"
-        return Wait(reason, (one(who.group),))
-    complete = msgspec.structs.replace(group, is_complete=True)
-    put = Put(who.group, complete.encode(), entry.lease_id)
-    return Act(Txn((view.unchanged(who.group),), (put,)), lambda _: joined)
-
-
-def _refuse(view: View, who: Applicant, group: Group) -> Act[Joined | None]:
-    """The ranks disagree about their number: nobody shall wait for a group that cannot be."""
-    error = UsageError(
-        f"replica {who.replica!r}: rank {who.rank} was opened with world_size={who.world_size}, "
-        f"its peers with world_size={group.world_size}; all ranks must be given the same"
-    )
-    if group.is_complete:
-        raise error
-    failure = Failure.of(error, replica=who.replica, call=0, rank=who.rank)
-    refused = msgspec.structs.replace(group, refusal=failure)
-    put = Put(who.group, refused.encode(), view.entries[who.group].lease_id)
-
-    def fail(_: object) -> Joined | None:
-        raise error
-
-    return Act(Txn((view.unchanged(who.group),), (put,)), fail)
-
-
-def watch_over(view: View, seat: Seat) -> Step[str]:
-    """Rank r watches rank r + 1, not everyone everything. Returns once something has ended:
-    why this incarnation is no more, or "" when that rank is gone and `expel` is called for.
-    """
-    try:
-        membership(view, seat)
-    except SelfFenced as fenced:
-        return Done(fenced.reason)
-    key = follower(seat)
-    return Wait("", (one(seat.group), one(key))) if key in view.entries else Done("")
-
-
-def follower(seat: Seat) -> str:
-    return seat.keys.shard(seat.inst, (seat.rank + 1) % seat.world_size)
-
-
-def expel(view: View, seat: Seat) -> Step[str]:
-    """Take a replica with a dead process out of the store, for everyone and at once (I7)."""
-    try:
-        membership(view, seat)
-    except SelfFenced as fenced:
-        return Done(fenced.reason)
-    records = [seat.group, seat.decisions]
-    records += [
-        key for key, _ in _in(view, seat.keys.holdings()) if k.parse_holding(key).inst == seat.inst
-    ]
-    txn = Txn((view.unchanged(seat.group),), tuple(Delete(one(key)) for key in records))
-    return Act(txn, lambda _: f"rank {(seat.rank + 1) % seat.world_size} died or closed")

@@ -6,7 +6,7 @@ changed it, a transaction is guards and operations, applied whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -138,13 +138,9 @@ class View:
         entry = self.entries.get(key)
         return Unchanged(key, entry.mod_rev if entry else 0)
 
-    def under(self, prefix: str) -> dict[str, Entry]:
-        """The entries whose keys start with `prefix`, without it, in key order."""
-        return {
-            key.removeprefix(prefix): self.entries[key]
-            for key in sorted(self.entries)
-            if key.startswith(prefix)
-        }
+    def within(self, range_: Range) -> Iterator[tuple[str, Entry]]:
+        """The keys of `range_` and their entries, in key order."""
+        return ((key, self.entries[key]) for key in sorted(self.entries) if key in range_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ class Columns:
         return type(self)(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def outermost_first(by: Ints, sizes: Ints, *columns: Ints) -> list[Ints]:
-    """`sizes` and `columns` with the dimensions of each row by falling stride, size 1 first."""
-    order = np.argsort(np.where(sizes > 1, -by, np.iinfo(np.int64).min), axis=1, kind="stable")
-    return [np.take_along_axis(column, order, 1) for column in (sizes, *columns)]
+def outermost_first(by: Ints, *columns: Ints) -> list[Ints]:
+    """`columns` with the dimensions of each row by falling stride in `by`."""
+    order = np.argsort(-by, axis=1, kind="stable")
+    return [np.take_along_axis(column, order, 1) for column in columns]
 
 
 def numbered(counts: Ints) -> tuple[Ints, Ints]:

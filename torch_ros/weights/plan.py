@@ -135,10 +135,10 @@ class ReadPlan:
         sources = firsts[direct.source_rank] + direct.source_chunk
         targets = np.asarray(target_addresses, np.uint64)
         spans = np.empty((len(direct.size_bytes), 3), np.uint64)
-        # Cast first: numpy adds uint64 and int64 as floating point.
-        spans[:, 0] = direct.source_offset_bytes.astype(np.uint64)
+        # In place: numpy adds int64 and uint64 as floating point.
+        spans[:, 0] = direct.source_offset_bytes
         spans[:, 0] += np.concatenate([*ranks, np.empty(0, np.uint64)])[sources]
-        spans[:, 1] = direct.target_offset_bytes.astype(np.uint64)
+        spans[:, 1] = direct.target_offset_bytes
         spans[:, 1] += targets[direct.target_chunk]
         spans[:, 2] = direct.size_bytes
 
@@ -201,7 +201,6 @@ def plan(
     )
 
 
-@torch.inference_mode()  # else torch refuses targets that were made in inference mode
 def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
     """Copy what was read into staging to where it belongs.
 
@@ -260,14 +259,12 @@ def _runs(strided: _Strided) -> Ints:
     """How many contiguous runs there are along each dimension: 1 where it is inside a run."""
     counts = strided.sizes.copy()
     run = np.ones(len(counts), np.int64)
-    inside = np.ones(len(counts), np.bool_)
     for dim in reversed(range(counts.shape[1])):
-        size = strided.sizes[:, dim]
-        follows = strided.source_strides[:, dim] == run
-        follows &= strided.target_strides[:, dim] == run
-        inside &= follows | (size == 1)
+        # Further out than a gap in the target this cannot hold: strides only grow.
+        inside = strided.source_strides[:, dim] == run
+        inside &= strided.target_strides[:, dim] == run
         counts[inside, dim] = 1
-        run[inside] *= size[inside]
+        run[inside] *= strided.sizes[inside, dim]
     return counts
 
 
@@ -286,8 +283,7 @@ def _staging(strided: _Strided, useful_bytes: Ints, staging_bytes: int, costs: C
     item_bytes = strided.item_bytes[:, None]
     inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
     room = staging_bytes // item_bytes - inner
-    group = np.where(strides > 0, room // np.maximum(strides, 1) + 1, sizes)
-    group = np.clip(group, 1, sizes)
+    group = np.clip(room // np.maximum(strides, 1) + 1, 1, sizes)
     parts = -(-sizes // group)
     outside = sizes.cumprod(1) // sizes
     read = outside * ((sizes - parts) * strides + parts * inner)

@@ -1,0 +1,108 @@
+"""The processes of one run: started, listened to, and ended whatever happens."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+END_S = 10.0
+
+
+class Children:
+    """Processes that carry `mark` in their environment, and so do their own children.
+
+    That is how all of them are found at the end: torchrun gives its workers sessions of their
+    own, and when it dies before them, nothing else ties them to this run.
+    """
+
+    def __init__(self, mark: str, environment: Mapping[str, str]) -> None:
+        name, _, value = mark.partition("=")
+        self._mark, self._environment = mark, {**os.environ, **environment, name: value}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_silent = False
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """Run it without our terminal: a Ctrl-C there is ours to handle."""
+        self._processes[name] = subprocess.Popen(
+            command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, args=(name,), daemon=True).start()
+
+    def _listen(self, name: str) -> None:
+        try:
+            for line in self._processes[name].stdout:
+                if not self._is_silent:
+                    sys.stdout.write(f"{name:>14} | {line}")
+                    sys.stdout.flush()
+        finally:
+            self._ended.put(name)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until all have ended well. Exits with what happened as soon as one did not."""
+        deadline_s = time.monotonic() + timeout_s
+        running = set(self._processes)
+        while running:
+            try:
+                name = self._ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                sys.exit(f"after {timeout_s:.0f} s still at work: {', '.join(sorted(running))}")
+            if status := self._processes[name].wait(END_S):
+                sys.exit(f"the {name} ended with exit status {status}; its last lines are above")
+            running.remove(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop us halfway
+        self._is_silent = True
+        end_all(self._mark)
+        for process in self._processes.values():
+            process.wait(END_S)
+
+
+def end_all(mark: str) -> None:
+    """Kill what carries `mark`, and what that started meanwhile.
+
+    Nothing here needs an orderly end: what they wrote to etcd vanishes with their leases.
+    """
+    deadline_s = time.monotonic() + END_S
+    while found := marked(mark):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline_s:
+            sys.exit(f"processes {found} do not end")
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with `mark` in their environment; zombies show none."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone by now
+            if mark.encode() in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found

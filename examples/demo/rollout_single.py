@@ -1,0 +1,36 @@
+"""Follow the trainer in one process, through the handle."""
+
+import os
+
+from model import build, continue_prompt
+from scaffold import Scaffold
+
+import torch_ros
+
+
+def wait_for_newer(handle: torch_ros.ShardHandle, held: int) -> None:
+    handle.wait(lambda available: max(available, default=0) > held)
+
+
+def main() -> None:
+    scaffold = Scaffold("single rollout")
+    model = build(seed=2)  # not the trainer's weights
+    with torch_ros.open(os.environ["TORCH_ROS_MODEL"]) as handle:
+        # dcp joins the keys of nested dicts with dots, and the trainer saves {"model": ...}.
+        handle.register({f"model.{fqn}": tensor for fqn, tensor in model.state_dict().items()})
+
+        held = 0
+        while held < scaffold.steps:
+            wait_for_newer(handle, held)
+            if not handle.update("latest"):
+                continue
+            is_first, held = held == 0, handle.version
+
+            scaffold.check_digests(held, model.state_dict())
+            scaffold.report_read(handle.replica, handle.last_read)
+            if is_first or held == scaffold.steps:
+                scaffold.say(f"version {held} says {continue_prompt(model)!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""What the processes of the end-to-end tests do. Run by torchrun or alone, never imported:
+
+python jobs.py JOB '{"argument": "value"}'
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import torch_ros
+from torch_ros import errors
+from torch_ros.dcp import ROSReader, ROSWriter, default_handle
+
+UNEVEN = 1031  # rows over two ranks
+
+
+class Block(nn.Module):
+    """Column- and row-parallel linears, uneven rows, a tied weight, a 0-d and an empty buffer."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(UNEVEN, 64)
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, UNEVEN, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.randn(1))
+        self.register_buffer("steps", torch.tensor(seed))
+        self.register_buffer("nothing", torch.empty(0, 3))
+
+
+def whole(seed):
+    return {fqn: tensor.detach().clone() for fqn, tensor in Block(seed).state_dict().items()}
+
+
+def fsdp(seed, mesh):
+    module = Block(seed)
+    return fully_shard(module, mesh=mesh)
+
+
+def tensor_parallel(seed, mesh):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Block(seed), mesh, plan)
+
+
+def check(state_dict, expected):
+    """Every tensor, bit for bit; a DTensor's local shard without any communication."""
+    for fqn, tensor in state_dict.items():
+        local, full = tensor, expected[fqn]
+        if isinstance(tensor, DTensor):
+            full = distribute_tensor(
+                full, tensor.device_mesh, tensor.placements, src_data_rank=None
+            ).to_local()
+            local = tensor.to_local()
+        assert torch.equal(local, full), fqn
+
+
+def open_handle(model, name, **options):
+    return torch_ros.open(model, replica=name, timeout_s=30, **options)
+
+
+def saved(handle, version, state_dict):
+    dcp.save(state_dict, storage_writer=ROSWriter(version, handle=handle))
+
+
+def loaded(handle, version, state_dict, **options):
+    reader = ROSReader(version, handle=handle, **options)
+    dcp.load(state_dict, storage_reader=reader)
+    return reader.version
+
+
+def shown(handle):
+    """(fqn, address) of every chunk that a handle shows to readers."""
+    manifest = handle._offer.manifest
+    names = [record.fqn for record in manifest.layout.tensors]
+    chunks = zip(manifest.layout.chunks, manifest.addresses, strict=True)
+    return {(names[chunk.tensor], address) for chunk, address in chunks}
+
+
+# Jobs of two ranks
+
+
+def reshard(model):
+    """FSDP(2) to TP(2), to one process, back to FSDP(2), all through dcp."""
+    mesh = init_device_mesh("cpu", (2,))
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    module = fsdp(1, mesh)
+    state = get_model_state_dict(module)
+    saved(trainer, 1, state)
+
+    in_place = {
+        (fqn, (t.to_local() if isinstance(t, DTensor) else t).data_ptr())
+        for fqn, t in state.items()
+        if (t.to_local() if isinstance(t, DTensor) else t).numel()
+    }
+    assert shown(trainer) == in_place, "published somewhere else than in place"
+    parameters = {p.to_local().data_ptr() for p in module.parameters() if p.to_local().numel()}
+    assert parameters <= {address for _, address in shown(trainer)}
+
+    parallel = tensor_parallel(0, mesh)
+    before = {
+        fqn: p.to_local().data_ptr()
+        for fqn, p in parallel.named_parameters()
+        if isinstance(p, DTensor)
+    }
+    assert loaded(rollout, "latest", get_model_state_dict(parallel)) == 1
+    assert rollout.version == 1
+    check(get_model_state_dict(parallel), whole(1))
+    after = {
+        fqn: p.to_local().data_ptr()
+        for fqn, p in parallel.named_parameters()
+        if isinstance(p, DTensor)
+    }
+    assert before == after, "not loaded in place"
+    assert set(rollout.list()[1]) == {"trainer", "rollout"}
+
+    dist.barrier()
+
+    # The trainer leaves; one process reads from the TP rollout, with a sharding of its own.
+    trainer.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        alone = open_handle(model, "alone", rank=0, world_size=1)
+        got = {fqn: torch.empty_like(tensor) for fqn, tensor in whole(0).items()}
+        alone.register(got)
+        assert alone.replicate() == 1
+        assert alone.last_read.source == "rollout"
+        check(got, whole(1))
+        alone.close()
+    dist.barrier()
+
+    # TP publishes, FSDP follows.
+    back = open_handle(model, "back")
+    saved(rollout, 2, get_model_state_dict(tensor_parallel(2, mesh)))
+    sharded = fsdp(0, mesh)
+    assert loaded(back, 2, get_model_state_dict(sharded)) == 2
+    check(get_model_state_dict(sharded), whole(2))
+    rollout.close()
+    back.close()
+
+
+def hsdp(model):
+    """Copies that dcp would leave to one rank are published too, in place."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    module = fsdp(1, mesh)
+    saved(trainer, 1, get_model_state_dict(module))
+    mine = {p.to_local().data_ptr() for p in module.parameters()}
+    assert mine <= {address for _, address in shown(trainer)}
+    flat = init_device_mesh("cpu", (2,))
+    parallel = tensor_parallel(0, flat)
+    loaded(rollout, 1, get_model_state_dict(parallel))
+    check(get_model_state_dict(parallel), whole(1))
+    trainer.close()
+    rollout.close()
+
+
+def everything(model):
+    """Optimizer state, objects, nested dicts; a part of it; the default handles."""
+    os.environ["TORCH_ROS_MODEL"] = model
+    mesh = init_device_mesh("cpu", (2,))
+    module = fsdp(1, mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.125)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {
+        "model": get_model_state_dict(module),
+        "optimizer": get_optimizer_state_dict(module, optimizer),
+        "step": 17,
+        "note": {"by": ["a", 1, 2.5]},
+    }
+    dcp.save(state, storage_writer=ROSWriter(7))
+
+    other = fsdp(0, mesh)
+    part = {"model": get_model_state_dict(other)}
+    dcp.load(part, storage_reader=ROSReader("latest"))
+    assert default_handle("load").version is None, "a part must not be served"
+    for fqn, tensor in state["model"].items():
+        got = part["model"][fqn]
+        if isinstance(tensor, DTensor):
+            tensor, got = tensor.to_local(), got.to_local()
+        assert torch.equal(tensor, got), fqn
+
+    again = fsdp(0, mesh)
+    fresh = torch.optim.AdamW(again.parameters(), lr=0.5)
+    for parameter in again.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    fresh.step()
+    copy = {
+        "model": get_model_state_dict(again),
+        "optimizer": get_optimizer_state_dict(again, fresh),
+        "step": 0,
+        "note": {"by": ["", 0, 0.0]},
+    }
+    dcp.load(copy, storage_reader=ROSReader("latest"))
+    assert (copy["step"], copy["note"]) == (17, {"by": ["a", 1, 2.5]})
+    assert copy["optimizer"]["param_groups"][0]["lr"] == 0.125
+    fqn = "up.weight"
+    theirs = state["optimizer"]["state"][fqn]["exp_avg"].to_local()
+    assert torch.equal(copy["optimizer"]["state"][fqn]["exp_avg"].to_local(), theirs)
+    assert default_handle("load").version == 7
+    assert default_handle("save").version == 7
+    dist.barrier()
+
+
+def refused(model):
+    """Errors have our types on every rank, change nothing, and leave the handles usable."""
+    rank = dist.get_rank()
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    mesh = init_device_mesh("cpu", (2,))
+    state = lambda seed: get_model_state_dict(fsdp(seed, mesh))
+    saved(trainer, 5, state(5))
+    target = state(0)
+    loaded(rollout, 5, target)
+
+    def kinds(call):
+        try:
+            call()
+        except CheckpointException as error:
+            return {who: type(failure[0]) for who, failure in error.failures.items()}
+        raise AssertionError("no error")
+
+    assert kinds(lambda: saved(trainer, 4, state(4))) == dict.fromkeys(
+        (0, 1), errors.VersionConflict
+    )
+    assert trainer.version == 5, "an old version must not cost the one that is held"
+    late = lambda: loaded(rollout, 9, target, timeout_s=1)
+    assert kinds(late) == dict.fromkeys((0, 1), errors.DeadlineExceeded)
+    assert kinds(lambda: loaded(rollout, 3, target)) == dict.fromkeys(
+        (0, 1), errors.VersionNotFound
+    )
+    other = {fqn: t.double() if t.is_floating_point() else t for fqn, t in state(0).items()}
+    assert set(kinds(lambda: loaded(rollout, 5, other)).values()) == {errors.ManifestMismatch}
+    more = {**target, "missing": torch.zeros(3)}
+    assert set(kinds(lambda: loaded(rollout, 5, more)).values()) == {errors.ManifestMismatch}
+    assert rollout.version == 5, "a refused load must change nothing"
+    check(target, whole(5))
+
+    # One rank's bad input reaches the other one as the same error.
+    bad = state(6)
+    if rank == 1:
+        bad["up.bias"] = torch.zeros(3).to_sparse()
+    found = kinds(lambda: saved(trainer, 6, bad))
+    assert set(found.values()) == {errors.UsageError}, found
+    assert trainer.version == 5
+
+    # On another group than the handle's ranks.
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    wrong = lambda: dcp.save(
+        {"a": torch.ones(1)}, storage_writer=ROSWriter(9, handle=trainer), process_group=alone
+    )
+    assert set(kinds(wrong).values()) == {errors.UsageError}
+    saved(trainer, 7, state(7))
+    assert loaded(rollout, "latest", target) == 7
+    check(target, whole(7))
+    trainer.close()
+    rollout.close()
+
+
+def own_failure(model):
+    """handle calls: what one rank does wrong is an error on both, at once."""
+    handle = open_handle(model, "r")
+    if dist.get_rank() == 0:
+        handle.register({"w": torch.ones(3)})
+    started = time.monotonic()
+    try:
+        handle.publish(1)
+        raise AssertionError("no error")
+    except errors.UsageError as error:
+        assert "no tensors" in str(error)
+    assert time.monotonic() - started < 10
+    if dist.get_rank() == 1:
+        handle.register({"w": torch.ones(3)})
+    handle.publish(1)
+    assert handle.version == 1
+    handle.close()
+
+
+def staged(model):
+    """async_save publishes dcp's copy; a stager that would overwrite it is refused."""
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+    handle, reader = open_handle(model, "trainer"), open_handle(model, "reader")
+    state = {"w": torch.full((1000,), 1.0)}
+    dcp.async_save(state, storage_writer=ROSWriter(1, handle=handle)).result()
+    state["w"].fill_(2.0)  # the live tensor may change at once
+    got = {"w": torch.zeros(1000)}
+    loaded(reader, 1, got)
+    assert torch.equal(got["w"], torch.full((1000,), 1.0))
+    dcp.async_save(state, storage_writer=ROSWriter(2, handle=handle)).result()
+    loaded(reader, 2, got)
+    assert torch.equal(got["w"], torch.full((1000,), 2.0))
+
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    stager.state_dict_cache = {"w": torch.zeros(1000)}  # else it wants pinned memory, and CUDA
+    save = lambda version: dcp.async_save(
+        state, storage_writer=ROSWriter(version, handle=handle), async_stager=stager
+    ).result()
+    save(3)
+    try:
+        save(4)
+        raise AssertionError("no error")
+    except CheckpointException as error:
+        assert {type(f[0]) for f in error.failures.values()} == {errors.UsageError}
+    assert handle.version is None
+    save(5)
+    handle.unpublish()
+    save(6)
+    handle.close()
+    reader.close()
+
+
+# Jobs of one process, which meet through files and through torch_ros
+
+
+def publisher(model, folder, megabytes=1, seconds=60):
+    """Publish version 1; leave when told so, having waited for the readers."""
+    handle = open_handle(model, "trainer", ttl_s=3)
+    handle.register({"w": pattern(megabytes)})
+    handle.publish(1)
+    Path(folder, "published").write_text(str(os.getpid()))
+    wait_for(Path(folder, "leave"), seconds)
+    handle.unpublish()
+    handle.close()
+    Path(folder, "left").touch()
+
+
+def follower(model, folder, name, megabytes=1, serve_until=None, expect=None):
+    handle = open_handle(model, name, ttl_s=3)
+    got = torch.zeros_like(pattern(megabytes))
+    handle.register({"w": got})
+    Path(folder, f"{name}-ready").touch()
+    try:
+        handle.replicate("latest")
+    except errors.TorchRosError as error:
+        report = {"error": type(error).__name__, "at": time.time(), "text": str(error)}
+        Path(folder, name).write_text(json.dumps(report))
+        handle.close()
+        assert type(error).__name__ == expect, error
+        return
+    assert expect is None, "no error"
+    assert torch.equal(got, pattern(megabytes))
+    Path(folder, name).write_text(json.dumps({"source": handle.last_read.source}))
+    if serve_until is not None:
+        wait_for(Path(folder, serve_until), 60)
+    handle.close()
+
+
+def pattern(megabytes):
+    return torch.arange(megabytes << 18, dtype=torch.int32)
+
+
+def wait_for(path, seconds):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    job, arguments = globals()[sys.argv[1]], json.loads(sys.argv[2])
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    job(**arguments)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    print("done", flush=True)

@@ -1,0 +1,56 @@
+"""Every error survives the trip between ranks, by pickle and by etcd, and is in the tree."""
+
+import pickle
+import typing
+
+import pytest
+
+from torch_ros import errors
+from torch_ros.store.records import Failure
+
+SAMPLE = {str: "x", int: 7, float: 1.5}
+EVERY = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.TorchRosError)
+]
+
+
+def example(kind):
+    if "__init__" not in vars(kind):
+        return kind("what happened")
+    fields = typing.get_type_hints(kind.__init__)
+    fields.pop("return")
+    return kind(*(SAMPLE[field] for field in fields.values()))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_error_unpickles_as_itself(kind):
+    error = example(kind)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_peer_gets_the_same_error(kind):
+    failure = Failure.of(example(kind), replica="r", call=3, rank=1)
+    told = Failure.decode(failure.encode()).error()
+    expected = errors.CallAborted if kind is errors.SelfFenced else kind
+    assert type(told) is expected
+    assert "rank 1" in told.__notes__[0]
+
+
+def test_an_error_that_is_not_ours_reaches_peers_with_its_text():
+    told = Failure.of(RuntimeError("boom"), replica="r", call=3, rank=1).error()
+    assert isinstance(told, errors.CallAborted)
+    assert "RuntimeError: boom" in str(told)
+
+
+def test_an_unknown_kind_from_etcd_runs_nothing():
+    told = Failure("print", ["owned"], 0).error()
+    assert type(told) is errors.PeerError
+
+
+def test_every_error_is_in_the_tree():
+    for kind in EVERY:
+        assert f"* {kind.__name__}" in errors.__doc__

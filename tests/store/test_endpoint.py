@@ -1,0 +1,130 @@
+"""From text to a store that answers, or to an error that says what to do."""
+
+import http.server
+import socket
+import threading
+import time
+
+import pytest
+
+from torch_ros.errors import NotSupported, StoreUnavailable, UsageError
+from torch_ros.store import local
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Put, Read, Txn, under
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def put(kv, key):
+    assert kv.commit(Txn(ops=(Put(key, b""),)), timeout_s=5).applied
+
+
+def keys(kv, prefix):
+    return list(kv.read(Read((under(prefix),)), timeout_s=5).entries)
+
+
+def test_an_etcd_is_reached(etcd_endpoint):
+    kv = connect(etcd_endpoint, timeout_s=5)
+    assert kv.endpoint == etcd_endpoint
+    kv.close()
+
+
+def test_several_hosts_are_one_store(etcd_endpoint):
+    kv = connect("etcd://127.0.0.1:1," + etcd_endpoint.removeprefix("etcd://"), timeout_s=5)
+    put(kv, "endpoint-test/a")
+    kv.close()
+
+
+def test_a_memory_store_is_shared_by_its_name():
+    one, same, other = (connect(f"memory://{name}", timeout_s=1) for name in "aab")
+    put(one, "t/a")
+    one.close()
+    assert keys(same, "t/") == ["t/a"]
+    assert keys(other, "t/") == []
+    assert same.endpoint == "memory://a"
+
+
+def test_a_memory_store_needs_no_name():
+    put(connect("memory://", timeout_s=1), "nameless/a")
+    assert keys(connect("memory://", timeout_s=1), "nameless/") == ["nameless/a"]
+
+
+def test_local_is_the_etcd_of_this_host(tmp_path, monkeypatch):
+    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "local"))
+    try:
+        kv = connect("local", timeout_s=5)
+        put(kv, "t/a")
+        assert kv.endpoint == f"etcd://{local.ensure()}"
+        kv.close()
+    finally:
+        local.stop(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("", "Local", "localhost:2379", "http://127.0.0.1:2379", "memory:", "etcd:", "etcd://"),
+        *("etcd://host", "etcd://host:", "etcd://host:0", "etcd://host:65536", "etcd://:2379"),
+        *(
+            "etcd://host:2379/",
+            "etcd://host:2379,",
+            "etcd://a b:2379",
+            "etcd://host:2379,memory://",
+        ),
+        *("etcd://::1:2379", "etcd://host:99999999", "etcd://host:2379\n"),
+    ],
+)
+def test_anything_else_is_a_usage_error_that_names_the_forms(endpoint):
+    with pytest.raises(UsageError) as caught:
+        connect(endpoint, timeout_s=1)
+    assert repr(endpoint) in str(caught.value)
+    assert '"etcd://host:port[,host:port]", "local" or "memory://[name]"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["etcds://host:2379", "etcds://user:secret@host:2379", "etcd://user:secret@host:2379"],
+)
+def test_tls_and_users_are_not_supported_yet(endpoint):
+    with pytest.raises(NotSupported) as caught:
+        connect(endpoint, timeout_s=1)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://user:sec/ret@host:1", "user:sec/ret@host:1"])
+def test_a_password_is_not_repeated(endpoint):
+    with pytest.raises(UsageError, match="@host:1") as caught:
+        connect(endpoint, timeout_s=1)
+    assert "sec" not in str(caught.value)
+
+
+def unavailable(endpoint, within_s=1.0, timeout_s=30.0):
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        connect(endpoint, timeout_s=timeout_s)
+    assert time.monotonic() - started < within_s
+    return caught.value.reason
+
+
+def test_nobody_listens():
+    assert unavailable("etcd://127.0.0.1:1") == "connection refused"
+    assert unavailable("etcd://127.0.0.1:1,127.0.0.1:2") == "connection refused"
+
+
+def test_the_name_is_not_known():
+    assert unavailable("etcd://unknown.invalid:1", within_s=8) == "the host name is not known"
+    both = "etcd://unknown.invalid:1,other.invalid:1"
+    assert unavailable(both, within_s=8) == "the host name is not known"
+
+
+def test_something_else_listens():
+    other = "something answered, but it is not etcd v3"
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert unavailable(f"etcd://127.0.0.1:{server.server_port}") == other
+        server.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}", within_s=4) == other
+        assert unavailable(
+            f"etcd://127.0.0.1:{silent.getsockname()[1]}", within_s=1, timeout_s=0.5
+        ) in ("no answer", other)

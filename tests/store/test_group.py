@@ -1,0 +1,439 @@
+"""Groups of threads, each a rank, against the KV in memory and a real etcd."""
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from torch_ros.errors import (
+    CallAborted,
+    CallMismatch,
+    ClosedError,
+    DeadlineExceeded,
+    ManifestMismatch,
+    SelfFenced,
+    SourceLost,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from torch_ros.store import rules
+from torch_ros.store.endpoint import connect
+from torch_ros.store.group import Group, spec_ranges
+from torch_ros.store.keys import Keys
+from torch_ros.store.loops import Done
+from torch_ros.store.records import Shard
+from torch_ros.store.rules import Spec, Whole
+from torch_ros.store.run import Deadline
+from torch_ros.store.txn import Delete, Read, Txn, one, under
+
+
+class Store:
+    """One model in one store, and the groups that use it."""
+
+    def __init__(self, endpoint):
+        self.endpoint = endpoint
+        self.keys = Keys("m-" + uuid.uuid4().hex)
+        self.kv = connect(endpoint, timeout_s=5)
+        self.groups = []
+
+    def join(self, name, rank=0, world_size=1, *, run=None, nonce=None, ttl_s=5, timeout_s=10):
+        group = Group.join(
+            connect(self.endpoint, timeout_s=5),
+            keys=self.keys,
+            replica=name,
+            nonce=nonce,
+            rank=rank,
+            world_size=world_size,
+            run_name=run,
+            datacenter="default",
+            spot=False,
+            shard=Shard("host", rank, b"card"),
+            ttl_s=ttl_s,
+            deadline=Deadline("open", timeout_s),
+        )
+        self.groups.append(group)
+        return group
+
+    def replica(self, name, world_size, **options):
+        """All ranks of a replica, joined."""
+        return at_once(
+            *(partial(self.join, name, rank, world_size, **options) for rank in range(world_size))
+        )
+
+    def there(self, part=""):
+        prefix = under(f"/torch-ros/{self.keys.model}/{part}")
+        return sorted(self.kv.read(Read((prefix,)), timeout_s=5).entries)
+
+    def close(self):
+        for group in self.groups:
+            group.close()
+        self.kv.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def store(request):
+    memory = f"memory://{uuid.uuid4().hex}"
+    endpoint = memory if request.param == "memory" else request.getfixturevalue("etcd_endpoint")
+    made = Store(endpoint)
+    yield made
+    made.close()
+
+
+def attempt(call):
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def at_once(*calls):
+    """What each call returned or raised, made by a thread each."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(attempt, calls))
+
+
+def publish(group, version, layout="L", timeout_s=5):
+    with group.call("publish", f"publish {version}", Deadline("publish", timeout_s)) as call:
+        keys, run = group.seat.keys, group.seat.run
+        effects = partial(rules.publish, version=version, fresh_uid=uuid.uuid4().hex)
+        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        call.finish(layout, lambda said: "+".join(sorted(set(said.values()))))
+        return call.ref
+
+
+def replicate(group, version="latest", layout="L", timeout_s=5, whole=None, pause=lambda: None):
+    asked = f"replicate {version}"
+    with group.call("replicate", asked, Deadline(asked, timeout_s)) as call:
+        keys = group.seat.keys
+        effects = partial(rules.replicate, spec=Spec.parse(version), floor=None)
+        call.decide((*spec_ranges(keys), keys.readers()), effects)
+        call.attach()
+        pause()
+        outcome = call.finish(
+            layout, lambda said: "+".join(sorted(set(said.values()))), whole or Whole()
+        )
+        return call.ref if outcome.is_source else None
+
+
+def unpublish(group, ref, timeout_s=5):
+    asked = f"unpublish {ref.version}"
+    with group.call("unpublish", asked, Deadline(asked, timeout_s)) as call:
+        call.unpublish(ref)
+
+
+def listing(group):
+    keys = group.seat.keys
+    rule = lambda view: Done(rules.listing(view, keys))
+    return group.ask(spec_ranges(keys), rule, Deadline("list", 5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_version_goes_from_a_trainer_to_a_rollout_that_then_serves_it(store, size):
+    trainer, rollout = store.replica("trainer", size), store.replica("rollout", 3)
+    refs = at_once(*(partial(publish, rank, 7) for rank in trainer))
+    assert [ref.version for ref in refs] == [7] * size
+    assert len({ref.uid for ref in refs}) == 1
+    assert at_once(*(partial(replicate, rank) for rank in rollout)) == [refs[0]] * 3
+    assert listing(rollout[1]) == {7: {"trainer", "rollout"}}
+    assert at_once(*(partial(unpublish, rank, refs[0]) for rank in trainer)) == [None] * size
+    assert listing(rollout[1]) == {7: {"rollout"}}
+    assert replicate(store.join("late")) == refs[0]
+    assert store.there("readers/") == []
+    assert store.there("ready/") == []
+
+
+def test_versions_only_grow_and_all_ranks_hear_it(store):
+    trainer = store.replica("trainer", 2)
+    at_once(*(partial(publish, rank, 7) for rank in trainer))
+    errors = at_once(*(partial(publish, rank, 6) for rank in trainer))
+    assert [type(error) for error in errors] == [VersionConflict] * 2
+    assert "already at 7" in str(errors[0])
+    assert listing(trainer[0]) == {7: {"trainer"}}
+
+
+def test_a_number_cannot_go_back_when_nobody_holds_anything(store):
+    trainer = store.join("trainer")
+    unpublish(trainer, publish(trainer, 7))
+    assert listing(trainer) == {}
+    assert isinstance(attempt(partial(publish, trainer, 6)), VersionConflict)
+
+
+def test_published_again_when_nobody_holds_it_it_is_another_version(store):
+    trainer = store.join("trainer")
+    first = publish(trainer, 7)
+    unpublish(trainer, first)
+    assert publish(trainer, 7).uid != first.uid
+
+
+def test_two_replicas_of_one_version_must_agree_on_its_content(store):
+    one_, two, three = store.join("one"), store.join("two"), store.join("three")
+    ref = publish(one_, 7, "L")
+    assert publish(two, 7, "L") == ref
+    error = attempt(partial(publish, three, 7, "other"))
+    assert isinstance(error, ManifestMismatch)
+    assert listing(one_) == {7: {"one", "two"}}
+
+
+def test_ranks_with_different_tensors_are_summarised_by_the_last(store):
+    trainer, rollout = store.replica("trainer", 2), store.join("rollout")
+    at_once(*(partial(publish, rank, 7, f"stage{i}") for i, rank in enumerate(trainer)))
+    assert replicate(rollout, layout="stage0+stage1").version == 7
+
+
+def test_a_part_is_read_without_becoming_a_source(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    publish(trainer, 7)
+    assert replicate(rollout, layout="part", whole=Whole(is_required=False)) is None
+    assert replicate(rollout, whole=Whole(is_served=False)) is None
+    error = attempt(partial(replicate, rollout, layout="part"))
+    assert isinstance(error, ManifestMismatch)
+    assert listing(trainer) == {7: {"trainer"}}
+    assert store.there("readers/") == []
+
+
+def test_latest_waits_for_the_first_version(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(replicate, rollout)
+        time.sleep(0.2)
+        assert not waiting.done()
+        ref = publish(trainer, 0)
+        assert waiting.result(5) == ref
+
+
+def test_a_deadline_carries_what_was_waited_for_and_ends_the_call_for_all(store):
+    rollout = store.replica("rollout", 2)
+    errors = at_once(
+        partial(replicate, rollout[0], timeout_s=0.5), partial(replicate, rollout[1], timeout_s=20)
+    )
+    assert [type(error) for error in errors] == [DeadlineExceeded] * 2
+    assert "none is available yet" in str(errors[1])
+    assert "rank 0" in errors[1].__notes__[0]
+    trainer = store.join("trainer")
+    ref = publish(trainer, 1)
+    assert at_once(*(partial(replicate, rank) for rank in rollout)) == [ref, ref]
+
+
+def test_two_ranks_never_follow_two_different_latest(store):
+    trainer, rollout = store.join("trainer"), store.replica("rollout", 4)
+    held = publish(trainer, 0)
+    stop = threading.Event()
+
+    def keep_publishing():
+        ref, version = held, 0
+        while not stop.is_set():
+            unpublish(trainer, ref)
+            version += 1
+            ref = publish(trainer, version)
+
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(keep_publishing)
+        for _ in range(10):
+            refs = at_once(*(partial(replicate, rank) for rank in rollout))
+            assert len({(ref.run, ref.version, ref.uid) for ref in refs}) == 1
+            at_once(*(partial(unpublish, rank, refs[0]) for rank in rollout))
+        stop.set()
+        publishing.result(10)
+
+
+def test_an_absolute_version_that_is_gone_is_an_error_and_one_to_come_is_waited_for(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    for version in (1, 2):
+        held = publish(trainer, version)
+        if version == 1:
+            unpublish(trainer, held)
+    error = attempt(partial(replicate, rollout, 1))
+    assert isinstance(error, VersionNotFound)
+    assert "available: [2]" in str(error)
+    late = attempt(partial(replicate, rollout, 3, timeout_s=0.3))
+    assert isinstance(late, DeadlineExceeded)
+    assert "version 3 is not published yet" in str(late)
+
+
+def test_latest_minus_k_counts_what_is_available(store):
+    trainers = [store.join(f"t{i}") for i in range(3)]
+    for trainer, version in zip(trainers, (3, 5, 9), strict=True):
+        publish(trainer, version)
+    rollout = store.join("rollout")
+    assert replicate(rollout, "latest-1").version == 5
+    assert replicate(store.join("third"), "latest-2").version == 3
+
+
+def test_unpublish_waits_for_its_readers(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    ref = publish(trainer, 7)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def pause():
+        reading.set()
+        assert go_on.wait(10)
+
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(replicate, rollout, pause=pause)
+        assert reading.wait(5)
+        late = attempt(partial(unpublish, trainer, ref, timeout_s=0.5))
+        assert isinstance(late, DeadlineExceeded)
+        assert "read by rollout" in str(late)
+        assert listing(trainer) == {}  # already not offered
+        again = pool.submit(unpublish, trainer, ref)
+        time.sleep(0.2)
+        assert not again.done()
+        go_on.set()
+        assert reader.result(5) == ref
+        again.result(5)
+    assert listing(trainer) == {7: {"rollout"}}
+
+
+def test_bytes_from_a_source_that_lost_its_place_do_not_count(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    publish(trainer, 7)
+    error = attempt(partial(replicate, rollout, pause=lambda: store.join("trainer"), timeout_s=2))
+    assert isinstance(error, SourceLost), error
+    assert "replaced" in str(error)
+    assert listing(rollout) == {}
+
+
+def test_a_source_with_a_dead_process_is_refused(store):
+    trainer, rollout = store.replica("trainer", 2), store.join("rollout")
+    at_once(*(partial(publish, rank, 7) for rank in trainer))
+    lost = trainer[0].seat.keys.shard(trainer[0].seat.inst, 1)
+
+    def attach_only():
+        with rollout.call("replicate", "replicate latest", Deadline("r", 5)) as call:
+            keys = rollout.seat.keys
+            effects = partial(rules.replicate, spec=Spec.parse("latest"), floor=None)
+            call.decide((*spec_ranges(keys), keys.readers()), effects)
+            store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
+            call.attach()
+
+    assert isinstance(attempt(attach_only), SourceLost)
+    assert store.there("readers/") == []
+
+
+def test_ranks_that_call_different_things_are_told_so_and_go_on_together(store):
+    group = store.replica("r", 2)
+    errors = at_once(partial(publish, group[0], 1), partial(publish, group[1], 2))
+    assert all(isinstance(error, CallMismatch) for error in errors), errors
+    assert "same calls in the same order" in str(errors[0])
+    refs = at_once(*(partial(publish, rank, 3) for rank in group))
+    assert [ref.version for ref in refs] == [3, 3]
+
+
+def test_one_ranks_error_ends_the_call_for_its_peers(store):
+    group = store.replica("r", 2)
+
+    def fails():
+        with group[1].call("publish", "publish 1", Deadline("publish", 5)):
+            raise UsageError("no tensors")
+
+    def breaks():
+        with group[1].call("publish", "publish 2", Deadline("publish", 5)):
+            raise RuntimeError("a bug")
+
+    first = at_once(partial(publish, group[0], 1, timeout_s=30), fails)
+    assert [str(error) for error in first] == ["no tensors"] * 2
+    second = at_once(partial(publish, group[0], 2, timeout_s=30), breaks)
+    assert isinstance(second[0], CallAborted)
+    assert "RuntimeError: a bug" in str(second[0])
+    assert isinstance(second[1], RuntimeError)
+    assert listing(group[0]) == {}
+    assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
+
+
+def test_a_dead_rank_takes_its_replica_out(store):
+    trainer = store.replica("trainer", 3, ttl_s=2)
+    other = store.join("other")
+    at_once(*(partial(publish, rank, 7) for rank in trainer))
+    lease = trainer[1].session.lease_id
+    trainer[1].session._closing.set()  # as if it was killed: nobody renews the lease
+    started = time.monotonic()
+    while listing(other):
+        assert time.monotonic() - started < 10
+        time.sleep(0.05)
+    assert lease
+    error = attempt(partial(publish, trainer[0], 8))
+    assert isinstance(error, SelfFenced)
+
+
+def test_close_makes_everything_vanish_at_once(store):
+    trainer, other = store.join("trainer"), store.join("other")
+    publish(trainer, 7)
+    trainer.close()
+    trainer.close()
+    assert listing(other) == {}
+    assert not [key for key in store.there() if "trainer" in key]
+    assert isinstance(attempt(partial(publish, trainer, 8)), ClosedError)
+
+
+def test_a_restarted_replica_replaces_its_predecessor(store, caplog):
+    first = store.join("r")
+    ref = publish(first, 7)
+    second = store.join("r")
+    assert "already there and is replaced" in caplog.text
+    assert listing(second) == {}
+    assert isinstance(attempt(partial(unpublish, first, ref)), SelfFenced)
+    assert publish(second, 7).uid != ref.uid
+
+
+def test_ranks_that_disagree_about_the_world_size_are_told(store):
+    errors = at_once(
+        partial(store.join, "r", 0, 2, timeout_s=20), partial(store.join, "r", 1, 3, timeout_s=20)
+    )
+    assert [type(error) for error in errors] == [UsageError] * 2
+    assert "world_size=3" in str(errors[0])
+    assert "world_size=2" in str(errors[0])
+
+
+def test_a_group_that_is_not_complete_says_who_is_missing(store):
+    error = attempt(partial(store.join, "r", 1, 3, timeout_s=0.5))
+    assert isinstance(error, DeadlineExceeded)
+    assert "has ranks [1] of 3" in str(error)
+    assert store.there("shards/") == []
+
+
+def test_a_rank_that_was_started_twice_waits_for_the_first_to_go(store):
+    error_or_group = at_once(
+        partial(store.join, "r", 0, 2, timeout_s=1), partial(store.join, "r", 0, 2, timeout_s=1)
+    )
+    assert all(isinstance(found, DeadlineExceeded) for found in error_or_group)
+
+
+def test_runs_order_versions_and_a_rollback_starts_a_new_one(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    publish(trainer, 100)
+    assert replicate(rollout).version == 100
+    resumed = store.join("resumed", run="new")
+    assert resumed.seat.run != trainer.seat.run
+    ref = publish(resumed, 90)
+    late = store.join("late")
+    assert replicate(late) == ref
+    assert listing(late) == {90: {"resumed", "late"}}
+    held = listing(rollout)
+    assert held == {90: {"resumed", "late"}}
+
+
+def test_a_model_used_again_starts_with_a_clean_slate(store):
+    trainer = store.join("trainer")
+    publish(trainer, 100)
+    trainer.close()
+    again = store.join("trainer")
+    assert publish(again, 1).version == 1
+    assert len(store.there("runs/")) == 1
+    assert len(store.there("versions/")) == 1
+
+
+def test_old_version_records_are_forgotten(store):
+    trainer = store.join("trainer")
+    for version in range(5):
+        unpublish(trainer, publish(trainer, version))
+    assert len(store.there("versions/")) == 1
+
+
+def test_a_named_run_is_shared_by_those_who_name_it(store):
+    first, second = store.join("a", run="x"), store.join("b", run="x")
+    assert first.seat.run == second.seat.run == "x"
+    assert publish(first, 3) == publish(second, 3)
