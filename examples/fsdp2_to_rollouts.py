@@ -37,7 +37,7 @@ TORCHRUN = [
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=12, help="to train, and versions to follow")
+    parser.add_argument("--steps", type=int, default=16, help="to train, and versions to follow")
     steps: int = parser.parse_args().steps
     print(__doc__, flush=True)
     for number in (signal.SIGTERM, signal.SIGHUP):

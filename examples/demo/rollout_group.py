@@ -33,6 +33,11 @@ def wait_for_newer(handle: torch_ros.ShardHandle, held: int) -> None:
     handle.wait(lambda available: max(available, default=0) > held)
 
 
+def wait_for_the_end(handle: torch_ros.ShardHandle, held: int, trainer: str) -> None:
+    """The trainer waits until it sees that we hold its last version: leave after it."""
+    handle.wait(lambda available: trainer not in available.get(held, ()))
+
+
 def main() -> None:
     scaffold = Scaffold("rollout group")
     dist.init_process_group("gloo")
@@ -51,6 +56,8 @@ def main() -> None:
         scaffold.report_read(handle.replica, handle.last_read)
         if is_first or held == scaffold.steps:
             scaffold.say(f"version {held} says {continue_prompt(model)!r}")
+    wait_for_the_end(handle, held, scaffold.trainer)
+    dist.barrier()  # a rank that leaves takes its replica away from the others
     dist.destroy_process_group()
 
 

@@ -12,6 +12,11 @@ def wait_for_newer(handle: torch_ros.ShardHandle, held: int) -> None:
     handle.wait(lambda available: max(available, default=0) > held)
 
 
+def wait_for_the_end(handle: torch_ros.ShardHandle, held: int, trainer: str) -> None:
+    """The trainer waits until it sees that we hold its last version: leave after it."""
+    handle.wait(lambda available: trainer not in available.get(held, ()))
+
+
 def main() -> None:
     scaffold = Scaffold("single rollout")
     model = build(seed=2)  # not the trainer's weights
@@ -30,6 +35,7 @@ def main() -> None:
             scaffold.report_read(handle.replica, handle.last_read)
             if is_first or held == scaffold.steps:
                 scaffold.say(f"version {held} says {continue_prompt(model)!r}")
+        wait_for_the_end(handle, held, scaffold.trainer)
 
 
 if __name__ == "__main__":

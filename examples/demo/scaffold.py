@@ -28,6 +28,7 @@ class Scaffold:
         arguments = parser.parse_args()
         self.steps: int = arguments.steps
         self._directory: Path = arguments.directory
+        self.trainer = ""  # the name of its replica, known from the first digests on
         self._role, self._rank = role, int(os.environ.get("RANK", "0"))
 
     def say(self, words: str) -> None:
@@ -50,15 +51,17 @@ class Scaffold:
             transfer_s=read.stages_s["read"],
         )
 
-    def write_digests(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What the version is, tensor by tensor. Collective."""
+    def write_digests(
+        self, replica: str, version: int, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """What the version is, tensor by tensor, and who publishes it. Collective."""
         digests = _digests(tensors)
         if self._rank == 0:
-            self._digests_of(version).write_text(json.dumps(digests))
+            self._digests_of(version).write_text(json.dumps([replica, digests]))
 
     def check_digests(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """End this process unless every tensor is, bit for bit, the trainer's. Collective."""
-        expected = json.loads(self._digests_of(version).read_text())
+        self.trainer, expected = json.loads(self._digests_of(version).read_text())
         found = _digests(tensors)
         differing = sorted(
             fqn for fqn in {*expected, *found} if expected.get(fqn) != found.get(fqn)

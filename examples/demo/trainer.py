@@ -29,7 +29,7 @@ def main() -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
 
     text, generator = read_text(), torch.Generator().manual_seed(dist.get_rank())
     handle = default_handle("save")
@@ -45,7 +45,7 @@ def main() -> None:
         unpublish_s = time.perf_counter() - began_s
         optimizer.step()
         optimizer.zero_grad()
-        scaffold.write_digests(step, model.state_dict())
+        scaffold.write_digests(handle.replica, step, model.state_dict())
 
         began_s = time.perf_counter()
         dcp.save({"model": model.state_dict()}, storage_writer=ROSWriter(step))
@@ -61,6 +61,7 @@ def main() -> None:
             unpublish_s=unpublish_s,
         )
         wait_for_rollouts(handle, step)
+    dist.barrier()  # a rank that leaves takes its replica away from the others
     dist.destroy_process_group()
 
 

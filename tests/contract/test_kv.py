@@ -316,7 +316,7 @@ def test_a_lease_that_nobody_renews_ends_and_wakes_who_waits(store):
     started = time.monotonic()
     rev = store.put("a", b"", lease_id)
     assert store.wait(rev, timeout_s=20)
-    assert time.monotonic() - started > granted_s - 0.2
+    assert granted_s - 0.2 < time.monotonic() - started < granted_s + 5
     assert store.names() == []
     assert store.kv.keep_alive(lease_id, timeout_s=TIMEOUT_S) == 0
 

@@ -88,6 +88,13 @@ def loaded(handle, version, state_dict, **options):
     return reader.version
 
 
+def close_all(*handles):
+    """A rank that closes ends the replica for its peers, so they come here first."""
+    dist.barrier()
+    for handle in handles:
+        handle.close()
+
+
 def shown(handle):
     """(fqn, address) of every chunk that a handle shows to readers."""
     manifest = handle._offer.manifest
@@ -133,10 +140,8 @@ def reshard(model):
     assert before == after, "not loaded in place"
     assert set(rollout.list()[1]) == {"trainer", "rollout"}
 
-    dist.barrier()
-
     # The trainer leaves; one process reads from the TP rollout, with a sharding of its own.
-    trainer.close()
+    close_all(trainer)
     dist.barrier()
     if dist.get_rank() == 0:
         alone = open_handle(model, "alone", rank=0, world_size=1)
@@ -154,8 +159,7 @@ def reshard(model):
     sharded = fsdp(0, mesh)
     assert loaded(back, 2, get_model_state_dict(sharded)) == 2
     check(get_model_state_dict(sharded), whole(2))
-    rollout.close()
-    back.close()
+    close_all(rollout, back)
 
 
 def hsdp(model):
@@ -170,8 +174,7 @@ def hsdp(model):
     parallel = tensor_parallel(0, flat)
     loaded(rollout, 1, get_model_state_dict(parallel))
     check(get_model_state_dict(parallel), whole(1))
-    trainer.close()
-    rollout.close()
+    close_all(trainer, rollout)
 
 
 def everything(model):
@@ -273,8 +276,7 @@ def refused(model):
     saved(trainer, 7, state(7))
     assert loaded(rollout, "latest", target) == 7
     check(target, whole(7))
-    trainer.close()
-    rollout.close()
+    close_all(trainer, rollout)
 
 
 def own_failure(model):
@@ -293,7 +295,7 @@ def own_failure(model):
         handle.register({"w": torch.ones(3)})
     handle.publish(1)
     assert handle.version == 1
-    handle.close()
+    close_all(handle)
 
 
 def staged(model):
@@ -326,8 +328,7 @@ def staged(model):
     save(5)
     handle.unpublish()
     save(6)
-    handle.close()
-    reader.close()
+    close_all(handle, reader)
 
 
 # Jobs of one process, which meet through files and through torch_ros

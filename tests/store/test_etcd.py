@@ -17,7 +17,7 @@ from pyetcd import etcdrpc
 import torch_ros
 from torch_ros.errors import StoreUnavailable
 from torch_ros.store.etcd import EtcdKV
-from torch_ros.store.txn import Put, Read, Txn, Watch, one, under
+from torch_ros.store.txn import Put, Range, Read, Txn, Watch, one, under
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -99,15 +99,18 @@ def test_an_etcd_that_hangs_is_unavailable_in_time(kv, etcd_server):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer"):
             request()
-        assert 0.4 < time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 1.5
 
 
 def test_an_etcd_that_restarts_is_found_again_with_its_records(kv, etcd_server):
     rev = put(kv, value=b"kept")
     etcd_server.kill()
-    assert not is_answering(kv)
+    until = time.monotonic() + 5  # pauses between attempts to connect grow, but not for ever
+    while time.monotonic() < until:
+        assert not is_answering(kv)
+        time.sleep(0.1)
     etcd_server.start()
-    wait_until(lambda: is_answering(kv), timeout_s=2)
+    wait_until(lambda: is_answering(kv), timeout_s=1.5)
     view = read(kv)
     assert (view.rev, view.entries["t/a"].value) == (rev, b"kept")
     assert put(kv) == rev + 1
@@ -151,6 +154,11 @@ def test_who_waits_wakes_when_the_past_was_compacted(kv, etcd_server):
         etcdrpc.KVStub(channel).Compact(etcdrpc.CompactionRequest(revision=last))
     elsewhere = Watch((one("u"),), first, "a test waits")
     assert kv.wait(elsewhere, timeout_s=5)
+
+
+def test_a_watch_that_etcd_refuses_does_not_sleep(kv):
+    backwards = Watch((Range("b", "a"),), put(kv), "a test waits")
+    assert kv.wait(backwards, timeout_s=5)
 
 
 def test_a_change_in_the_past_is_noticed_at_once(kv):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
@@ -96,6 +97,22 @@ def test_fsdp2_parameters_are_views_of_the_live_shards():
             assert chunk.offsets[0] == 6
             assert chunk.tensor.data_ptr() == parameter.to_local().data_ptr()
             assert not chunk.tensor.requires_grad
+            assert torch.equal(chunk.tensor, whole[local.fqn][box(chunk)])
+
+
+def test_fsdp2_over_tensor_parallel_has_the_rows_it_should():
+    whole = torch.nn.Linear(5, 13).state_dict()
+    with as_rank(4, 6):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        module = torch.nn.Linear(5, 13)
+        module.load_state_dict(whole)
+        # Three ranks of tp share the rows as 5, 5, 3; two of dp share each of these.
+        parallelize_module(module, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+        fully_shard(module, mesh=mesh["dp"])
+        for local in local_chunks(module.state_dict()):
+            (chunk,) = local.chunks
+            assert local.shape == whole[local.fqn].shape
+            assert (chunk.offsets[0], len(chunk.tensor)) == (8, 2)
             assert torch.equal(chunk.tensor, whole[local.fqn][box(chunk)])
 
 

@@ -63,6 +63,7 @@ REASONS = (
     ("errors resolving", "the host name is not known"),
     ("DNS resolution failed", "the host name is not known"),
     ("Connection reset", "connection reset"),
+    ("ping timeout", "no answer"),
     ("SETTINGS frame", "something answered, but it is not etcd v3"),
     ("Received http2 header", "something answered, but it is not etcd v3"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Shard
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ros.errors import UsageError
+from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import OBJECT, ChunkRecord, Layout, TensorRecord, dtype_name
 
 
@@ -150,11 +152,11 @@ def _strided_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
         yield LocalChunk(tuple(offset for offset, _, _ in parts), chunk)
 
 
-def _held(tensor: DTensor, dim: int) -> list[int]:
+def _held(tensor: DTensor, dim: int) -> Ints:
     """The global indices along `dim` that the local tensor has, in its order."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    indices = torch.arange(tensor.shape[dim])
+    indices = torch.arange(tensor.shape[dim], device="cpu")
     for mesh_dim, placement in enumerate(tensor.placements):
         # The same placements, of a tensor with this one dimension.
         flat: Shard | _StridedShard
@@ -167,18 +169,14 @@ def _held(tensor: DTensor, dim: int) -> list[int]:
         count = tensor.device_mesh.size(mesh_dim)
         shards, _ = flat._split_tensor(indices, count, with_padding=False, contiguous=False)
         indices = shards[coordinate[mesh_dim]]
-    return indices.tolist()
+    return indices.numpy()
 
 
-def _parts(indices: Sequence[int]) -> list[tuple[int, int, int]]:
+def _parts(indices: Ints) -> list[tuple[int, int, int]]:
     """Maximal runs of consecutive indices: the first index, its position, how many."""
-    starts = [
-        position
-        for position, index in enumerate(indices)
-        if position == 0 or index != indices[position - 1] + 1
-    ]
-    ends = [*starts, len(indices)][1:]
-    return [(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)]
+    starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
+    sizes = np.diff(starts, append=len(indices))
+    return list(zip(indices[starts].tolist(), starts.tolist(), sizes.tolist(), strict=True))
 
 
 def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
