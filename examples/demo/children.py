@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,12 +27,13 @@ class Children:
         name, _, value = mark.partition("=")
         self._mark, self._environment = mark, {**os.environ, **environment, name: value}
         self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._listeners: list[threading.Thread] = []
+        self._ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._is_silent = False
 
     def start(self, name: str, command: Sequence[str]) -> None:
         """Run it without our terminal: a Ctrl-C there is ours to handle."""
-        self._processes[name] = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -42,16 +43,19 @@ class Children:
             errors="replace",
             start_new_session=True,
         )
-        threading.Thread(target=self._listen, args=(name,), daemon=True).start()
+        self._processes[name] = process
+        self._listeners.append(threading.Thread(target=self._listen, args=(name, process.stdout)))
+        # Not the end of its output: the workers of a torchrun that was killed may still write.
+        watch = threading.Thread(target=lambda: self._ended.put((name, process.wait())))
+        for thread in (self._listeners[-1], watch):
+            thread.daemon = True
+            thread.start()
 
-    def _listen(self, name: str) -> None:
-        try:
-            for line in self._processes[name].stdout:
-                if not self._is_silent:
-                    sys.stdout.write(f"{name:>14} | {line}")
-                    sys.stdout.flush()
-        finally:
-            self._ended.put(name)
+    def _listen(self, name: str, lines: Iterable[str]) -> None:
+        for line in lines:
+            if not self._is_silent:
+                sys.stdout.write(f"{name:>14} | {line}")
+                sys.stdout.flush()
 
     def wait(self, timeout_s: float) -> None:
         """Until all have ended well. Exits with what happened as soon as one did not."""
@@ -59,12 +63,20 @@ class Children:
         running = set(self._processes)
         while running:
             try:
-                name = self._ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                name, status = self._ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
                 sys.exit(f"after {timeout_s:.0f} s still at work: {', '.join(sorted(running))}")
-            if status := self._processes[name].wait(END_S):
+            if status:
+                end_all(self._mark)
+                self._hear_out()
                 sys.exit(f"the {name} ended with exit status {status}; its last lines are above")
             running.remove(name)
+        self._hear_out()
+
+    def _hear_out(self) -> None:
+        """All writers have ended: print what they wrote last."""
+        for listener in self._listeners:
+            listener.join(END_S)
 
     def __enter__(self) -> Self:
         return self

@@ -184,15 +184,13 @@ def plan(
     """
     strided = _strided(*matched(sources, targets, target_rank=target_rank))
     useful_bytes = strided.sizes.prod(1) * strided.item_bytes
-    by_target = _ordered(strided, strided.target_strides)
-    runs = _runs(by_target)
-    by_source = _ordered(strided, strided.source_strides)
-    cut = _staging(by_source, useful_bytes, staging_bytes, costs)
+    runs = _runs(strided)
+    cut = _staging(strided, useful_bytes, staging_bytes, costs)
     # Equal costs read directly: no staging memory, no copy.
     is_staged = cut.seconds < costs.direct_s(runs.prod(1), useful_bytes)
 
-    direct = _direct(by_target.take(~is_staged), runs[~is_staged])
-    staged = _staged(by_source.take(is_staged), cut.take(is_staged))
+    direct = _direct(strided.take(~is_staged), runs[~is_staged])
+    staged = _staged(strided.take(is_staged), cut.take(is_staged))
     return ReadPlan(
         direct=direct,
         staged=staged,
@@ -219,7 +217,10 @@ def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Strided(Columns):
-    """Pieces as they lie in memory, in elements; offsets from the chunk's first element."""
+    """Pieces as they lie in memory, in elements; offsets from the chunk's first element.
+
+    The dimensions of each are ordered by falling source stride.
+    """
 
     source_rank: Ints
     source_chunk: Ints
@@ -241,17 +242,7 @@ def _strided(offered: Chunks, wanted: Chunks, pieces: Pieces) -> _Strided:
         target.item_bytes,
         ((pieces.offsets - source.offsets) * source.strides).sum(1),
         ((pieces.offsets - target.offsets) * target.strides).sum(1),
-        pieces.sizes,
-        source.strides,
-        target.strides,
-    )
-
-
-def _ordered(strided: _Strided, by: Ints) -> _Strided:
-    columns = outermost_first(by, strided.sizes, strided.source_strides, strided.target_strides)
-    sizes, source_strides, target_strides = columns
-    return replace(
-        strided, sizes=sizes, source_strides=source_strides, target_strides=target_strides
+        *outermost_first(source.strides, pieces.sizes, source.strides, target.strides),
     )
 
 
@@ -260,7 +251,6 @@ def _runs(strided: _Strided) -> Ints:
     counts = strided.sizes.copy()
     run = np.ones(len(counts), np.int64)
     for dim in reversed(range(counts.shape[1])):
-        # Further out than a gap in the target this cannot hold: strides only grow.
         inside = strided.source_strides[:, dim] == run
         inside &= strided.target_strides[:, dim] == run
         counts[inside, dim] = 1
