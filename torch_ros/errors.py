@@ -4,6 +4,7 @@
   * UsageError         fix the call; retrying cannot help        (also ValueError)
     * ManifestMismatch   tensors disagree with the version, or with what the caller asked for
     * VersionConflict    the version number cannot be published: a newer one exists
+    * ContractBroken     published tensors were written to before they were unpublished
     * CallMismatch       the ranks of a group called different things
     * NotSupported       a documented option that this release does not have yet
   * NotAvailable       wait, or ask for another version           (also LookupError)
@@ -47,7 +48,9 @@ class PeerError(TorchRosError):
 class SelfFenced(TorchRosError):
     """This process lost its place in the store; others may already have moved on.
 
-    Nothing it published is visible any more. Close the handle and open a new one.
+    What the replica published is not offered to new readers once its lease has ended, at the
+    latest `ttl_s` from now; what readers still get from it after that does not count for them.
+    So wait that long before you write to published tensors. Close the handle and open a new one.
     """
 
     def __init__(self, replica: str, reason: str) -> None:
@@ -81,17 +84,34 @@ class ManifestMismatch(UsageError):
 
 
 class VersionConflict(UsageError):
-    """Versions only grow within a run."""
+    """Versions only grow within a run, and one number never means two contents."""
 
-    def __init__(self, model: str, version: int, newest: int, run: str) -> None:
-        super().__init__(model, version, newest, run)
-        self.model, self.version, self.newest, self.run = model, version, newest, run
+    def __init__(self, model: str, version: int, run: str, reason: str) -> None:
+        super().__init__(model, version, run, reason)
+        self.model, self.version, self.run, self.reason = model, version, run, reason
 
     def __str__(self) -> str:
         return (
-            f"model {self.model!r}: version {self.version} cannot be published, run {self.run!r} "
-            f"is already at {self.newest}; publish a higher number, or open the handle with "
+            f"model {self.model!r}: version {self.version} cannot be published in run "
+            f"{self.run!r}: {self.reason}; publish a higher number, or open the handle with "
             "run='new' to start over after a rollback"
+        )
+
+
+class ContractBroken(UsageError):
+    """Published tensors were written to before they were unpublished.
+
+    Readers may have got a mixture. The version is not offered any more.
+    """
+
+    def __init__(self, version: int, reason: str, advice: str) -> None:
+        super().__init__(version, reason, advice)
+        self.version, self.reason, self.advice = version, reason, advice
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.version} was overwritten while it was published: {self.reason}; it is "
+            f"unpublished now; {self.advice}"
         )
 
 

@@ -9,18 +9,18 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
 from torch_ros.errors import (
     ClosedError,
+    ContractBroken,
     NotSupported,
     PeerError,
     SourceLost,
@@ -50,7 +50,9 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
 DEFAULT_ENDPOINT = "local"
 
-_open_handles: weakref.WeakSet[ShardHandle] = weakref.WeakSet()
+# Strong references: a handle that is dropped without close() goes on serving what it published,
+# so its tensors must stay.
+_open_handles: set[ShardHandle] = set()
 
 
 def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
@@ -276,9 +278,9 @@ class ShardHandle:
         return self._last_read
 
     @property
-    def is_usable(self) -> bool:
-        """False once this handle was closed or fenced: open another one."""
-        return not self._is_closed and not self._group.is_fenced
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
 
     # Tensors
 
@@ -361,7 +363,7 @@ class ShardHandle:
         Cost: 2 round trips to etcd per rank, none of them contended.
         """
         deadline = self._deadline(f"publish {version}", timeout_s)
-        with self._busy(), self._group.call("publish", f"publish {version}", deadline) as call:
+        with self._busy(), self._holding("publish", f"publish {version}", deadline) as call:
             registered = self._require_registered("publish")
             self._require_nothing_held("publish")
             self._publish(call, version, registered, deadline)
@@ -376,8 +378,20 @@ class ShardHandle:
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         _finish_kernels(registered.memory)
         self._finish(call, registered, deadline)
-        self._held = call.ref
         log.info("published version %d of %r", version, self.model)
+
+    @contextmanager
+    def _holding(
+        self, kind: Literal["publish", "replicate"], asked: str, deadline: Deadline
+    ) -> Iterator[GroupCall]:
+        """A call that may end with this group holding a version, however this rank fares in it."""
+        call: GroupCall | None = None
+        try:
+            with self._group.call(kind, asked, deadline) as call:
+                yield call
+        finally:
+            if call is not None and self._held is None:
+                self._held = call.may_hold
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
@@ -438,19 +452,17 @@ class ShardHandle:
             Like `replicate`. Once the old version was given up, the handle holds nothing, and a
             later `update` replicates.
         """
+        deadline = self._deadline(f"update {version}", timeout_s)
         with self._busy():
-            ref = self._newer(version, self._held, timeout_s) if self._held else None
+            ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
-            self.unpublish(timeout_s=timeout_s)
-            self._replicate(version, ref, timeout_s)
+            self.unpublish(timeout_s=deadline.left_s())
+            self._replicate(version, ref, deadline.left_s())
             return True
 
-    def _newer(
-        self, version: int | str, held: VersionRef, timeout_s: float | None
-    ) -> VersionRef | None:
-        asked = f"update {version}"
-        deadline, ranges = self._deadline(asked, timeout_s), spec_ranges(self._group.seat.keys)
+    def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
+        ranges = spec_ranges(self._group.seat.keys)
         if self.world_size == 1:  # nobody could decide otherwise: one read, nothing written
             spec = Spec.parse(version)
 
@@ -460,7 +472,7 @@ class ShardHandle:
                 return Done(offer.ref if offer else None)
 
             return self._group.ask((*self._group.seat.own, *ranges), ask, deadline)
-        with self._group.call("update", asked, deadline) as call:
+        with self._group.call("update", deadline.what, deadline) as call:
             spec = Spec.parse(version)
             return call.decide(ranges, partial(rules.update, spec=spec, held=held)).ref
 
@@ -469,11 +481,10 @@ class ShardHandle:
     ) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
         deadline = self._deadline(asked, timeout_s)
-        with self._group.call("replicate", asked, deadline) as call:
+        with self._holding("replicate", asked, deadline) as call:
             registered = self._require_registered("replicate")
             self._require_nothing_held("replicate")
             self._fill(call, Spec.parse(version), floor, lambda _: registered, Whole(), deadline)
-            self._held = call.ref
         return call.ref.version
 
     def _fill(
@@ -485,8 +496,8 @@ class ShardHandle:
         whole: Whole,
         deadline: Deadline,
         landed: Callable[[], object] = lambda: None,
-    ) -> bool:
-        """This rank's part in reading a version. Whether the group now serves it.
+    ) -> None:
+        """This rank's part in reading a version.
 
         Args:
             register: From the source's layouts to what to fill.
@@ -514,6 +525,7 @@ class ShardHandle:
             nonlocal done
             done += size_bytes
 
+        _finish_kernels(registered.memory)  # those that still use the old content
         try:
             for plan, (_, memory) in zip(plans, registered.parts, strict=True):
                 self._reading.read(
@@ -521,12 +533,12 @@ class ShardHandle:
                 )
                 landed()
         except TransferFailed as error:
-            rank = next(i for i, (agent, _) in enumerate(shown) if agent == error.agent)
+            rank = [agent for agent, _ in shown].index(error.agent)
             self._intake.forget(error.agent)
             raise SourceLost(source, f"rank {rank}: {error.reason}", done, bytes_read) from error
         _mark_written(registered.memory)
         watch.lap("read")
-        is_source = self._finish(call, registered, deadline, whole)
+        self._finish(call, registered, deadline, whole)
         watch.lap("commit")
         report = ReadReport(
             version, source, bytes_total, bytes_read, watch.elapsed_s, watch.stages_s
@@ -543,7 +555,6 @@ class ShardHandle:
             bytes_total / read_s / 1e9,
             ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
         )
-        return is_source
 
     def _manifests(
         self, shards: Sequence[Shard], source: str, deadline: Deadline
@@ -563,22 +574,19 @@ class ShardHandle:
         registered: _Registered,
         deadline: Deadline,
         whole: Whole = Whole(),  # noqa: B008  # a frozen value
-    ) -> bool:
-        """Ready, and together with the peers done. Whether the group now serves the version."""
+    ) -> None:
+        """Ready; returns when, together with the peers, done."""
 
         def summarise(said: Mapping[int, str]) -> str:
             if len(set(said.values())) == 1:
                 return said[self.rank]
             # Ranks with different tensors (pipeline stages): together they hold the union.
-            peers = self._shards(self._group.seat.inst, deadline)
-            peers.pop(self.rank)
-            layouts = [
-                manifest.layout for _, manifest in self._manifests(peers, self.replica, deadline)
-            ]
-            layouts.insert(self.rank, registered.layout)
-            return logical_digest(logical(layouts))
+            shards = self._shards(self._group.seat.inst, deadline)
+            peers = [shard for rank, shard in enumerate(shards) if rank != self.rank]
+            layouts = [m.layout for _, m in self._manifests(peers, self.replica, deadline)]
+            return logical_digest(logical([registered.layout, *layouts]))
 
-        return call.finish(registered.digest, summarise, whole).is_source
+        call.finish(registered.digest, summarise, whole)
 
     def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
         within = self._group.seat.keys.shards(inst)
@@ -653,35 +661,31 @@ class ShardHandle:
             rules.check_version(version)
             filled = collect()
             build(filled.tensors, filled.objects, paths=filled.paths)
+            if is_staged and self._staged & _memory_of(filled) and self._held is not None:
+                raise ContractBroken(
+                    self._held.version,
+                    "dcp.async_save staged the next one over it; this stager reuses its buffers",
+                    "call handle.unpublish() before each async_save, or use a stager that does not "
+                    "keep its buffers",
+                )
 
         with self._busy():
-            held = self._held
-            if held is not None:
+            if self._held is not None:
                 effects = partial(rules.check_publishable, version=version)
-                self._agree(f"check before {asked}", deadline, check, effects)
+                try:
+                    self._agree(f"check before {asked}", deadline, check, effects)
+                except ContractBroken:
+                    self.unpublish(timeout_s=deadline.left_s())
+                    raise
                 self.unpublish(timeout_s=deadline.left_s())
-                self._refuse_overwritten(held, filled, is_staged=is_staged)
             try:
-                with self._group.call("publish", asked, deadline) as call:
+                with self._holding("publish", asked, deadline) as call:
                     filled = filled or collect()
                     registered = self._register(filled.tensors, filled.objects, filled.paths)
                     self._publish(call, version, registered, deadline)
                 self._staged = _memory_of(filled) if is_staged else set()
             finally:
                 self._unregister_unless_held()
-
-    def _refuse_overwritten(
-        self, held: VersionRef, filled: Filled | None, *, is_staged: bool
-    ) -> None:
-        staged, self._staged = self._staged, set()
-        if is_staged and filled and staged & _memory_of(filled):
-            self._unregister()
-            raise UsageError(
-                f"version {held.version} was still published when dcp.async_save staged the next "
-                "one over it: this stager reuses its buffers. It is unpublished now. Call "
-                "handle.unpublish() before each async_save, or use a stager that does not keep its "
-                "buffers"
-            )
 
     def _load(
         self,
@@ -721,10 +725,8 @@ class ShardHandle:
                 check()
             self.unpublish(timeout_s=deadline.left_s())
             try:
-                with self._group.call("replicate", asked, deadline) as call:
-                    spec = Spec.parse(version)
-                    is_source = self._fill(call, spec, None, register, whole, deadline, vet)
-                    self._held = call.ref if is_source else None
+                with self._holding("replicate", asked, deadline) as call:
+                    self._fill(call, Spec.parse(version), None, register, whole, deadline, vet)
             finally:
                 self._unregister_unless_held()
             assert self._last_read is not None
@@ -799,14 +801,16 @@ class ShardHandle:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        self._group.close()
-        with self._lock:  # a call in another thread ends first
-            self._held = self._registered = None
-            self._reading.close()
-            self._intake.close()
-            self._offer.withdraw()
-            self._transport.close()
-        _open_handles.discard(self)
+        try:
+            self._group.close()
+        finally:
+            with self._lock:  # a call in another thread ends first
+                self._held = self._registered = None
+                self._reading.close()
+                self._intake.close()
+                self._offer.withdraw()
+                self._transport.close()
+            _open_handles.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -857,7 +861,7 @@ def _memory_of(filled: Filled) -> set[tuple[int, int]]:
 
 
 def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:
-    """The kernels that write the weights must be done before anybody reads them."""
+    """Wait for what was queued on these tensors: nobody else orders it before our reads."""
     for device in {tensor.device for tensor in memory if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

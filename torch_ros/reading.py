@@ -87,6 +87,8 @@ class Reading:
                 self._read_staged(batch, staging, shown, deadline, check, done)
                 for offset, piece in batch:
                     copy_staged(staging[offset:], piece, memory[piece.target_chunk])
+                if device.type == "cuda":  # the next batch overwrites what is copied from
+                    torch.cuda.current_stream(device).synchronize()
 
     def _read_staged(
         self,

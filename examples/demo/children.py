@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,18 +44,21 @@ class Children:
             start_new_session=True,
         )
         self._processes[name] = process
-        self._listeners.append(threading.Thread(target=self._listen, args=(name, process.stdout)))
-        # Not the end of its output: the workers of a torchrun that was killed may still write.
-        watch = threading.Thread(target=lambda: self._ended.put((name, process.wait())))
-        for thread in (self._listeners[-1], watch):
-            thread.daemon = True
-            thread.start()
+        listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(name, process), daemon=True)
+        self._listeners.append(listener)
+        listener.start()
+        watcher.start()
 
-    def _listen(self, name: str, lines: Iterable[str]) -> None:
-        for line in lines:
+    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout:
             if not self._is_silent:
                 sys.stdout.write(f"{name:>14} | {line}")
                 sys.stdout.flush()
+
+    def _watch(self, name: str, process: subprocess.Popen[str]) -> None:
+        # The end of its output says less: workers can outlive their torchrun, and hold it open.
+        self._ended.put((name, process.wait()))
 
     def wait(self, timeout_s: float) -> None:
         """Until all have ended well. Exits with what happened as soon as one did not."""

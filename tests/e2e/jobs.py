@@ -323,7 +323,7 @@ def staged(model):
         save(4)
         raise AssertionError("no error")
     except CheckpointException as error:
-        assert {type(f[0]) for f in error.failures.values()} == {errors.UsageError}
+        assert {type(f[0]) for f in error.failures.values()} == {errors.ContractBroken}
     assert handle.version is None
     save(5)
     handle.unpublish()

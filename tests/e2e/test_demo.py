@@ -25,29 +25,44 @@ def surroundings(tmp_path):
         "TMPDIR": str(tmp_path / "tmp"),
     }
     yield environment
+    for pid in running_children(environment):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     subprocess.run([*ETCD, "stop"], env=environment, check=True, timeout=30)
 
 
-def start_demo(surroundings, *options):
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started_demo(surroundings, *options):
+    with subprocess.Popen(
         [sys.executable, EXAMPLES / "fsdp2_to_rollouts.py", *options],
         env=surroundings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as demo:
+        try:
+            yield demo
+        finally:
+            demo.kill()  # or the end of a failed test would wait for it
 
 
-def running_children(surroundings):
-    """Processes of this test's demo; etcd's command names none of its files."""
+def running_children(surroundings, named="examples/demo"):
+    """Processes of this test's demo with `named` in their command; etcd's has neither."""
     found = []
     mark = f"TORCH_ROS_LOCAL_DIR={surroundings['TORCH_ROS_LOCAL_DIR']}".encode()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_ours = mark in (process / "environ").read_bytes().split(b"\0")
-            if is_ours and b"examples/demo" in (process / "cmdline").read_bytes():
+            if is_ours and named.encode() in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return found
+
+
+def read_until(demo, words):
+    for line in demo.stdout:
+        if words in line:
+            return
+    pytest.fail(f"the demo ended before it said {words!r}")
 
 
 def wait_until_none_runs(surroundings, timeout_s):
@@ -59,8 +74,8 @@ def wait_until_none_runs(surroundings, timeout_s):
 
 @pytest.mark.timeout(240)
 def test_two_rollouts_follow_a_trainer(surroundings):
-    demo = start_demo(surroundings, "--steps", "3")
-    output, _ = demo.communicate(timeout=230)
+    with started_demo(surroundings, "--steps", "3") as demo:
+        output, _ = demo.communicate(timeout=230)
     assert demo.returncode == 0, output
     assert not running_children(surroundings)
     assert not list(pathlib.Path(surroundings["TMPDIR"]).iterdir())
@@ -76,36 +91,27 @@ def test_two_rollouts_follow_a_trainer(surroundings):
 
 @pytest.mark.timeout(120)
 def test_an_interrupted_demo_leaves_nothing_behind(surroundings):
-    demo = start_demo(surroundings, "--steps", "1000")
-    try:
-        seen = []
-        for line in demo.stdout:
-            seen.append(line)
-            if "| step 2:" in line:
-                break
-        assert demo.poll() is None, seen
-        assert len(running_children(surroundings)) >= 5
+    with started_demo(surroundings, "--steps", "1000") as demo:
+        read_until(demo, "| step 2:")
+        assert len(running_children(surroundings)) == 7  # five ranks and two torchruns
         demo.send_signal(signal.SIGINT)
         output, _ = demo.communicate(timeout=15)
-    finally:
-        demo.kill()
-    assert demo.returncode != 0
+    assert demo.returncode == 1
     assert "interrupted" in output
-    wait_until_none_runs(surroundings, timeout_s=5)
+    wait_until_none_runs(surroundings, timeout_s=1)
     assert not list(pathlib.Path(surroundings["TMPDIR"]).iterdir())
 
 
 @pytest.mark.timeout(120)
-def test_a_child_that_fails_ends_the_demo(surroundings):
-    demo = start_demo(surroundings, "--steps", "1000")
-    for line in demo.stdout:
-        if "| step 1:" in line:
-            break
-    os.kill(running_children(surroundings)[0], signal.SIGKILL)
-    output, _ = demo.communicate(timeout=60)
+def test_a_child_that_dies_ends_the_demo(surroundings):
+    with started_demo(surroundings, "--steps", "1000") as demo:
+        read_until(demo, "| step 1:")
+        # Its workers live on, in sessions of their own.
+        os.kill(running_children(surroundings, named="torch.distributed.run")[0], signal.SIGKILL)
+        output, _ = demo.communicate(timeout=15)
     assert demo.returncode == 1
-    assert "ended with exit status" in output
-    wait_until_none_runs(surroundings, timeout_s=5)
+    assert "ended with exit status -9" in output
+    wait_until_none_runs(surroundings, timeout_s=1)
 
 
 def test_a_rollout_with_one_wrong_bit_ends(tmp_path, monkeypatch):

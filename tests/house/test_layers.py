@@ -11,7 +11,7 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
     "store": {"errors", "msgspec"},
     "weights": {"errors", "torch", "numpy", "msgspec"},
-    "p2p": {"errors", "numpy"},
+    "p2p": {"errors", "numpy", "msgspec"},
     "identity": {"errors", "torch"},
     "exchange": {*BELOW, "numpy", "msgspec"},
     "reading": {*BELOW, "exchange", "torch", "numpy"},

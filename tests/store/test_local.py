@@ -87,11 +87,12 @@ def test_many_processes_ask_at_once_and_one_etcd_starts(place):
 def test_it_outlives_the_process_group_that_started_it(place):
     starter = python("-c", ENSURE + "; import time; time.sleep(60)", start_new_session=True)
     host = starter.stdout.readline().strip()
+    running = local.find(place)
     os.killpg(starter.pid, signal.SIGKILL)
     rest, _ = starter.communicate(timeout=5)  # would not end if etcd had our standard output
     assert rest == ""
     assert local.ensure() == host
-    running = local.find(place)
+    assert local.find(place) == running
     for pid in (running.supervisor_pid, running.etcd_pid):
         assert os.getsid(pid) != starter.pid
 
@@ -134,6 +135,21 @@ def test_an_etcd_that_hangs_is_replaced(place, monkeypatch):
     local.ensure()
     assert local.find(place).etcd_pid != hung.etcd_pid
     assert hung.etcd_pid not in processes(place)
+
+
+def test_one_process_at_a_time_starts_it(place, monkeypatch):
+    monkeypatch.setattr(local, "LOCK_S", 0.2)
+    local._prepare(place)
+    with local._locked(place), pytest.raises(StoreUnavailable, match="another process holds"):
+        local.ensure()
+    local.ensure()
+
+
+def test_etcd_hears_signals_and_not_our_options(place, monkeypatch):
+    monkeypatch.setenv("ETCD_DISCOVERY", "http://127.0.0.1:1")
+    local.ensure()
+    status = pathlib.Path(f"/proc/{local.find(place).etcd_pid}/status").read_text()
+    assert "SigBlk:\t0000000000000000\n" in status
 
 
 def test_a_supervisor_whose_starter_died_early_is_found(place):

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ros.errors import UsageError
-from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Layout, dtype_name
 
 
@@ -52,7 +52,7 @@ SHARDINGS = [
 ]
 
 
-@pytest.mark.parametrize("mesh_shape, placements, shape", SHARDINGS)
+@pytest.mark.parametrize(("mesh_shape", "placements", "shape"), SHARDINGS)
 def test_the_chunks_of_all_ranks_are_the_tensor(mesh_shape, placements, shape):
     world_size = torch.tensor(mesh_shape).prod().item()
     whole = torch.arange(1, 1 + torch.tensor(shape).prod().long()).reshape(shape)
@@ -116,10 +116,11 @@ def test_fsdp2_over_tensor_parallel_has_the_rows_it_should():
             assert torch.equal(chunk.tensor, whole[local.fqn][box(chunk)])
 
 
-def test_a_rank_outside_the_mesh_has_the_tensor_but_no_chunk():
+@pytest.mark.parametrize("placement", [Shard(0), _StridedShard(0, split_factor=1)])
+def test_a_rank_outside_the_mesh_has_the_tensor_but_no_chunk(placement):
     with as_rank(1, 3):
         mesh = DeviceMesh("cpu", torch.tensor([0, 2]))
-        shard = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
+        shard = DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
         (local,) = local_chunks({"w": shard})
     assert local.shape == (4, 3)
     assert local.chunks == ()
@@ -141,6 +142,16 @@ def test_a_dtensor_that_lies_about_its_local_shape_is_refused(placement):
             torch.zeros(3), mesh, [placement], run_check=False, shape=(10,), stride=(1,)
         )
         with pytest.raises(UsageError, match=r"'w'.*from_local"):
+            local_chunks({"w": shard})
+
+
+@pytest.mark.parametrize("placement", [Shard(0), _StridedShard(0, split_factor=1)])
+def test_a_local_tensor_is_as_plain_as_any_other(placement):
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        lazy = torch.ones(2, dtype=torch.complex64).conj()
+        shard = DTensor.from_local(lazy, mesh, [placement], run_check=False)
+        with pytest.raises(UsageError, match=r"'w'.*resolve_conj"):
             local_chunks({"w": shard})
 
 
@@ -236,6 +247,13 @@ def test_build_sorts_so_that_order_does_not_matter():
         assert again.digest == layout.digest
 
 
+def test_build_sorts_chunks_by_offset():
+    chunks = tuple(LocalChunk((offset,), torch.full((2,), offset)) for offset in (4, 0, 2))
+    layout, memory = build([LocalTensor("t", torch.int64, (6,), chunks, spread=True)], {})
+    assert [chunk.offsets for chunk in layout.chunks] == [(0,), (2,), (4,)]
+    assert [tensor[0].item() for tensor in memory] == [0, 2, 4]
+
+
 def test_a_name_for_both_a_tensor_and_an_object_is_refused():
     with pytest.raises(UsageError, match="'x'"):
         build(local_chunks({"x": torch.zeros(1)}), {"x": torch.zeros(1, dtype=torch.uint8)})
@@ -249,7 +267,7 @@ def test_tied_tensors_are_two_records_of_one_memory():
 
 
 @pytest.mark.parametrize(
-    "tensor, size_bytes",
+    ("tensor", "size_bytes"),
     [
         (torch.zeros(4, 6), 96),
         (torch.zeros(4, 6)[1:3, 2:5], 4 * (6 + 3)),

@@ -28,10 +28,10 @@ TENSORS = (
     TensorRecord("optimizer", OBJECT, (17,)),
 )
 CHUNKS = (
-    ChunkRecord(0, (0, 0), (2, 6), (6, 1), True),
-    ChunkRecord(0, (2, 3), (2, 3), (1, 2), True),
-    ChunkRecord(1, (), (), (), False),
-    ChunkRecord(3, (0,), (17,), (1,), False),
+    ChunkRecord(0, (0, 0), (2, 6), (6, 1), spread=True),
+    ChunkRecord(0, (2, 3), (2, 3), (1, 2), spread=True),
+    ChunkRecord(1, (), (), (), spread=False),
+    ChunkRecord(3, (0,), (17,), (1,), spread=False),
 )
 LAYOUT = Layout(TENSORS, CHUNKS)
 MANIFEST = Manifest(LAYOUT, (2**64 - 4096, 0, 5, 6), (-1, 0, 7, -1), b"\x00opaque")

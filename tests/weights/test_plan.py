@@ -95,7 +95,7 @@ def random_world(rng, rank_count=3, tensor_count=3):
             for rank in range(lowest, rank_count):
                 mine = whole if rank == lowest else random_bits(rng, whole.shape, whole.dtype)
                 tensor, _ = anywhere(rng, mine)
-                ranks[rank].append(local(fqn, whole, everything, [tensor], False))
+                ranks[rank].append(local(fqn, whole, everything, [tensor], spread=False))
             continue
         owners = [
             (box, rng.sample(range(rank_count), rng.randint(1, rank_count)))
@@ -104,7 +104,7 @@ def random_world(rng, rank_count=3, tensor_count=3):
         for rank in range(rank_count):
             boxes = [box for box, holders in owners if rank in holders]
             tensors = [anywhere(rng, whole[box])[0] for box in boxes]
-            ranks[rank].append(local(fqn, whole, boxes, tensors, True))
+            ranks[rank].append(local(fqn, whole, boxes, tensors, spread=True))
     return wholes, [build(tensors, {}) for tensors in ranks]
 
 
@@ -122,7 +122,7 @@ def random_target(rng, wholes):
             )
             views.append(view)
             checks.append((base, expected))
-        tensors.append(local(fqn, wholes[fqn], boxes, views, True))
+        tensors.append(local(fqn, wholes[fqn], boxes, views, spread=True))
     return *build(tensors, {}), checks
 
 
@@ -194,7 +194,7 @@ def test_where_chunks_overlap_the_lowest_rank_counts():
                 box = everything
             chunk = random_bits(rng, painted[box].shape, torch.int16)
             painted[box] = chunk
-            ranks.append(build([local("t", painted, [box], [chunk], False)], {}))
+            ranks.append(build([local("t", painted, [box], [chunk], spread=False)], {}))
         ranks.reverse()
         layout, memory, checks = random_target(rng, {"t": painted})
         made = plan([source for source, _ in ranks], layout, staging_bytes=64, costs=STAGE_ALWAYS)
@@ -219,7 +219,7 @@ def test_every_dtype_arrives_bit_for_bit(dtype, mode):
     half = slice(0, 64), slice(0, whole.shape[1] // 2)
     target = torch.zeros(whole[half].numel() * dtype.itemsize, dtype=torch.uint8)
     target = target.view(dtype).reshape(64, -1)
-    layout, memory = build([local("t", whole, [half], [target], True)], {})
+    layout, memory = build([local("t", whole, [half], [target], spread=True)], {})
     source, tensors = build(local_chunks({"t": whole}), {})
     made = plan([source], layout, **MODES[mode])
     assert (len(made.staged) > 0) == (mode == "staged")
@@ -241,7 +241,7 @@ def test_a_target_made_in_inference_mode_can_be_filled():
 # How much is read, and how
 
 
-def one(tensor, box=None, whole=None, fqn="t", spread=True):
+def one(tensor, box=None, whole=None, fqn="t", *, spread=True):
     whole = tensor if whole is None else whole
     box = box or tuple(slice(0, size) for size in whole.shape)
     return build([local(fqn, whole, [box], [tensor], spread)], {})[0]
@@ -411,7 +411,7 @@ def test_nothing_wanted_needs_nothing():
 def test_chunks_without_elements_change_nothing():
     record = one(WHOLE).tensors[0]
     full = one(WHOLE).chunks[0]
-    none = ChunkRecord(0, (5, 5), (0, 3), (32, 1), True)
+    none = ChunkRecord(0, (5, 5), (0, 3), (32, 1), spread=True)
     layout = Layout((record,), (none, full, none))
     made = plan([layout, layout], layout, staging_bytes=0).direct
     assert (made.source_chunk.tolist(), made.target_chunk.tolist()) == ([1], [1])
@@ -421,7 +421,7 @@ def test_chunks_without_elements_change_nothing():
 
 
 @pytest.mark.parametrize(
-    "target, reason",
+    ("target", "reason"),
     [
         (one(WHOLE, fqn="other"), "'other'.*missing from the version"),
         (one(WHOLE.float()), "'t'.*bfloat16.*float32.*does not cast.*DCP"),

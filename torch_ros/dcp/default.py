@@ -24,7 +24,9 @@ def default_handle(purpose: Purpose) -> ShardHandle:
     """This process's own handle for saving, or for loading; opened at the first use.
 
     Two, so that a trainer that resumes with dcp.load goes on serving what it loaded until it
-    unpublishes that, and publishes beside it. Collective at the first use. Closed at exit.
+    unpublishes that, and publishes beside it. Collective at the first use. Closed at exit; after
+    a `close` of yours the next use opens another one. One that was fenced goes on saying so until
+    you close it, on all ranks alike.
 
     The environment names the store and the model: TORCH_ROS_ENDPOINT (else "local") and
     TORCH_ROS_MODEL (else "default"). The ranks are those of the default process group; without
@@ -34,7 +36,7 @@ def default_handle(purpose: Purpose) -> ShardHandle:
         raise UsageError(f"default_handle({purpose!r}): expected 'save' or 'load'")
     with _lock:
         pid, handle = _handles.get(purpose, (0, None))
-        if handle is None or pid != os.getpid() or not handle.is_usable:
+        if handle is None or pid != os.getpid() or handle.is_closed:
             alone = not (dist.is_available() and dist.is_initialized())
             handle = open(
                 os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL,

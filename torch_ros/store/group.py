@@ -26,7 +26,7 @@ from torch_ros.store.records import Call, Failure, Kind, Outcome, Shard, Version
 from torch_ros.store.rules import Seat, Whole
 from torch_ros.store.run import Deadline, run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Commit, Created, Delete, Range, Steps, Txn, View, one
+from torch_ros.store.txn import Created, Range, Steps, View, one
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -45,9 +45,10 @@ class Group:
     def __init__(self, kv: KV, session: Session, seat: Seat) -> None:
         self.kv, self.session, self.seat = kv, session, seat
         self.calls_made = 0
-        self.on_fenced: Callable[[], None] = lambda: None
         self._fenced_because: str | None = None
         self._is_closed = False
+        self._calling = threading.Lock()
+        self._unfinished: GroupCall | None = None  # its end could not be learned
         self._watcher = threading.Thread(
             target=self._watch_over, name=f"torch_ros watches {seat.inst}", daemon=True
         )
@@ -118,10 +119,14 @@ class Group:
 
     # Being in the group
 
-    def check(self) -> None:
-        """Raises: SelfFenced, ClosedError: This seat is lost, or given up."""
+    def check_open(self) -> None:
+        """Raises: ClosedError: This seat was given up."""
         if self._is_closed:
             raise ClosedError(f"the handle of replica {self.seat.replica!r} is closed")
+
+    def check(self) -> None:
+        """Raises: SelfFenced, ClosedError: This seat is lost, or given up."""
+        self.check_open()
         if self._fenced_because is not None:
             raise SelfFenced(self.seat.replica, self._fenced_because)
 
@@ -130,11 +135,14 @@ class Group:
         return self._fenced_because is not None
 
     def fence(self, reason: str) -> None:
+        """Lose the seat. What this rank still has in the store goes, after its running call."""
         if self._fenced_because is None and not self._is_closed:
             self._fenced_because = reason
             level = logging.INFO if reason.endswith(rules.CLOSED) else logging.WARNING
             log.log(level, "replica %r: %s; this handle is fenced", self.seat.replica, reason)
-            self.on_fenced()
+            if self._calling.acquire(blocking=False):
+                self._calling.release()
+                self.session.close()
 
     def close(self) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -187,14 +195,22 @@ class Group:
     def call(self, kind: Kind, asked: str, deadline: Deadline) -> Iterator[GroupCall]:
         """The group's next call. An exception in the block ends it for all ranks."""
         self.check()
-        made = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
-        try:
-            yield made
-        except BaseException as error:
-            made.give_up(error)
-            raise
-        finally:
-            self.calls_made += made.is_recorded
+        with self._calling:
+            if self._unfinished is not None:
+                self._unfinished.end(deadline)
+                self._unfinished = None
+            made = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
+            try:
+                yield made
+            except BaseException as error:
+                made.give_up(error)
+                raise
+            finally:
+                self.calls_made += made.is_recorded
+                if made.is_recorded and not made.has_ended:
+                    self._unfinished = made
+        if self.is_fenced:
+            self.session.close()
 
 
 class GroupCall:
@@ -207,9 +223,11 @@ class GroupCall:
         self._asked, self._deadline = asked, deadline
         self._call: Call | None = None
         self._guards: tuple[Created, ...] = ()
-        self._is_reading = False
-        self._has_ended = False
+        self._failure: Failure | None = None
         self.is_recorded = False  # the number is used up
+        self.has_ended = False  # its outcome is known
+        self.may_hold: VersionRef | None = None
+        """What the group may be a source of because of this call, for all that is known."""
 
     @property
     def seat(self) -> Seat:
@@ -264,7 +282,6 @@ class GroupCall:
     def attach(self) -> list[Shard]:
         """Announce this rank as a reader of the source; from now on its addresses are frozen."""
         assert self._call is not None
-        self._is_reading = True
         ranges = rules.attach_ranges(self.seat, self._call)
         rule = partial(rules.attach, seat=self.seat, call=self._call)
         shards, self._guards = self._settle(ranges, rule)
@@ -288,8 +305,8 @@ class GroupCall:
         try:
             outcome = self._finish_or_raise(value, summarise, whole)
         except DeadlineExceeded as error:
-            outcome = self._abort(error) or Outcome()
-            if outcome.failure is not None or not self._has_ended:
+            outcome = self._abort(error)
+            if outcome.failure is not None:
                 raise
         return self._finish(outcome)
 
@@ -301,10 +318,11 @@ class GroupCall:
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         ready = partial(rules.put_ready, seat=seat, call=call, value=value, guards=self._guards)
         guarded = tuple(one(guard.key) for guard in self._guards)
+        # From here on a peer may complete the call without this rank hearing of it.
+        self.may_hold = call.ref
         count = self._settle((*seat.own, mine, *guarded), ready)
         if isinstance(count, Outcome):
             return count
-        self._is_reading = False
         if count >= seat.world_size:
             everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
             said = self._settle(everyone, partial(rules.readies, seat=seat, call=call))
@@ -315,7 +333,13 @@ class GroupCall:
                     rules.complete, seat=seat, call=call, layout=summarise(said), whole=whole
                 )
                 return self._settle(self._ends_at(call), end)
-        return self._settle(seat.own, partial(rules.await_outcome, seat=seat, call=call))
+        # Not `_settle`: if a peer closed after the call's good end, that end still counts.
+        ended = settle(
+            self._asked,
+            rules.outcome_ranges(seat, call),
+            partial(rules.await_outcome, seat=seat, call=call),
+        )
+        return run(ended, self._group.kv, self._deadline, check=self._group.check_open)
 
     def _ends_at(self, call: Call) -> tuple[Range, ...]:
         if call.ref is None:
@@ -337,44 +361,59 @@ class GroupCall:
             self._found(result)
 
     def give_up(self, error: BaseException) -> None:
-        """End the call for the peers too, and leave no record of this rank behind."""
-        if not isinstance(error, SelfFenced | ClosedError):
-            try:
-                if not self._has_ended:
-                    self._abort(error)
-                self._leave_source()
-            except TorchRosError as also:
-                log.warning("%s: could not tell the other ranks: %s", self._asked, also)
+        """End the call for the peers too, and leave no record of this rank behind.
 
-    def _abort(self, error: BaseException) -> Outcome | None:
+        The caller's transfers have terminated.
+        """
+        if isinstance(error, ClosedError):
+            return
+        try:
+            if not self.has_ended and not isinstance(error, SelfFenced):
+                self._abort(error)
+        except TorchRosError as also:
+            log.warning("%s: could not tell the other ranks: %s", self._asked, also)
+        try:
+            self._withdraw()
+        except TorchRosError as also:
+            log.warning("%s: this rank's records stay until its lease ends: %s", self._asked, also)
+
+    def end(self, deadline: Deadline) -> None:
+        """Learn or make the end of a call that was given up while etcd was away."""
+        assert self._failure is not None
+        self._end(self._failure, deadline)
+
+    def _abort(self, error: BaseException) -> Outcome:
         seat = self.seat
-        failure = Failure.of(error, replica=seat.replica, call=self._number, rank=seat.rank)
+        self._failure = Failure.of(error, replica=seat.replica, call=self._number, rank=seat.rank)
+        return self._end(self._failure, Deadline(f"giving up {self._asked}", CLEAN_UP_S))
+
+    def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(
             rules.abort,
-            seat=seat,
+            seat=self.seat,
             number=self._number,
             kind=self._kind,
             asked=self._asked,
             failure=failure,
         )
-        deadline = Deadline(f"giving up {self._asked}", CLEAN_UP_S)
-        outcome = self._group.run(settle(self._asked, seat.own, rule), deadline)
-        self.is_recorded = self._has_ended = True
+        outcome = self._group.run(settle(self._asked, self.seat.own, rule), deadline)
+        self.is_recorded = True
+        self._learn(outcome)
         return outcome
 
-    def _leave_source(self) -> None:
-        """Delete the own reader record. The caller's transfers have terminated."""
-        reader = rules.own_reader(self.seat, self._call) if self._call else None
-        if self._is_reading and reader is not None:
-            self._is_reading = False
+    def _withdraw(self) -> None:
+        if self._call is not None:
+            ranges = rules.own_records(self.seat, self._call)
+            deadline = Deadline(f"cleaning up after {self._asked}", CLEAN_UP_S)
+            run(settle(self._asked, ranges, rules.withdraw), self._group.kv, deadline)
 
-            def leave() -> Steps[None]:
-                yield Commit(Txn(ops=(Delete(reader),)))
-
-            self._group.run(leave(), Deadline(f"leaving the source of {self._asked}", CLEAN_UP_S))
+    def _learn(self, outcome: Outcome) -> None:
+        self.has_ended = True
+        is_held = outcome.failure is None and outcome.is_source and self._call is not None
+        self.may_hold = self._call.ref if is_held and self._call else None
 
     def _finish(self, outcome: Outcome) -> Outcome:
-        self._has_ended = True
+        self._learn(outcome)
         if outcome.failure is not None:
             raise outcome.failure.error()
         return outcome

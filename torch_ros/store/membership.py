@@ -12,7 +12,20 @@ from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.records import Failure, Group, Run, Shard
 from torch_ros.store.rules import DELETES_MAX, Seat, own_group
-from torch_ros.store.txn import Count, Delete, Empty, Guard, Op, Put, Range, Txn, View, one
+from torch_ros.store.txn import (
+    Count,
+    Created,
+    Delete,
+    Empty,
+    Guard,
+    NoneNewer,
+    Op,
+    Put,
+    Range,
+    Txn,
+    View,
+    one,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +122,24 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     live |= {k.parse_holding(key).run for key, _ in view.within(keys.holdings())}
     live &= born.keys()
     if who.run is None and live:
-        return max(live, key=lambda run: born[run]), [], ()
+        name = max(live, key=lambda run: born[run])
+        return name, [], (Created(keys.run(name), born[name]),)
     name = who.fresh_run if who.run in (None, "new") else who.run
     assert name is not None
     if name in live:
-        return name, [], ()
+        return name, [], (Created(keys.run(name), born[name]),)
     made: list[Op] = [Put(keys.run(name), Run(f"{who.shard.host}:{who.shard.pid}").encode())]
     if live:
         return name, [] if name in born else made, (view.unchanged(keys.run(name)),)
     # etcd refuses a transaction that puts a key which it also deletes with a range.
     dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
     dead += [key for key, _ in view.within(keys.versions())]
-    guards = (Empty(keys.holdings()), *(view.unchanged(keys.run(name)),))
+    # Nobody has begun to use one meanwhile.
+    guards = (
+        Empty(keys.holdings()),
+        NoneNewer(keys.groups(), view.rev),
+        NoneNewer(keys.runs(), view.rev),
+    )
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
 
 
@@ -216,7 +235,7 @@ def leave(view: View, seat: Seat) -> Step[None]:
     except SelfFenced:
         return Done(None)
     left = msgspec.structs.replace(Group.decode(entry.value), left=seat.rank)
-    records = [seat.decisions, *_holdings(view, seat)]
+    records = _holdings(view, seat)  # the decisions stay, for peers that wait for an outcome
     txn = Txn(
         (view.unchanged(seat.group),),
         (Put(seat.group, left.encode(), entry.lease_id), *(Delete(one(key)) for key in records)),

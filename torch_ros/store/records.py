@@ -12,6 +12,8 @@ import msgspec
 from torch_ros import errors
 from torch_ros.errors import BackendError, TorchRosError
 
+REASON_MAX = 500  # characters; the record is kept for many calls
+
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     def encode(self) -> bytes:
@@ -43,7 +45,7 @@ class Failure(Record, frozen=True):
         fields = [field for field in error.args if isinstance(field, str | int | float)]
         if shared and len(fields) == len(error.args):
             return cls(type(error).__name__, fields, rank)
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"[:REASON_MAX]
         return cls("CallAborted", [replica, call, rank, reason], rank)
 
     def error(self) -> TorchRosError:

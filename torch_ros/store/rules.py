@@ -17,12 +17,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from torch_ros.errors import (
+    CallAborted,
     CallMismatch,
     ManifestMismatch,
     SelfFenced,
@@ -57,6 +58,7 @@ from torch_ros.store.txn import (
     Entry,
     Get,
     Guard,
+    NoneNewer,
     Op,
     Put,
     Range,
@@ -183,18 +185,25 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
         if offer.ref.version == spec.absolute:
             return offer
     run = newest[0].ref.run if newest else _newest_run(view, keys)
-    numbers = [k.parse_version(key)[1] for key, _ in view.within(keys.versions(run))]
+    published = [k.parse_version(key)[1] for key, _ in _published(view, keys, run)]
     is_coming = any(
         k.parse_holding(key).version == spec.absolute
-        and (holding := Holding.decode(entry.value)).state == "filling"
-        and not holding.source
+        and Holding.decode(entry.value).state == "filling"
         for key, entry in view.within(keys.holdings(run))
     )
-    if is_coming or spec.absolute > max(numbers, default=-1):
-        return _wait_for_version(keys, f"version {spec.absolute} is not published yet")
+    if is_coming or spec.absolute > max(published, default=-1):
+        return _wait_for_version(view, keys, f"version {spec.absolute} is not published yet")
     there = sorted(offer.ref.version for offer in newest)
     reason = f"it was published before and no replica holds it now; available: {there or 'none'}"
     raise VersionNotFound(keys.model, str(spec.absolute), reason)
+
+
+def _published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
+    """The version records of a run, less those of publications that never came to be."""
+    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
+    for key, entry in view.within(keys.versions(run)):
+        if Version.decode(entry.value).layout or k.parse_version(key)[1] in held:
+            yield key, entry
 
 
 def _relative(
@@ -202,16 +211,22 @@ def _relative(
 ) -> Offer | Wait:
     if len(newest) <= spec.back:
         have = f"{len(newest)} available" if newest else "none is available yet"
-        return _wait_for_version(keys, f"{spec} of model {keys.model!r}: {have}")
+        return _wait_for_version(view, keys, f"{spec} of model {keys.model!r}: {have}")
     offer = newest[spec.back]
     if floor is not None and offer.order < (_born(view, keys, floor.run), floor.version):
-        return _wait_for_version(keys, f"{spec}: version {floor.version} is not available again")
+        return _wait_for_version(
+            view, keys, f"{spec}: version {floor.version} is not available again"
+        )
     return offer
 
 
-def _wait_for_version(keys: Keys, reason: str) -> Wait:
-    # A version becomes available when its record is completed, so holdings need no watch.
-    return Wait(reason, (keys.versions(),))
+def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
+    # Every publication writes its version's record when it begins. Holdings change far more
+    # often; they matter only while somebody fills one, which may make a version available.
+    is_filling = any(
+        Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
+    )
+    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_filling else ())))
 
 
 def _newest_run(view: View, keys: Keys) -> str:
@@ -353,9 +368,10 @@ def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[
 
 
 def _refuse_old(view: View, seat: Seat, version: int) -> None:
-    numbers = [k.parse_version(key)[1] for key, _ in view.within(seat.keys.versions(seat.run))]
-    if (newest := max(numbers, default=-1)) > version:
-        raise VersionConflict(seat.keys.model, version, newest, seat.run)
+    published = _published(view, seat.keys, seat.run)
+    newest = max((k.parse_version(key)[1] for key, _ in published), default=-1)
+    if newest > version:
+        raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
 
 
 def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) -> Step[Call]:
@@ -366,29 +382,60 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     new uid: the bytes may be others.
     """
     _refuse_old(view, seat, version)
+    _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
-    key = keys.version(run, version)
+    key, above = keys.version(run, version), keys.versions_above(run, version)
+    record = _version_to_publish(view, seat, version) or Version(fresh_uid)
     held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
-    if version in held:
-        uid, ops = Version.decode(view.entries[key].value).uid, []
-    else:
-        uid, ops = fresh_uid, [Put(key, Version(fresh_uid).encode())]
     forgotten = [
-        Delete(one(old))
+        old
         for old, _ in view.within(keys.versions(run))
-        if k.parse_version(old)[1] < version and k.parse_version(old)[1] not in held
-    ]
-    ref = VersionRef(run, version, uid)
-    holding = Holding(uid, call.number, "filling", seat.world_size, seat.datacenter)
-    decided = msgspec.structs.replace(call, ref=ref)
+        if old != key and k.parse_version(old)[1] not in held
+    ][:DELETES_MAX]
+    ref = VersionRef(run, version, record.uid)
+    holding = Holding(record.uid, call.number, "filling", seat.world_size, seat.datacenter)
     return _recorded(
         view,
         seat,
-        decided,
+        msgspec.structs.replace(call, ref=ref),
         # The ranged guard keeps two versions published at once from both being the newest.
-        (view.unchanged(key), Empty(keys.versions_above(run, version))),
-        (*ops, *forgotten[:DELETES_MAX], _held(view, seat, ref, holding)),
+        (view.unchanged(key), NoneNewer(above, view.rev), *map(view.unchanged, forgotten)),
+        (
+            Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
+            *(Delete(one(old)) for old in forgotten),
+            _held(view, seat, ref, holding),
+        ),
     )
+
+
+def _version_to_publish(view: View, seat: Seat, version: int) -> Version | None:
+    """The record to share with other publishers of this version; None if nobody holds it.
+
+    Raises:
+        VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
+            bytes may be others.
+    """
+    of_version = [
+        Holding.decode(entry.value)
+        for key, entry in view.within(seat.keys.holdings(seat.run))
+        if k.parse_holding(key).version == version
+    ]
+    entry = view.entries.get(seat.keys.version(seat.run, version))
+    if not of_version or entry is None:
+        return None
+    if all(holding.source for holding in of_version):
+        reason = "replicas that read it earlier still hold it, and these bytes may be others"
+        raise VersionConflict(seat.keys.model, version, seat.run, reason)
+    return Version.decode(entry.value)
+
+
+def _refuse_second(view: View, seat: Seat) -> None:
+    for key, _ in view.within(seat.keys.holdings()):
+        if (where := k.parse_holding(key)).inst == seat.inst:
+            raise UsageError(
+                f"replica {seat.replica!r} still holds version {where.version} in the store; "
+                "unpublish() it first"
+            )
 
 
 def replicate(
@@ -398,6 +445,7 @@ def replicate(
     offer = resolve(view, seat.keys, spec, floor)
     if isinstance(offer, Wait):
         return offer
+    _refuse_second(view, seat)
     ref, source = offer.ref, choose_source(view, seat, offer)
     holding = Holding(ref.uid, call.number, "filling", seat.world_size, seat.datacenter, source)
     claim = Put(
@@ -454,6 +502,9 @@ def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[
         SourceLost: The source, or one of its processes, is gone.
     """
     own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is not None and current.outcome is not None and current.outcome.failure is not None:
+        raise current.outcome.failure.error()  # a peer gave up
     ref, keys = call.ref, seat.keys
     assert ref is not None
     claim = view.entries.get(keys.reader_group(ref.run, ref.version, call.source, seat.inst))
@@ -509,12 +560,28 @@ def _entries(result: Mapping[str, Entry] | int) -> Mapping[str, Entry]:
     return result
 
 
-def own_reader(seat: Seat, call: Call) -> Range | None:
-    """This rank's reader record in `call`, if such a call has one."""
+def own_records(seat: Seat, call: Call) -> tuple[Range, ...]:
+    """What this rank may have in the store because of `call`, besides the group's records."""
+    ready = one(seat.keys.ready(seat.inst, call.number, seat.rank))
     if call.ref is None or not call.source:
-        return None
+        return (ready,)
     ref = call.ref
-    return one(seat.keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank))
+    return (
+        ready,
+        one(seat.keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank)),
+    )
+
+
+def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
+    ready = seat.keys.ready(seat.inst, call.number, seat.rank)
+    return (*seat.own, one(ready), one(seat.keys.shard(seat.inst, seat.rank)))
+
+
+def withdraw(view: View) -> Step[None]:
+    """Delete all that is in view: this rank's own records of a call that failed."""
+    if not view.entries:
+        return Done(None)
+    return Act(Txn(ops=tuple(Delete(one(key)) for key in view.entries)), lambda _: None)
 
 
 def put_ready(
@@ -540,10 +607,9 @@ def put_ready(
         if kept is None or kept.create_rev != guard.create_rev:
             reason = "it left, or was replaced, while it was read"
             raise SourceLost(k.replica_of(call.source), reason, 0, 0)
-    reader = own_reader(seat, call)
     ops: tuple[Op, ...] = (
         Put(key, Ready(value).encode(), seat.lease_id),
-        *((Delete(reader),) if reader else ()),
+        *(Delete(record) for record in own_records(seat, call)[1:]),
         Count(seat.keys.readies(seat.inst, call.number)),
     )
     return Act(
@@ -564,12 +630,27 @@ def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
 
 
 def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
-    own_group(view, seat)
+    """Wait for the ranks that are not ready yet.
+
+    A good end deletes the readies, a bad one leaves them to their ranks. So if a peer closed its
+    handle right after the end, and took the group's records along, it can still be told.
+    """
     current = find(view, seat, call.number)
-    if current is not None and current.outcome is None:
-        reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
-        return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
-    return Done(_outcome_of(current, seat, call))
+    if current is not None and current.outcome is not None:
+        return Done(current.outcome)
+    try:
+        own_group(view, seat)
+    except SelfFenced:
+        ready = seat.keys.ready(seat.inst, call.number, seat.rank)
+        # Both records hang on this rank's lease.
+        is_alive = seat.keys.shard(seat.inst, seat.rank) in view.entries
+        if is_alive and ready not in view.entries:
+            return Done(Outcome())
+        raise
+    if current is None:
+        return Done(_outcome_of(current, seat, call))
+    reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
+    return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
 
 
 def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome | None]:
@@ -614,7 +695,8 @@ def complete(
         view.entries.get(seat.holding(ref)),
     )
     if version is None or own is None or Version.decode(version.value).uid != ref.uid:
-        raise SelfFenced(seat.replica, f"version {ref.version} vanished from the store meanwhile")
+        reason = f"the records of version {ref.version} vanished from the store meanwhile"
+        raise CallAborted(seat.replica, call.number, seat.rank, reason)
     expected = Version.decode(version.value).layout
     guards = (
         view.unchanged(seat.keys.version(ref.run, ref.version)),
@@ -660,7 +742,9 @@ def _end(
     ops: tuple[Op, ...] = (),
 ) -> Act[Outcome]:
     ended = msgspec.structs.replace(call, outcome=outcome)
-    tidy: list[Op] = [Delete(seat.keys.readies(seat.inst, call.number))]
+    tidy: list[Op] = []
+    if outcome.failure is None:
+        tidy.append(Delete(seat.keys.readies(seat.inst, call.number)))
     if call.ref is not None and call.source:
         ref = call.ref
         claim = seat.keys.reader_group(ref.run, ref.version, call.source, seat.inst)

@@ -167,7 +167,8 @@ def _held(tensor: DTensor, dim: int) -> Ints:
         else:
             continue
         count = tensor.device_mesh.size(mesh_dim)
-        shards, _ = flat._split_tensor(indices, count, with_padding=False, contiguous=False)
+        split = flat._split_tensor  # noqa: SLF001 (what distribute_tensor itself uses)
+        shards, _ = split(indices, count, with_padding=False, contiguous=False)
         indices = shards[coordinate[mesh_dim]]
     return indices.numpy()
 

@@ -158,8 +158,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
                 f"{len(reach)} chunks with {len(manifest.addresses)} addresses and "
                 f"{len(manifest.devices)} devices"
             )
-        if max(manifest.addresses, default=0) >= 2**64:
-            raise _refused("an address beyond 64 bits")
         room = np.uint64(2**64 - 1) - np.array(manifest.addresses, np.uint64)
         _require(reach.astype(np.uint64) <= room, "chunk", "ends beyond 64 bits of address")
         return manifest

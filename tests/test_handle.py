@@ -1,0 +1,495 @@
+"""ShardHandle, one process: over memory, and over a real etcd with NIXL."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros import handle as handle_module
+from torch_ros.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    ManifestMismatch,
+    NotSupported,
+    StoreUnavailable,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from torch_ros.store import memory
+from torch_ros.store.records import Holding
+from torch_ros.store.txn import Put
+
+DTYPES = [
+    value
+    for value in {v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    if not str(value).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
+    and value.itemsize >= 1
+]
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def endpoint(request):
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("etcd_endpoint")
+
+
+# The same code whatever the endpoint.
+only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+
+
+@pytest.fixture
+def opened(endpoint):
+    model, handles = "m-" + uuid.uuid4().hex[:8], []
+
+    def open_(replica=None, **options):
+        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
+        handles.append(torch_ros.open(model, replica=replica, **options))
+        return handles[-1]
+
+    yield open_
+    for handle in handles:
+        handle.close()
+
+
+def publisher(opened, tensors, version=1, name="trainer"):
+    handle = opened(name)
+    handle.register(tensors)
+    handle.publish(version)
+    return handle
+
+
+def raw(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.ndim else tensor
+
+
+def every_kind():
+    tensors = {
+        "plain": torch.randn(64, 33),
+        "uneven": torch.randn(1031, 7),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 5),
+        "transposed": torch.randn(40, 30).t(),
+        "column": torch.randn(128, 64)[:, 5:9],
+        "bool": torch.randn(100) > 0,
+        "parameter": torch.nn.Parameter(torch.randn(5)),
+        "long rows": torch.randn(8, 100_000)[:, :50_000],
+    }
+    for dtype in DTYPES:
+        random = torch.randint(0, 2, (48 * dtype.itemsize,), dtype=torch.uint8)
+        tensors[str(dtype)] = random.view(dtype)
+    tensors["tied"] = tensors["plain"]
+    return tensors
+
+
+def targets_for(tensors):
+    return {
+        fqn: torch.zeros(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        .view(tensor.dtype)
+        .reshape(tensor.shape)
+        for fqn, tensor in tensors.items()
+    }
+
+
+def test_every_kind_of_tensor_arrives_bit_for_bit(opened):
+    tensors = every_kind()
+    publisher(opened, tensors)
+    got = targets_for(tensors)
+    rollout = opened("rollout")
+    rollout.register(got)
+    assert rollout.replicate() == 1
+    for fqn, tensor in tensors.items():
+        assert got[fqn].dtype == tensor.dtype, fqn
+        assert torch.equal(raw(got[fqn]), raw(tensor)), fqn
+    report = rollout.last_read
+    assert (report.version, report.source) == (1, "trainer")
+    assert report.bytes_total == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert set(report.stages_s) == {"decide", "manifests", "plan", "read", "commit"}
+
+
+def test_non_contiguous_targets_and_sources_meet(opened):
+    source = torch.randn(50, 60)
+    publisher(opened, {"w": source.t()})
+    buffer = torch.zeros(120, 50)
+    rollout = opened("rollout")
+    rollout.register({"w": buffer[::2]})
+    rollout.replicate()
+    assert torch.equal(buffer[::2], source.t())
+    assert torch.count_nonzero(buffer[1::2]) == 0
+
+
+@only_memory
+def test_published_in_place_and_read_in_place(opened):
+    source, target = torch.randn(1000), torch.zeros(1000)
+    trainer = publisher(opened, {"w": source})
+    assert trainer._offer.manifest.addresses == (source.data_ptr(),)
+    rollout = opened("rollout")
+    rollout.register({"w": target})
+    where, before = target.data_ptr(), target._version
+    rollout.replicate()
+    assert target.data_ptr() == where
+    assert target._version > before, "autograd must notice"
+    assert torch.equal(source, target)
+
+
+@only_memory
+def test_inference_tensors_can_be_filled(opened):
+    publisher(opened, {"w": torch.ones(10)})
+    with torch.inference_mode():
+        target = torch.zeros(10)
+        rollout = opened("rollout")
+        rollout.register({"w": target})
+        rollout.replicate()
+        assert torch.equal(target, torch.ones(10))
+
+
+def test_update_follows_and_says_whether_it_did(opened):
+    source, target = {"w": torch.zeros(100)}, {"w": torch.full((100,), -1.0)}
+    trainer, rollout = publisher(opened, source, 0), opened("rollout")
+    rollout.register(target)
+    assert rollout.update("latest") is True  # holding nothing, it replicates
+    assert rollout.update("latest") is False
+    for version in (1, 2, 5):
+        trainer.unpublish()
+        source["w"].fill_(version)
+        trainer.publish(version)
+        assert rollout.update("latest") is True
+        assert (rollout.version, target["w"][7].item()) == (version, version)
+        assert rollout.update(version) is False
+    assert rollout.list() == {5: {"trainer", "rollout"}}
+
+
+def test_update_never_goes_back(opened):
+    old = publisher(opened, {"w": torch.zeros(3)}, 3, name="old")
+    new = publisher(opened, {"w": torch.ones(3)}, 4, name="new")
+    rollout = opened("rollout")
+    rollout.register({"w": torch.full((3,), -1.0)})
+    rollout.replicate()
+    new.close()
+    assert rollout.update("latest") is False
+    assert rollout.version == 4
+    assert rollout.update("latest-1") is False  # 3 is older
+    assert rollout.update(3) is True  # but may be asked for
+    assert old.version == 3
+
+
+@only_memory
+def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
+    handle = opened("r")
+    handle.unpublish()
+    with pytest.raises(UsageError, match="no tensors"):
+        handle.publish(1)
+    with pytest.raises(UsageError, match="no tensors"):
+        handle.replicate()
+    handle.register({"w": torch.ones(3)})
+    with pytest.raises(UsageError, match="unregister"):
+        handle.register({"w": torch.ones(3)})
+    handle.publish(1)
+    for call in (lambda: handle.publish(2), handle.replicate, handle.unregister):
+        with pytest.raises(UsageError, match="holds version 1"):
+            call()
+    handle.unpublish()
+    handle.unpublish()
+    handle.unregister()
+    handle.unregister()
+    assert (handle.version, handle.list()) == (None, {})
+
+
+@pytest.mark.parametrize("bad", ["7", "newest", "latest-", -1, 1.5, True, None, 2**63])
+@only_memory
+def test_bad_versions_are_named(opened, bad):
+    handle = opened("r")
+    handle.register({"w": torch.ones(3)})
+    with pytest.raises(UsageError, match="version"):
+        handle.replicate(bad, timeout_s=1)
+    if not isinstance(bad, str):
+        with pytest.raises(UsageError, match="version"):
+            handle.publish(bad)
+    handle.publish(1)  # and the handle goes on
+
+
+def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
+    publisher(opened, {"a": torch.ones(3), "b": torch.ones(2, 2)})
+    rollout = opened("rollout")
+    for tensors, found in (
+        ({"a": torch.zeros(3)}, "no rank of this replica registered"),
+        ({"a": torch.zeros(3), "b": torch.zeros(2, 3)}, r"float32 \[2, 3\]"),
+        ({"a": torch.zeros(3).double(), "b": torch.zeros(2, 2)}, "does not cast"),
+        ({"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(1)}, "'c'"),
+    ):
+        rollout.register(tensors)
+        with pytest.raises(ManifestMismatch, match=found):
+            rollout.replicate()
+        assert rollout.version is None
+        rollout.unregister()
+    rollout.register({"a": torch.zeros(3), "b": torch.zeros(2, 2)})
+    assert rollout.replicate() == 1
+
+
+@only_memory
+def test_a_deadline_names_what_it_waited_for(opened):
+    rollout = opened("rollout")
+    rollout.register({"w": torch.ones(3)})
+    with pytest.raises(DeadlineExceeded, match="none is available yet") as caught:
+        rollout.replicate(timeout_s=0.2)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(DeadlineExceeded, match="available: nothing"):
+        rollout.wait(lambda versions: 3 in versions, timeout_s=0.2)
+
+
+def test_wait_wakes_when_its_predicate_holds(opened):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    trainer.register({"w": torch.ones(3)})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rollout.wait, lambda versions: 3 in versions)
+        trainer.publish(3)
+        assert waiting.result(10) == {3: {"trainer"}}
+
+
+@only_memory
+def test_who_waits_wakes_when_only_a_reader_is_left(opened):
+    """The version record does not change when a reader becomes full: its holding does."""
+    trainer = publisher(opened, {"w": torch.ones(3)}, 7)
+    first, late = opened("first"), opened("late")
+    for handle in (first, late):
+        handle.register({"w": torch.zeros(3)})
+    reading, go_on = threading.Event(), threading.Event()
+    read = first._reading.read
+
+    def slow(*arguments, **options):
+        reading.set()
+        assert go_on.wait(10)
+        read(*arguments, **options)
+
+    first._reading.read = slow
+    with ThreadPoolExecutor(3) as pool:
+        filling = pool.submit(first.replicate)
+        assert reading.wait(10)
+        draining = pool.submit(trainer.unpublish)
+        while trainer.list():
+            time.sleep(0.01)
+        waiting = [pool.submit(late.replicate)]
+        time.sleep(0.2)
+        go_on.set()
+        draining.result(10)
+        assert filling.result(10) == 7
+        assert waiting[0].result(10) == 7
+    assert late.last_read.source == "first"
+
+
+@only_memory
+def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
+    trainer = publisher(opened, {"w": torch.ones(3)}, 7)
+    trainer.unpublish()
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(3)})
+    with pytest.raises(VersionNotFound, match="no replica holds it now"):
+        rollout.replicate(7)
+
+
+@only_memory
+def test_a_publication_that_failed_leaves_no_number_behind(opened):
+    publisher(opened, {"w": torch.ones(3)}, 1, name="a")
+    other = opened("b")
+    other.register({"w": torch.ones(4)})
+    with pytest.raises(ManifestMismatch):
+        other.publish(1)
+    lonely = opened("lonely", rank=0, world_size=1)
+    lonely.register({"w": torch.ones(3)})
+    group = lonely._group
+    with pytest.raises(RuntimeError), group.call("publish", "publish 9", _deadline()) as call:
+        call.decide(
+            (group.seat.keys.versions(group.seat.run), group.seat.keys.holdings(group.seat.run)),
+            lambda view, seat, made: handle_module.rules.publish(view, seat, made, 9, "uid"),
+        )
+        raise RuntimeError
+    lonely.publish(2)
+    assert lonely.list() == {1: {"a"}, 2: {"lonely"}}
+
+
+def _deadline():
+    return handle_module.Deadline("test", 5)
+
+
+@only_memory
+def test_a_number_that_readers_still_hold_cannot_mean_other_bytes(opened):
+    source = {"w": torch.ones(3)}
+    trainer = publisher(opened, source, 7)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(3)})
+    rollout.replicate()
+    trainer.unpublish()
+    source["w"].fill_(2)
+    with pytest.raises(VersionConflict, match="replicas that read it"):
+        trainer.publish(7)
+    trainer.publish(8)
+    assert trainer.list() == {7: {"rollout"}, 8: {"trainer"}}
+
+
+def test_a_closed_handle_says_so_and_closes_again(opened):
+    handle = opened("r")
+    handle.register({"w": torch.ones(3)})
+    handle.publish(1)
+    other = opened("other")
+    handle.close()
+    handle.close()
+    assert other.list() == {}
+    for call in (handle.unpublish, handle.list, lambda: handle.publish(2), handle.replicate):
+        with pytest.raises(ClosedError):
+            call()
+
+
+@only_memory
+def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    handle = torch_ros.open(model, endpoint=endpoint, replica="dropped")
+    handle.register({"w": torch.full((1000,), 5.0)})
+    handle.publish(1)
+    del handle
+    gc.collect()
+    with torch_ros.open(model, endpoint=endpoint, replica="rollout") as rollout:
+        target = torch.zeros(1000)
+        rollout.register({"w": target})
+        rollout.replicate()
+        assert torch.equal(target, torch.full((1000,), 5.0))
+    (left,) = (h for h in handle_module._open_handles if h.model == model)
+    left.close()
+
+
+def test_several_handles_of_one_process_are_several_replicas(opened):
+    publisher(opened, {"w": torch.ones(3)})
+    for name in "abc":
+        rollout = opened(name)
+        rollout.register({"w": torch.zeros(3)})
+        rollout.replicate()
+    assert rollout.list() == {1: {"trainer", "a", "b", "c"}}
+
+
+@only_memory
+def test_bad_arguments_of_open_are_named(endpoint):
+    for options, found in (
+        ({"retain": ("latest",)}, "retain"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"rank": 0, "world_size": 2}, "no process group"),
+        ({"replica": ""}, "replica ''"),
+        ({"ttl_s": 1}, "ttl_s"),
+        ({"endpoint": "http://x"}, "http://x"),
+        ({"endpoint": "etcds://h:1"}, "TLS"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            torch_ros.open("m", **{"endpoint": endpoint, "timeout_s": 1, **options})
+    with pytest.raises(UsageError, match="model"):
+        torch_ros.open("", endpoint=endpoint)
+    with pytest.raises(NotSupported):
+        torch_ros.open("m", endpoint=endpoint, retain=("latest",))
+
+
+def test_no_etcd_is_said_soon():
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="127.0.0.1:1"):
+        torch_ros.open("m", endpoint="etcd://127.0.0.1:1", timeout_s=60)
+    assert time.monotonic() - started < 15
+
+
+def test_a_forked_child_is_inert(opened):
+    handle = publisher(opened, {"w": torch.ones(3)})
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def child():
+        try:
+            handle.list()
+        except ClosedError as error:
+            answers.put(str(error))
+        handle.close()
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert "is its fork" in answers.get()
+    assert handle.list() == {1: {"trainer"}}
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(3)})
+    assert rollout.replicate() == 1
+
+
+def test_data_loader_workers_do_not_disturb(opened):
+    handle = publisher(opened, {"w": torch.ones(3)})
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
+    assert sum(int(batch) for batch in loader) == 28
+    assert handle.list() == {1: {"trainer"}}
+    handle.unpublish()
+
+
+class FlakyKV:
+    """A connection that stops answering: after a commit applied, and until it is told."""
+
+    def __init__(self, kv, is_fatal):
+        self._kv, self._is_fatal, self.is_away = kv, is_fatal, False
+        self.endpoint = kv.endpoint
+
+    def commit(self, txn, *, timeout_s):
+        if self.is_away:
+            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+        reply = self._kv.commit(txn, timeout_s=timeout_s)
+        if reply.applied and self._is_fatal(txn):
+            self.is_away, self._is_fatal = True, lambda txn: False
+            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+        return reply
+
+    def read(self, request, *, timeout_s):
+        if self.is_away:
+            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+        return self._kv.read(request, timeout_s=timeout_s)
+
+    def __getattr__(self, name):
+        return getattr(self._kv, name)
+
+
+def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monkeypatch):
+    """The commit that completes a publish applies, and etcd is away until the deadline."""
+
+    def completes(txn):
+        puts = [op for op in txn.ops if isinstance(op, Put) and "/holdings/" in op.key]
+        return any(Holding.decode(put.value).state == "full" for put in puts)
+
+    space = uuid.uuid4().hex
+    flaky = []
+    connect = lambda endpoint, timeout_s: (
+        flaky.append(FlakyKV(memory.named(space), completes)) or flaky[-1]
+    )
+    monkeypatch.setattr(handle_module, "connect", connect)
+    monkeypatch.setattr("torch_ros.store.group.CLEAN_UP_S", 0.5)
+    trainer = torch_ros.open("m", endpoint=f"memory://{space}", replica="t", ttl_s=60)
+    trainer.register({"w": torch.ones(3)})
+    with pytest.raises(StoreUnavailable):
+        trainer.publish(1, timeout_s=1)
+    flaky[0].is_away = False
+    assert trainer.list() == {1: {"t"}}, "the fault did not happen"
+    assert trainer.version == 1
+    trainer.unpublish()
+    assert trainer.list() == {}
+    trainer.publish(2)
+    trainer.close()
+
+
+@only_memory
+def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened):
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(3)})
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        rollout.replicate()
+    publisher(opened, {"w": torch.ones(3)})
+    assert rollout.replicate() == 1
