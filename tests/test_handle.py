@@ -19,6 +19,7 @@ from torch_ros.errors import (
     DeadlineExceeded,
     ManifestMismatch,
     NotSupported,
+    SelfFenced,
     StoreUnavailable,
     UsageError,
     VersionConflict,
@@ -493,3 +494,27 @@ def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened):
         rollout.replicate()
     publisher(opened, {"w": torch.ones(3)})
     assert rollout.replicate() == 1
+
+
+@only_memory
+def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    with ThreadPoolExecutor(2) as pool:
+        opened = [
+            pool.submit(
+                torch_ros.open, model, endpoint=endpoint, replica="t", rank=rank, world_size=2
+            )
+            for rank in (0, 1)
+        ]
+        first, second = (each.result(10) for each in opened)
+        for handle in (first, second):
+            handle.register({"w": torch.ones(3)})
+        for each in [pool.submit(handle.publish, 1) for handle in (first, second)]:
+            each.result(10)
+    second.close()
+    first.unpublish()
+    first.unpublish()
+    assert first.list() == {}
+    with pytest.raises(SelfFenced, match="closed its handle"):
+        first.publish(2)
+    first.close()

@@ -23,6 +23,7 @@ from torch_ros.errors import (
     ContractBroken,
     NotSupported,
     PeerError,
+    SelfFenced,
     SourceLost,
     TorchRosError,
     TransferFailed,
@@ -216,6 +217,9 @@ class ShardHandle:
     same error. An error on one rank ends the call on all of them. list and wait are this
     process's own. Safe to call from several threads, one call at a time.
 
+    A rank that closes its handle ends the replica for its peers: what they still call then is a
+    SelfFenced error, but for list, wait, unpublish and close.
+
     After `fork` the child's copy does nothing and raises `ClosedError`; open a new one there.
     """
 
@@ -360,7 +364,7 @@ class ShardHandle:
             DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
             SelfFenced, StoreUnavailable
 
-        Cost: 2 round trips to etcd per rank, none of them contended.
+        Cost: 6 to 8 round trips to etcd per rank, none of them contended; no copy.
         """
         deadline = self._deadline(f"publish {version}", timeout_s)
         with self._busy(), self._holding("publish", f"publish {version}", deadline) as call:
@@ -396,19 +400,29 @@ class ShardHandle:
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
 
-        Collective. From then on the tensors may be written. Holding nothing, it does nothing.
+        Collective, but it waits for readers only, not for the peers' calls: the first rank's call
+        counts for all. From then on the tensors may be written. Holding nothing, it does nothing.
 
         Raises:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and
                 calling again goes on waiting. The tensors must not be written yet.
             SelfFenced, StoreUnavailable
         """
-        with self._busy():
+        with self._busy(is_member=False):
             if self._held is None:
                 return
-            asked = f"unpublish {self._held.version}"
-            with self._group.call("unpublish", asked, self._deadline(asked, timeout_s)) as call:
-                call.unpublish(self._held)
+            held, asked = self._held, f"unpublish {self._held.version}"
+            deadline = self._deadline(asked, timeout_s)
+            try:
+                with self._group.call("unpublish", asked, deadline) as call:
+                    call.unpublish(held)
+            except SelfFenced:
+                if not self._group.is_over:
+                    raise
+                # A peer closed its handle first: nothing is offered; readers may not be done.
+                seat = self._group.seat
+                readers = seat.keys.readers_of(held.run, held.version, seat.inst)
+                self._group.ask((readers,), partial(rules.unread, seat=seat, ref=held), deadline)
             self._held = None
 
     # Reading
@@ -433,7 +447,7 @@ class ShardHandle:
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
             DeadlineExceeded, CallAborted, SelfFenced, StoreUnavailable
 
-        Cost: 3 to 4 round trips to etcd per rank; every byte moves once.
+        Cost: 8 to 10 round trips to etcd per rank; every byte moves once.
         """
         with self._busy():
             return self._replicate(version, None, timeout_s)
@@ -446,7 +460,8 @@ class ShardHandle:
         one goes wherever it says.
 
         Returns:
-            Whether this replica now holds another version than before. False costs one read.
+            Whether this replica now holds another version than before. False costs one read of
+            etcd; with several ranks, and one write that tells the others.
 
         Raises:
             Like `replicate`. Once the old version was given up, the handle holds nothing, and a
@@ -759,10 +774,10 @@ class ShardHandle:
         """
         deadline = self._deadline("list", timeout_s)
         keys = self._group.seat.keys
-        with self._busy(is_exclusive=False):
-            return self._group.ask(
-                spec_ranges(keys), lambda view: Done(rules.listing(view, keys)), deadline
-            )
+        self._require_usable()
+        return self._group.ask(
+            spec_ranges(keys), lambda view: Done(rules.listing(view, keys)), deadline
+        )
 
     def wait(
         self,
@@ -787,8 +802,8 @@ class ShardHandle:
             names = {version: sorted(replicas) for version, replicas in there.items()}
             return Wait(f"available: {names or 'nothing'}", (keys.versions(), keys.holdings()))
 
-        with self._busy(is_exclusive=False):
-            return self._group.ask(spec_ranges(keys), rule, deadline)
+        self._require_usable()
+        return self._group.ask(spec_ranges(keys), rule, deadline)
 
     # The end
 
@@ -826,7 +841,19 @@ class ShardHandle:
     # Shared by the calls
 
     @contextmanager
-    def _busy(self, *, is_exclusive: bool = True) -> Iterator[None]:
+    def _busy(self, *, is_member: bool = True) -> Iterator[None]:
+        """One call at a time, by a process that may make one.
+
+        Args:
+            is_member: Whether the call needs this process to be in its group still.
+        """
+        self._require_usable()
+        with self._lock:
+            if is_member:
+                self._group.check()
+            yield
+
+    def _require_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{self!r} belongs to process {self._pid} and this is its fork; "
@@ -834,12 +861,6 @@ class ShardHandle:
             )
         if self._is_closed:
             raise ClosedError(f"{self!r} is closed; call torch_ros.open again")
-        if not is_exclusive:
-            yield
-            return
-        with self._lock:
-            self._group.check()
-            yield
 
     def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
         return Deadline(what, self._timeout_s if timeout_s is None else timeout_s)

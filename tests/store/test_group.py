@@ -437,3 +437,34 @@ def test_a_named_run_is_shared_by_those_who_name_it(store):
     first, second = store.join("a", run="x"), store.join("b", run="x")
     assert first.seat.run == second.seat.run == "x"
     assert publish(first, 3) == publish(second, 3)
+
+
+def test_a_peer_that_leaves_right_after_the_end_does_not_spoil_it(store):
+    for version in range(5):
+        trainer = store.replica(f"t{version}", 3, run="x")
+
+        def publish_and_leave(rank, version=version):
+            ref = publish(rank, version)
+            rank.close()
+            return ref.version
+
+        assert at_once(*(partial(publish_and_leave, rank) for rank in trainer)) == [version] * 3
+
+
+def test_two_first_processes_find_one_run(store):
+    groups = at_once(*(partial(store.join, f"r{i}") for i in range(4)))
+    assert len({group.seat.run for group in groups}) == 1
+    assert len(store.there("runs/")) == 1
+
+
+def test_a_failed_read_leaves_no_record_even_if_a_request_is_lost(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    ref = publish(trainer, 7)
+
+    def fail():
+        raise RuntimeError("a bug")
+
+    assert isinstance(attempt(partial(replicate, rollout, pause=fail)), RuntimeError)
+    assert store.there("readers/") == []
+    assert store.there("ready/") == []
+    unpublish(trainer, ref, timeout_s=2)

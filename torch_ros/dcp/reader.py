@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
@@ -53,7 +54,8 @@ class ROSReader(StorageReader):
     part is read and nothing is served. dcp's files cast silently; this does not: other dtypes are
     an error.
 
-    What fails before the first byte moves changes nothing; afterwards the handle holds nothing.
+    What fails before the old version is given up changes nothing; afterwards the handle holds
+    nothing, and says so.
 
     Args:
         version: A number, "latest" or "latest-k"; see `ShardHandle.replicate`.
@@ -195,14 +197,21 @@ class _Load:
             try:
                 torch.load(_stream(buffer), weights_only=True, map_location="cpu")
             except Exception as error:  # whatever a hostile stream makes it raise
-                reason = str(error).partition("\n")[0]
-                raise UntrustedObject(fqn, f"{type(error).__name__}: {reason}") from error
+                raise UntrustedObject(fqn, _what_was_refused(buffer, error)) from error
 
     def commit(self) -> None:
         for item in self._objects:
             self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
         for item, target in self._targets:
             self._planner.commit_tensor(item, target)
+
+
+def _what_was_refused(buffer: torch.Tensor, error: Exception) -> str:
+    try:
+        names = get_unsafe_globals_in_checkpoint(_stream(buffer))
+    except Exception:  # noqa: BLE001  # not even the list can be made of it
+        names = []
+    return f"it needs {', '.join(names)}" if names else type(error).__name__
 
 
 def _stream(buffer: torch.Tensor) -> io.BytesIO:

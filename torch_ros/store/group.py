@@ -134,6 +134,11 @@ class Group:
     def is_fenced(self) -> bool:
         return self._fenced_because is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a peer closed its handle: an orderly end of the replica."""
+        return self.is_fenced and str(self._fenced_because).endswith(rules.CLOSED)
+
     def fence(self, reason: str) -> None:
         """Lose the seat. What this rank still has in the store goes, after its running call."""
         if self._fenced_because is None and not self._is_closed:
@@ -188,8 +193,9 @@ class Group:
     def ask(
         self, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]], deadline: Deadline
     ) -> T:
-        """A question of this rank alone; nothing is written down."""
-        return self.run(settle(deadline.what, ranges, rule), deadline)
+        """A question of this rank alone, fenced or not; nothing is written down."""
+        steps = settle(deadline.what, ranges, rule)
+        return run(steps, self.kv, deadline, check=self.check_open)
 
     @contextmanager
     def call(self, kind: Kind, asked: str, deadline: Deadline) -> Iterator[GroupCall]:

@@ -810,6 +810,14 @@ def unpublish(
     )
 
 
+def unread(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
+    """Wait until nobody reads `ref` from this incarnation, which is over."""
+    readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
+    if reading := list(view.within(readers)):
+        return Wait(f"version {ref.version} has {len(reading)} reader records", (readers,))
+    return Done(None)
+
+
 def unpublish_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
     readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
     return (*seat.own, one(seat.holding(ref)), readers)
