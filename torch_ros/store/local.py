@@ -377,7 +377,6 @@ def _spawn_etcd(directory: Path, binary: str, port: int, peer_port: int) -> subp
     prctl = ctypes.CDLL(None).prctl
 
     def before_exec() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # A killed supervisor takes etcd with it: nobody else would end it.
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
