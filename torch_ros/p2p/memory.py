@@ -1,131 +1,169 @@
-"""The transport inside one process: for tests, examples and single-process runs."""
+"""The transport inside one process: for tests and examples. Host memory only."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from torch_ros.errors import NotSupported, TransferFailed, UsageError
+from torch_ros.errors import ClosedError, NotSupported, TransferFailed
+from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import HOST, Region, Spans
 
-_lock = threading.Lock()
+_PREFIX = b"memory:"
+
 _agents: dict[str, MemoryTransport] = {}
 
+# Held while bytes are copied too: a registration that has closed is not being read any more.
+_lock = threading.RLock()
 
-@dataclass(eq=False)
+
 class MemoryRegistration:
-    _transport: MemoryTransport
-    regions: tuple[Region, ...]
-    descriptor: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
+    def __init__(self, transport: MemoryTransport, regions: Sequence[Region], key: int) -> None:
+        self._transport, self._key = transport, key
+        self.covers = (merge(HOST, regions, key=key),) if regions else ()
+        self.descriptor = _PREFIX + f"{transport.agent}/{key}".encode() if regions else b""
+        transport.registrations[key] = self
 
     def close(self) -> None:
-        self._transport.registrations.pop(self.descriptor, None)
+        with _lock:
+            self._transport.registrations.pop(self._key, None)
 
 
-@dataclass(eq=False)
 class MemoryRead:
-    _peer: MemoryPeer
-    _spans: Spans
-    size_bytes: int
+    def __init__(self, peer: MemoryPeer, pieces: Pieces) -> None:
+        self._peer, self._pieces = peer, pieces
+        self._is_posted = self._is_closed = False
+        self.size_bytes = int(pieces[:, 2].sum())
 
     def post(self) -> None:
-        self._peer.check(self._spans)
-        for source, target, size_bytes in self._spans.tolist():
-            ctypes.memmove(target, source, size_bytes)
+        with _lock:
+            if self._is_closed:
+                raise ClosedError("this read was closed")
+            source = self._peer.source()
+            for transport, column in ((source, 3), (self._peer.transport, 4)):
+                if not set(self._pieces[:, column].tolist()) <= transport.registrations.keys():
+                    raise TransferFailed(self._peer.agent, "its memory, or ours, was unregistered")
+            for source_address, target_address, size_bytes, _, _ in self._pieces.tolist():
+                ctypes.memmove(target_address, source_address, size_bytes)
+            self._is_posted = True
 
     def is_done(self) -> bool:
+        if not self._is_posted:
+            raise ClosedError("this read was not posted")
         return True
 
     def close(self) -> None:
-        """Nothing is ever in flight: `post` copies."""
+        self._is_closed = True
 
 
 class MemoryPeer:
-    def __init__(self, reader: MemoryTransport, agent: str) -> None:
-        self.agent, self._reader = agent, reader
-        self._attached: set[bytes] = set()
+    def __init__(self, transport: MemoryTransport, agent: str) -> None:
+        self.transport, self.agent = transport, agent
+        self._attached: list[Cover] = []
+        self._is_closed = False
+        self.source()
+
+    def source(self) -> MemoryTransport:
+        """The transport of the peer.
+
+        Raises:
+            TransferFailed: It is gone, or this side is.
+        """
+        if self._is_closed or self.transport.is_closed:
+            raise TransferFailed(self.agent, "the connection was closed")
+        if self.agent not in _agents:
+            raise TransferFailed(self.agent, "there is no such agent in this process")
+        return _agents[self.agent]
 
     def attach(self, descriptor: bytes) -> None:
-        if descriptor not in self._source().registrations:
-            raise TransferFailed(self.agent, "this is no registration of that agent")
-        self._attached.add(descriptor)
+        with _lock:
+            self._refuse_closed()
+            source = self.source()
+            if not descriptor:
+                return
+            agent, _, key = _unwrap(self.agent, descriptor).rpartition("/")
+            if agent != self.agent or not key.isdigit():
+                raise TransferFailed(self.agent, "the descriptor is not of this agent")
+            registration = source.registrations.get(int(key))
+            if registration is None:
+                raise TransferFailed(self.agent, "it has closed the registration")
+            self._attached[:0] = registration.covers
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
     ) -> MemoryRead:
-        if (source_device, target_device) != (HOST, HOST):
-            raise NotSupported("device memory in a memory:// store", "use etcd:// or local")
-        self.check(spans)
-        return MemoryRead(self, spans.copy(), int(spans[:, 2].sum()))
-
-    def check(self, spans: Spans) -> None:
-        """Raises: TransferFailed: Memory that may not be read, or not be written."""
-        source = self._source()
-        shown = [r for d, r in source.registrations.items() if d in self._attached]
-        for rows, registrations, side in (
-            (spans[:, [0, 2]], shown, "attached from it"),
-            (spans[:, [1, 2]], self._reader.registrations.values(), "registered here"),
-        ):
-            regions = [region for each in list(registrations) for region in each.regions]
-            if not _covers(regions, rows.tolist()):
-                raise TransferFailed(self.agent, f"memory that is not {side}")
+        _refuse_cuda((source_device, target_device))
+        with _lock:
+            self._refuse_closed()
+            self.source()
+            return MemoryRead(self, cut(self.agent, spans, self._attached, self.transport.covers()))
 
     def close(self) -> None:
-        self._attached.clear()
+        self._is_closed = True
 
-    def _source(self) -> MemoryTransport:
-        with _lock:
-            source = _agents.get(self.agent)
-        if source is None:
-            raise TransferFailed(self.agent, "it is closed")
-        return source
+    def _refuse_closed(self) -> None:
+        if self._is_closed or self.transport.is_closed:
+            raise ClosedError(f"the connection to agent {self.agent!r} was closed")
 
 
 class MemoryTransport:
-    def __init__(self) -> None:
-        self.agent = uuid.uuid4().hex
-        self.registrations: dict[bytes, MemoryRegistration] = {}
+    def __init__(self, agent: str | None = None) -> None:
+        self.agent = agent or str(uuid.uuid4())
+        self.registrations: dict[int, MemoryRegistration] = {}
+        self._keys = itertools.count()
         with _lock:
             _agents[self.agent] = self
 
     @property
     def connection(self) -> bytes:
-        return self.agent.encode()
+        return _PREFIX + self.agent.encode()
+
+    @property
+    def is_closed(self) -> bool:
+        return _agents.get(self.agent) is not self
+
+    def covers(self) -> list[Cover]:
+        """Of all registrations, the newest first."""
+        registrations = reversed(self.registrations.values())
+        return [cover for registration in registrations for cover in registration.covers]
 
     def register(self, regions: Sequence[Region]) -> MemoryRegistration:
-        if any(region.size_bytes <= 0 for region in regions):
-            raise UsageError("a region of no bytes cannot be registered")
-        if any(region.device != HOST for region in regions):
-            raise NotSupported("device memory in a memory:// store", "use etcd:// or local")
-        registration = MemoryRegistration(self, tuple(regions))
-        self.registrations[registration.descriptor] = registration
-        return registration
+        _refuse_cuda(region.device for region in regions)
+        with _lock:
+            self._refuse_closed()
+            return MemoryRegistration(self, regions, next(self._keys))
 
     def connect(self, connection: bytes) -> MemoryPeer:
-        agent = connection.decode(errors="replace")
         with _lock:
-            if agent not in _agents:
-                raise TransferFailed(agent, "no such agent in this process")
-        return MemoryPeer(self, agent)
+            self._refuse_closed()
+            agent = _unwrap("?", connection)
+            if agent == self.agent:
+                raise TransferFailed(agent, "an agent cannot connect to itself")
+            return MemoryPeer(self, agent)
 
     def close(self) -> None:
-        self.registrations.clear()
         with _lock:
-            _agents.pop(self.agent, None)
+            if not self.is_closed:
+                del _agents[self.agent]
+            self.registrations.clear()
+
+    def _refuse_closed(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"the transport of agent {self.agent!r} was closed")
 
 
-def _covers(regions: Iterable[Region], rows: Sequence[Sequence[int]]) -> bool:
-    """Whether each (address, bytes) lies in the union of `regions`."""
-    merged: list[list[int]] = []
-    for start, end in sorted((r.address, r.address + r.size_bytes) for r in regions):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return all(
-        any(start <= address and address + size <= end for start, end in merged)
-        for address, size in rows
-    )
+def _unwrap(agent: str, wrapped: bytes) -> str:
+    try:
+        if not wrapped.startswith(_PREFIX):
+            raise TransferFailed(agent, "these bytes are not of a memory transport")
+        return wrapped.removeprefix(_PREFIX).decode()
+    except UnicodeDecodeError as error:
+        raise TransferFailed(agent, "these bytes are not of a memory transport") from error
+
+
+def _refuse_cuda(devices: Iterable[int]) -> None:
+    if any(device != HOST for device in devices):
+        raise NotSupported("GPU memory in a MemoryTransport", "use NixlTransport")

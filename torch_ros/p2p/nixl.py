@@ -1,284 +1,483 @@
-"""The only module that imports nixl. Turns its None, "ERR" and exceptions into ours.
+"""The transport over NIXL and UCX: the only module that imports nixl.
 
-NIXL over UCX: shared memory or cma on one host, RDMA where there is some, else TCP; UCX_TLS in the
-environment narrows the choice.
+How it differs from what NIXL's Python wrapper would do, and why:
+
+* Progress. NIXL's progress thread spins by default, at the price of a core for as long as the
+  agent lives. Given a delay it sleeps on UCX's file descriptors instead and wakes when a peer
+  connects or reads. The wrapper sets the delay to zero, so this module uses the bindings below it.
+* Locks. One lock of ours around every call. NIXL's own locks are waited for by some bindings with
+  the GIL held, so a long copy in one thread would stop all threads.
+* Addresses. NIXL looks an address up in one sorted list per device and assumes that no two entries
+  overlap; on InfiniBand, attaching memory that was registered anew makes it forget the whole peer.
+  Its device number is only a part of that list's order for UCX, so every cover gets a number of
+  its own, and `regions.cut` decides which one a span belongs to.
+* Cancelling. NIXL cannot. To release a transfer in flight, or to disconnect its peer, gives up the
+  handle while bytes go on landing; only the end of the whole agent stops them.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import itertools
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.p2p.progress import ProgressLoop
+from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import HOST, Region, Spans
 
-# Read when UCX is loaded. With its default segments TCP runs at a third of this speed.
-for _name, _value in (
-    ("UCX_TCP_TX_SEG_SIZE", "1m"),
-    ("UCX_TCP_RX_SEG_SIZE", "1m"),
-    ("NIXL_LOG_LEVEL", "FATAL"),  # a peer that died is an exception here, not a page of log
-    ("UCX_LOG_LEVEL", "fatal"),
-):
-    os.environ.setdefault(_name, _value)
+# A peer that dies is expected here and becomes an exception; both libraries would print it first.
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
 
-from nixl import nixl_agent, nixl_agent_config  # type: ignore[import-untyped]  # noqa: E402
+import nixl._bindings as bindings  # type: ignore[import-untyped]
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-BACKEND = "UCX"
-QUIESCE_S = 5.0  # how long a read in flight is given to end before its peer is disconnected
-POLL_S = 0.0002
-HELLO = b"torch_ros reads"  # makes the peer's progress loop hurry
+# UCX's default of 8 KiB moves 0.8 GB/s over loopback, this 2.2. An environment variable (UCX_TCP_
+# and so on) still wins.
+_UCX_CONFIG = "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m"
+
+# The progress thread also looks this often without being woken, because NIXL knows of file
+# descriptors that did not wake it. Costs 0.05 % of a core.
+_PROGRESS_DELAY_US = 100_000
+
+_CONNECT_TIMEOUT_S = 8.0
+_POLL_S = 0.0002
+
+# How long `Read.close` waits for a read in flight before it ends the whole transport: slow is
+# better than that, so it assumes a very slow network.
+_LINGER_S = 10.0
+_LINGER_BYTES_PER_S = 50e6
+
+_CONNECTION, _DESCRIPTOR = b"connection", b"descriptor"
+
+_NIXL_ERRORS: tuple[type[Exception], ...] = (
+    bindings.nixlBackendError,
+    bindings.nixlCancelledError,
+    bindings.nixlInvalidParamError,
+    bindings.nixlMismatchError,
+    bindings.nixlNotAllowedError,
+    bindings.nixlNotFoundError,
+    bindings.nixlNotPostedError,
+    bindings.nixlNotSupportedError,
+    bindings.nixlRepostActiveError,
+    bindings.nixlUnknownError,
+    RuntimeError,
+)
+
+_transports: weakref.WeakSet[NixlTransport] = weakref.WeakSet()
 
 
 class NixlRegistration:
     def __init__(self, transport: NixlTransport, regions: Sequence[Region]) -> None:
-        self._transport, self._registered = transport, []
-        blobs = []
-        for kind in ("DRAM", "VRAM"):
-            rows = _merged(r for r in regions if (r.device == HOST) == (kind == "DRAM"))
-            if rows:
-                array = np.array(rows, np.uint64)
-                self._registered.append(transport.call(_register, array, kind))
-                blobs.append(transport.call(_described, self._registered[-1]))
-        self.descriptor = msgspec.msgpack.encode(blobs)
+        self._transport = transport
+        self.is_open = True
+        self.covers: list[Cover] = []
+        self.listed: list[Any] = []  # NIXL's lists of regions, one per device
+        by_device: defaultdict[int, list[Region]] = defaultdict(list)
+        for region in regions:
+            by_device[region.device].append(region)
+        covers = [merge(at, by_device[at], key=next(transport.keys)) for at in by_device]
+        parts = [part for cover in covers for part in self._register(cover)]
+        self.descriptor = _pack(_DESCRIPTOR, transport.agent.encode(), *parts) if parts else b""
+
+    def _register(self, cover: Cover) -> tuple[bytes, bytes, bytes]:
+        nixl = self._transport.nixl
+        rows = (cover.starts, cover.ends - cover.starts, np.full_like(cover.starts, cover.key))
+        listed = bindings.nixlRegDList(_kind(cover.device), np.stack(rows, axis=1))
+        try:
+            nixl.registerMem(listed, [])
+            self.listed.append(listed)
+            blob = nixl.getLocalPartialMD(listed, False, [])  # noqa: FBT003
+        except _NIXL_ERRORS as error:
+            self.close()
+            regions = f"{len(cover.starts)} regions on device {cover.device}"
+            raise UsageError(f"NIXL cannot register {regions}: {error}") from error
+        self.covers.append(cover)
+        head = np.array((cover.key, cover.device), np.int64)
+        return head.tobytes(), np.stack((cover.starts, cover.ends)).tobytes(), blob
 
     def close(self) -> None:
-        while self._registered:
-            self._transport.call(_deregister, self._registered.pop())
+        transport = self._transport
+        if transport.is_foreign:
+            return
+        with transport.lock:
+            self.is_open = False
+            reads = [read for link in transport.links.values() for read in link.reads]
+        for read in reads:
+            # UCX would go on writing through a registration that is gone.
+            if self in read.targets:
+                read.settle()
+        with transport.lock:
+            if self in transport.registrations:
+                transport.registrations.remove(self)
+            while self.listed and not transport.is_closed:
+                transport.nixl.deregisterMem(self.listed.pop(), [])
 
 
 class NixlRead:
     def __init__(
-        self, peer: NixlPeer, spans: Spans, source_device: int, target_device: int
+        self, link: _Link, handle: int, size_bytes: int, targets: AbstractSet[NixlRegistration]
     ) -> None:
-        self._peer, self.size_bytes = peer, int(spans[:, 2].sum())
-        self._is_flying = False
-        sources, targets = _rows(spans, 0, source_device), _rows(spans, 1, target_device)
-        self._handle = peer.call(
-            "preparing a read",
-            lambda agent: agent.initialize_xfer(
-                "READ",
-                agent.get_xfer_descs(targets, _kind(target_device)),
-                agent.get_xfer_descs(sources, _kind(source_device)),
-                peer.agent,
-            ),
-        )
+        self._link, self._handle = link, handle
+        self.size_bytes, self.targets = size_bytes, targets
+        self._state: Literal["idle", "in flight", "done", "released"] = "idle"
+        link.reads.add(self)
 
     def post(self) -> None:
-        self._peer.hello()
-        self._is_flying = True
-        self._note(self._peer.call("reading", lambda agent: agent.transfer(self._handle)))
+        with self._link.calls() as nixl:
+            if self._state == "released":
+                raise ClosedError("this read was closed")
+            if self._state == "in flight":
+                raise UsageError("this read is still in flight; post it again when it is done")
+            if not all(registration.is_open for registration in self.targets):
+                raise TransferFailed(self._link.agent, "the memory it lands in was unregistered")
+            self._follow(nixl.postXferReq, b"")
 
     def is_done(self) -> bool:
-        if self._is_flying:
-            state = self._peer.call("reading", lambda agent: agent.check_xfer_state(self._handle))
-            self._note(state)
-        return not self._is_flying
+        with self._link.calls() as nixl:
+            if self._state == "in flight":
+                self._follow(nixl.getXferStatus)
+            if self._state in ("idle", "released"):
+                raise ClosedError("this read was not posted, failed, or was closed")
+            return self._state == "done"
 
-    def _note(self, state: str) -> None:
-        if state == "ERR":
-            self._is_flying = False
-            raise TransferFailed(self._peer.agent, "the read failed")
-        self._is_flying = state != "DONE"
+    def _follow(self, call: Callable[..., Any], *arguments: bytes) -> None:
+        self._state = "idle"  # if the call raises: the transfer has then terminated
+        status = call(self._handle, *arguments)
+        self._state = "in flight" if status == bindings.NIXL_IN_PROG else "done"
 
     def close(self) -> None:
-        if self._handle is None:
+        transport = self._link.transport
+        if transport.is_foreign:
             return
-        end_s = time.monotonic() + QUIESCE_S
+        self.settle()
+        with transport.lock:
+            self.release()
+
+    def settle(self) -> None:
+        """Wait until no byte of it can land any more."""
+        transport = self._link.transport
+        wait_s = _LINGER_S + self.size_bytes / _LINGER_BYTES_PER_S
+        deadline = time.monotonic() + wait_s
+        while self._is_landing() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        with transport.lock:
+            if self._is_landing():
+                reason = f"agent {self._link.agent!r} did not end a read within {wait_s:.0f} s"
+                logger.error("%s; closing the transport, so that no byte lands later", reason)
+                transport.end(reason)
+
+    def release(self) -> None:
+        """Give the handle back. If the read is in flight, its bytes go on landing."""
+        if self._state != "released":
+            self._state = "released"
+            self._link.reads.discard(self)
+            self._link.transport.nixl.releaseXferReq(self._handle)
+
+    def _is_landing(self) -> bool:
         try:
-            while not self.is_done() and time.monotonic() < end_s:
-                time.sleep(POLL_S)
+            return self._state == "in flight" and not self.is_done()
         except TransferFailed:
-            self._is_flying = False
-        handle, self._handle = self._handle, None
-        if self._is_flying:
-            # Nothing lands through an endpoint that is closed.
-            log.warning("agent %s does not end a read; disconnecting from it", self._peer.agent)
-            self._peer.close()
-        self._peer.release(handle)
+            return False
+
+
+class _Link:
+    """A connection to an agent, shared by all peers that `connect` returned for it."""
+
+    def __init__(self, transport: NixlTransport, agent: str, ping: Pieces) -> None:
+        self.transport, self.agent, self._ping = transport, agent, ping
+        self.peers: set[NixlPeer] = set()
+        self.reads: set[NixlRead] = set()
+        self.covers: list[Cover] = []  # attached; the newest first
+        self.failure = ""
+
+    @contextmanager
+    def calls(self) -> Iterator[Any]:
+        """NIXL's agent, locked; its errors become ours."""
+        self.transport.refuse_fork()
+        with self.transport.lock:
+            if self.failure:
+                raise TransferFailed(self.agent, self.failure)
+            try:
+                yield self.transport.nixl
+            except bindings.nixlRemoteDisconnectError as error:
+                # UCX has ended every read of a connection that failed.
+                self.end("it disconnected (has its process ended?)")
+                raise TransferFailed(self.agent, self.failure) from error
+            except _NIXL_ERRORS as error:
+                raise TransferFailed(self.agent, f"NIXL says {error}") from error
+
+    def load(self, blob: bytes) -> None:
+        with self.calls() as nixl:
+            if nixl.loadRemoteMD(blob).decode() != self.agent:
+                raise TransferFailed(self.agent, "these bytes are of another agent")
+
+    def ping(self) -> None:
+        """Read one byte of the agent.
+
+        Loading something makes no connection. Worse, when the agent is gone NIXL forgets half of
+        it, and later refuses to know it again.
+
+        Raises:
+            TransferFailed: It is gone, or does not answer in time.
+        """
+        read = self.create(self._ping, HOST, HOST, frozenset())
+        try:
+            read.post()
+            deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+            while not read.is_done():
+                if time.monotonic() > deadline:
+                    reason = f"it did not answer within {_CONNECT_TIMEOUT_S:g} s"
+                    raise TransferFailed(self.agent, reason)
+                time.sleep(_POLL_S)
+        finally:
+            with self.transport.lock:
+                read.release()  # if it is in flight: nobody minds where its byte lands
+
+    def create(
+        self,
+        pieces: Pieces,
+        source_device: int,
+        target_device: int,
+        targets: AbstractSet[NixlRegistration],
+    ) -> NixlRead:
+        sources, landing = (
+            bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
+            for device, columns in ((source_device, [0, 2, 3]), (target_device, [1, 2, 4]))
+        )
+        with self.calls() as nixl:
+            handle = nixl.createXferReq(bindings.NIXL_READ, landing, sources, self.agent, b"", [])
+            return NixlRead(self, handle, int(pieces[:, 2].sum()), targets)
+
+    def end(self, reason: str) -> None:
+        """Disconnect, with the lock held; no read is in flight, or none can land any more."""
+        if self.failure:
+            return
+        self.failure = reason
+        for read in tuple(self.reads):
+            read.release()
+        self.transport.links.pop(self.agent, None)
+        self.transport.nixl.invalidateRemoteMD(self.agent)
 
 
 class NixlPeer:
-    def __init__(self, transport: NixlTransport, agent: str) -> None:
-        self.agent, self._transport = agent, transport
-        self._is_closed = False
-        self._greeted_s = 0.0
+    def __init__(self, link: _Link) -> None:
+        self._link, self.agent = link, link.agent
+        link.peers.add(self)
 
     def attach(self, descriptor: bytes) -> None:
-        try:
-            blobs = msgspec.msgpack.decode(descriptor, type=list[bytes])
-        except msgspec.MsgspecError as error:
-            raise TransferFailed(self.agent, f"this is no descriptor ({error})") from error
-        for blob in blobs:
-            found = _text(self.call("attaching", partial(_add, connection=blob)))
-            if found != self.agent:
-                raise TransferFailed(self.agent, f"this is a descriptor of agent {found}")
+        self._refuse_closed()
+        if not descriptor:
+            return
+        agent, *parts = _unpack(self.agent, _DESCRIPTOR, descriptor)
+        if agent.decode() != self.agent:
+            raise TransferFailed(self.agent, "the descriptor is not of this agent")
+        link = self._link
+        link.ping()
+        for head, bounds, blob in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            key, device = np.frombuffer(head, np.int64).tolist()
+            cover = Cover(key, device, *np.frombuffer(bounds, np.uint64).reshape(2, -1))
+            with link.transport.lock:
+                if cover.key not in [known.key for known in link.covers]:
+                    link.load(blob)
+                    link.covers.insert(0, cover)
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
     ) -> NixlRead:
-        return NixlRead(self, spans, source_device, target_device)
-
-    def hello(self) -> None:
-        """Tell the peer, at most ten times a second, that it is being read from."""
-        now_s = time.monotonic()
-        if now_s - self._greeted_s > 0.1:
-            self._greeted_s = now_s
-            self.call("greeting", lambda agent: agent.send_notif(self.agent, HELLO))
-
-    def call(self, what: str, use: Callable[[nixl_agent], T]) -> T:
-        if self._is_closed:
-            raise TransferFailed(self.agent, "this peer is closed")
-        try:
-            found = self._transport.call(use)
-        except (TransferFailed, ClosedError):
-            raise
-        except Exception as error:
-            raise TransferFailed(self.agent, f"{what}: {_reason(error)}") from error
-        if found is None and what != "greeting":
-            raise TransferFailed(self.agent, f"{what}: NIXL refused the memory descriptors")
-        return found
-
-    def release(self, handle: Any) -> None:
-        try:
-            self._transport.call(lambda agent: agent.release_xfer_handle(handle))
-        except Exception as error:  # noqa: BLE001  # the read is over in any case
-            log.debug("releasing a read from %s: %s", self.agent, error)
+        self._refuse_closed()
+        link = self._link
+        with link.transport.lock:
+            sources = [cover for cover in link.covers if cover.device == source_device]
+            owners = {
+                cover: registration
+                for registration in reversed(link.transport.registrations)
+                for cover in registration.covers
+                if cover.device == target_device
+            }
+            pieces = cut(self.agent, spans, sources, tuple(owners))
+            keys = set(pieces[:, 4].tolist())
+            targets = {owner for cover, owner in owners.items() if cover.key in keys}
+            return link.create(pieces, source_device, target_device, targets)
 
     def close(self) -> None:
-        if self._is_closed:
+        link = self._link
+        if link.transport.is_foreign:
             return
-        self._is_closed = True
-        try:
-            self._transport.call(lambda agent: agent.remove_remote_agent(self.agent))
-        except Exception as error:  # noqa: BLE001  # it may be gone already
-            log.debug("disconnecting from %s: %s", self.agent, error)
+        with link.transport.lock:
+            link.peers.discard(self)
+            left = () if link.peers else tuple(link.reads)
+        for read in left:
+            read.settle()
+        with link.transport.lock:
+            if not link.peers:
+                link.end("the connection was closed")
+
+    def _refuse_closed(self) -> None:
+        self._link.transport.refuse_closed()
+        if self not in self._link.peers:
+            raise ClosedError(f"the connection to agent {self.agent!r} was closed")
 
 
 class NixlTransport:
-    def __init__(self) -> None:
-        self.agent = uuid.uuid4().hex
-        self._lock = threading.RLock()  # one agent, several threads: callers and progress
-        self._nixl: nixl_agent | None = nixl_agent(
-            self.agent, nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
-        )
+    """A `Transport` over NIXL with UCX: shared memory, RDMA, TCP, whichever connects two agents.
+
+    A read on the same host may be copied inside `post`; calls in other threads wait for that long.
+    A peer that is alive but stuck can make `Read.close` close the whole transport: see above.
+
+    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
+    """
+
+    def __init__(self, agent: str | None = None) -> None:
+        self.agent = agent or str(uuid.uuid4())
+        self.lock = threading.RLock()
+        self.keys = itertools.count()
+        self.registrations: list[NixlRegistration] = []
+        self.links: dict[str, _Link] = {}
+        self.is_closed = False
+        self._closed_because = "it was closed"
         self._pid = os.getpid()
-        # Connection bytes come with at least one region.
-        self._anchor = np.zeros(64, np.uint8)
-        row = np.array([[self._anchor.ctypes.data, 64, 0]], np.uint64)
-        self._anchored = self.call(_register, row, "DRAM")
-        self.connection: bytes = self.call(_connection, self._anchored)
-        self._progress = ProgressLoop(self._look, name=f"torch_ros progress {self.agent[:8]}")
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # our lock is around every call
+        self.nixl: Any = bindings.nixlAgent(self.agent, config)
+        self.nixl.createBackend("UCX", {"engine_config": _UCX_CONFIG})
+        _transports.add(self)
+
+        # Peers read the first byte, to see that this agent is there; the second takes theirs.
+        self._ping_bytes = np.zeros(2, np.uint8)
+        region = Region(self._ping_bytes.ctypes.data, self._ping_bytes.nbytes)
+        registration = NixlRegistration(self, [region])
+        self._ping = (region.address, registration.covers[0].key)
+        self._connection = _pack(
+            _CONNECTION,
+            self.agent.encode(),
+            np.array(self._ping, np.uint64).tobytes(),
+            self.nixl.getLocalPartialMD(registration.listed[0], True, []),  # noqa: FBT003
+        )
+
+    @property
+    def connection(self) -> bytes:
+        return self._connection
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, in which NIXL's threads do not exist."""
+        return os.getpid() != self._pid
 
     def register(self, regions: Sequence[Region]) -> NixlRegistration:
-        if any(region.size_bytes <= 0 for region in regions):
-            raise UsageError("a region of no bytes cannot be registered")
-        return NixlRegistration(self, regions)
+        self.refuse_closed()
+        with self.lock:
+            self.refuse_closed()
+            registration = NixlRegistration(self, regions)
+            self.registrations.append(registration)
+            return registration
 
     def connect(self, connection: bytes) -> NixlPeer:
+        self.refuse_closed()
+        name, ping, blob = _unpack("?", _CONNECTION, connection)
+        agent = name.decode()
+        if agent == self.agent:
+            raise TransferFailed(agent, "an agent cannot connect to itself")
+        with self.lock:
+            self.refuse_closed()
+            if agent not in self.links:
+                address, key = np.frombuffer(ping, np.uint64)
+                row = (address, self._ping[0] + 1, 1, key, self._ping[1])
+                self.links[agent] = link = _Link(self, agent, np.array([row], np.uint64))
+                try:
+                    link.load(blob)
+                except TransferFailed:
+                    link.end("it could not be connected")
+                    raise
+            peer = NixlPeer(self.links[agent])
         try:
-            agent = _text(self.call(partial(_add, connection=connection)))
-        except Exception as error:
-            raise TransferFailed("(unknown)", f"connecting: {_reason(error)}") from error
-        peer = NixlPeer(self, agent)
-        peer.hello()
+            self.links[agent].ping()
+        except TransferFailed:
+            peer.close()
+            raise
         return peer
 
-    def call(self, use: Callable[..., T], *arguments: object) -> T:
-        """Use the agent, one thread at a time."""
-        if os.getpid() != self._pid:
-            raise ClosedError("this transport belongs to the parent of a fork")
-        with self._lock:
-            if self._nixl is None:
-                raise ClosedError("this transport is closed")
-            return use(self._nixl, *arguments)
-
     def close(self) -> None:
-        if os.getpid() != self._pid or self._nixl is None:
+        if self.is_foreign:
             return
-        self._progress.stop()
-        with self._lock:
-            _deregister(self._nixl, self._anchored)
-            self._nixl = None
+        with self.lock:
+            reads = [read for link in self.links.values() for read in link.reads]
+        for read in reads:
+            read.settle()
+        with self.lock:
+            self.end("it was closed")
 
-    def _look(self) -> bool:
-        return bool(self.call(lambda nixl: nixl.get_new_notifs()))
+    def end(self, reason: str) -> None:
+        """Destroy the agent, with the lock held. Nothing lands after that."""
+        if not self.is_closed:
+            self.is_closed, self._closed_because = True, reason
+            for link in tuple(self.links.values()):
+                link.end(f"this transport is closed: {reason}")
+            self.nixl = None
 
+    def refuse_closed(self) -> None:
+        self.refuse_fork()
+        if self.is_closed:
+            raise ClosedError(
+                f"the transport of agent {self.agent!r} is closed: {self._closed_because}"
+            )
 
-def _add(agent: nixl_agent, connection: bytes) -> str | bytes:
-    return agent.add_remote_agent(connection)  # type: ignore[no-any-return]
-
-
-def _register(agent: nixl_agent, rows: Spans, kind: str) -> Any:
-    try:
-        found = agent.register_memory(rows, kind, [BACKEND])
-    except Exception as error:
-        raise UsageError(f"NIXL cannot register this memory: {_reason(error)}") from error
-    if found is None:
-        raise UsageError(f"NIXL refused to register {len(rows)} regions of {kind}")
-    return found
-
-
-def _deregister(agent: nixl_agent, registered: Any) -> None:
-    agent.deregister_memory(registered, [BACKEND])
-
-
-def _described(agent: nixl_agent, registered: Any) -> bytes:
-    return bytes(
-        agent.get_partial_agent_metadata(registered, inc_conn_info=False, backends=[BACKEND])
-    )
+    def refuse_fork(self) -> None:
+        if self.is_foreign:
+            raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
 
 
-def _connection(agent: nixl_agent, registered: Any) -> bytes:
-    return bytes(
-        agent.get_partial_agent_metadata(registered, inc_conn_info=True, backends=[BACKEND])
-    )
+def _kind(device: int) -> Any:
+    return bindings.DRAM_SEG if device == HOST else bindings.VRAM_SEG
 
 
-def _merged(regions: Iterable[Region]) -> list[list[int]]:
-    """(address, bytes, device) of the union of regions: few registrations are fast ones."""
-    merged: list[list[int]] = []
-    for region in sorted(regions, key=lambda r: (r.device, r.address)):
-        device, end = max(region.device, 0), region.address + region.size_bytes
-        if merged and merged[-1][2] == device and region.address <= sum(merged[-1][:2]):
-            merged[-1][1] = max(merged[-1][1], end - merged[-1][0])
-        else:
-            merged.append([region.address, region.size_bytes, device])
-    return merged
+def _pack(*parts: bytes) -> bytes:
+    body = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def _rows(spans: Spans, column: int, device: int) -> Spans:
-    rows = np.empty((len(spans), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = spans[:, column], spans[:, 2], max(device, 0)
-    return rows
+def _unpack(agent: str, kind: bytes, packed: bytes) -> list[bytes]:
+    """What `_pack` got after `kind`. NIXL must not see anything else: it would trust it."""
+    checksum, body = packed[:4], packed[4:]
+    parts = []
+    if int.from_bytes(checksum, "little") == zlib.crc32(body):
+        while body:
+            end = 4 + int.from_bytes(body[:4], "little")
+            parts.append(body[4:end])
+            body = body[end:]
+    if parts[:1] != [kind]:
+        raise TransferFailed(agent, f"these bytes are no {kind.decode()} of a NixlTransport")
+    return parts[1:]
 
 
-def _kind(device: int) -> str:
-    return "DRAM" if device == HOST else "VRAM"
+def _close_all() -> None:
+    for transport in tuple(_transports):
+        transport.close()
 
 
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _leak_all() -> None:
+    # To destroy the parent's agent in a child would wait for a thread that is not there, and say
+    # goodbye to peers over the parent's sockets.
+    for transport in _transports:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport.nixl))
 
 
-def _reason(error: Exception) -> str:
-    kind = type(error).__name__
-    known = {
-        "nixlRemoteDisconnectError": "it disconnected (has the process ended?)",
-        "nixlBackendError": "it cannot be reached (has the process ended?)",
-        "nixlNotFoundError": "memory that is not attached from it, or not registered here",
-        "nixlMismatchError": "these are not bytes of a torch_ros agent",
-    }
-    return known.get(kind, f"{kind}: {error}")
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leak_all)

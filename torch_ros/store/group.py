@@ -114,6 +114,8 @@ class Group:
             datacenter,
         )
         group = cls(kv, session, seat)
+        if not session.is_valid():  # lost before there was a group to tell
+            group.fence("its lease ended while it joined")
         group._watcher.start()
         return group
 
