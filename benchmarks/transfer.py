@@ -7,13 +7,9 @@ of the version, over the time of the slowest rank. Prints a row of JSON per resu
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
-import math
 import multiprocessing
 import os
-import platform
-import re
 import secrets
 import signal
 import sys
@@ -22,14 +18,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
-from urllib.request import urlopen
 
 import peers
 from peers import Failure, Setup
-
-from torch_ros.store import local
+from report import Row, Sample, call_row, machine_row, speeds, tables, transfer_row
 
 LIMIT_S = 300.0  # for one answer of a child
 END_S = 10.0
@@ -42,7 +35,7 @@ COLUMNS = "torch_ros, FSDP(2) to columns of TP(2)"
 ROWS = "torch_ros, FSDP(2) to rows of TP(2)"
 DCP_WRITE, DCP_READ, DCP = "DCP files in tmpfs, write", "... read", "... write and read"
 
-Samples = dict[str, list[dict[str, float]]]  # of each case, one per round
+Samples = dict[str, list[Sample]]  # of each case, one per round
 Timed = dict[str, list[float]]  # of each call, seconds
 
 
@@ -134,30 +127,30 @@ class Bench:
         }
         self.timed: Timed = defaultdict(list)
 
-    def _copy(self) -> dict[str, float]:
+    def _copy(self) -> Sample:
         return ask(self._reader, "alone", "copy")[0]
 
-    def _raw(self) -> dict[str, float]:
+    def _raw(self) -> Sample:
         [version] = ask(self._source, "trainer", "publish")  # it also writes what we read
         ask(self._source, "raw", "begin")
         [sample] = ask(self._reader, "raw", "read", version)
         ask(self._source, "raw", "end")
         return sample
 
-    def _same(self) -> dict[str, float]:
+    def _same(self) -> Sample:
         ask(self._source, "trainer", "publish")
         [sample] = ask(self._reader, "rollout", "update")
         self._look(self._reader, "rollout")
         return sample
 
-    def _sharded(self, rollout: str) -> dict[str, float]:
+    def _sharded(self, rollout: str) -> Sample:
         ask(self._fsdp, "trainer", "publish")  # so that nobody but the trainer has it
         samples = ask(self._tp, rollout, "update")
         self._look(self._tp, rollout)
         slowest = max(samples, key=lambda sample: sample["elapsed_s"])
         return {**slowest, "bytes_read": sum(sample["bytes_read"] for sample in samples)}
 
-    def _files(self) -> dict[str, float]:
+    def _files(self) -> Sample:
         return ask(self._reader, "alone", "through_files")[0]
 
     def _look(self, group: Sequence[Child], rollout: str) -> None:
@@ -196,11 +189,59 @@ def measure(bench: Bench, round_count: int) -> Samples:
     return samples
 
 
-# Results
+def results(bench: Bench, samples: Samples) -> Iterator[Row]:
+    bases = {
+        base: speeds(bench.size_bytes[case], samples[case])
+        for base, case in (("nixl", RAW), ("dcp", DCP))
+    }
+    for case in (COPY, RAW, SAME, COLUMNS, ROWS):
+        yield transfer_row(case, bench.size_bytes[case], samples[case], bases)
+    for case, stage in ((DCP_WRITE, "write_s"), (DCP_READ, "load_s"), (DCP, "elapsed_s")):
+        timed = [{"elapsed_s": sample[stage]} for sample in samples[DCP]]
+        yield transfer_row(case, bench.size_bytes[DCP], timed, bases)
+    for call in sorted(bench.timed):
+        yield call_row(call, bench.timed[call])
 
 
-def transfer_rows(bench: Bench, samples: Samples) -> Iterator[dict[str, Any]]:
-    raw_s, dcp_s = ([sample["elapsed_s"] for sample in samples[case]] for case in (RAW, DCP))
-    raw_bytes, dcp_bytes = bench.size_bytes[RAW], bench.size_bytes[DCP]
-    for case, stage in ((c, "elapsed_s") for c in (COPY, RAW, SAME, COLUMNS, ROWS)):
-        yield _row(case, bench.size_bytes[case], samples[case], stage, raw_s, dcp_s)
+def main() -> None:
+    options = parse()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("told to end"))
+    machine = machine_row(options.endpoint)
+    with tempfile.TemporaryDirectory(prefix="torch-ros-bench-", dir="/dev/shm") as directory:
+        setup = Setup(
+            options.endpoint,
+            f"bench-{os.getpid()}-{secrets.token_hex(4)}",  # no other run's
+            options.mib << 20,
+            options.tensors,
+            directory,
+        )
+        with started(setup) as groups:
+            bench = Bench(groups)
+            rows = [machine, *results(bench, measure(bench, options.rounds))]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if options.json:
+        options.json.write_text(lines)
+    else:
+        print(lines)
+    print(*tables(rows), sep="\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="size of a version; at least 32")
+    parser.add_argument("--tensors", type=int, default=100, help="in it, where not sharded")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="rows go here, not to stdout")
+    parser.add_argument("--endpoint", default="local", help='"local", or "etcd://host:port"')
+    options = parser.parse_args()
+    if options.mib < 32 or options.tensors < 1 or options.rounds < 1:
+        parser.error("expected at least 32 MiB, 1 tensor and 1 round")
+    return options
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

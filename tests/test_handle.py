@@ -518,3 +518,29 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint):
     with pytest.raises(SelfFenced, match="closed its handle"):
         first.publish(2)
     first.close()
+
+
+@only_memory
+def test_a_long_wait_says_what_it_waits_for(opened, monkeypatch, caplog):
+    monkeypatch.setattr("torch_ros.store.run.REMIND_S", 0.1)
+    caplog.set_level("INFO", logger="torch_ros.store.run")
+    rollout = opened("rollout")
+    rollout.register({"w": torch.ones(3)})
+    with pytest.raises(DeadlineExceeded):
+        rollout.replicate(timeout_s=0.5)
+    assert caplog.text.count("none is available yet") >= 3
+
+
+def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened):
+    shared = torch.randn(1000)
+    publisher(opened, {"embed": shared, "head": shared})
+    tied, apart = opened("tied"), opened("apart")
+    target = torch.zeros(1000)
+    tied.register({"embed": target, "head": target})
+    tied.replicate()
+    assert torch.equal(target, shared)
+    two = {"embed": torch.zeros(1000), "head": torch.zeros(1000)}
+    apart.register(two)
+    apart.replicate()
+    assert torch.equal(two["embed"], shared)
+    assert torch.equal(two["head"], shared)

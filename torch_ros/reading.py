@@ -68,12 +68,14 @@ class Reading:
             source_devices=[manifest.devices for _, manifest in shown],
             target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
         )
+        is_tied = len({chunk.data_ptr() for chunk in memory}) < len(memory)
         reads = []
         try:
             for route, spans in routes.items():
                 reads += self._intake.prepare(
                     *shown[route.source_rank],
-                    spans,
+                    # Tied at both ends: once is enough.
+                    np.unique(spans, axis=0) if is_tied else spans,
                     source_device=route.source_device,
                     target_device=route.target_device,
                 )

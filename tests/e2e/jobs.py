@@ -367,6 +367,22 @@ def follower(model, folder, name, megabytes=1, serve_until=None, expect=None):
     handle.close()
 
 
+def idle(model, seconds=6):
+    """Two handles, one serving: what that takes of a core."""
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    trainer.register({"w": pattern(1)})
+    trainer.publish(1)
+    rollout.register({"w": torch.zeros_like(pattern(1))})
+    rollout.replicate()
+    time.sleep(1)
+    started, used = time.monotonic(), time.process_time()
+    time.sleep(seconds)
+    share = (time.process_time() - used) / (time.monotonic() - started)
+    assert share <= 0.02, f"{100 * share:.1f} % of a core"
+    trainer.close()
+    rollout.close()
+
+
 def pattern(megabytes):
     return torch.arange(megabytes << 18, dtype=torch.int32)
 

@@ -102,6 +102,10 @@ def test_async_save_publishes_the_staged_copy(processes):
     processes.run("staged", ranks=2)
 
 
+def test_open_handles_that_nobody_uses_cost_next_to_nothing(processes):
+    processes.run("idle")
+
+
 def test_a_rollout_serves_a_later_one_after_the_trainer_has_exited(processes):
     folder = str(processes.folder)
     trainer = processes.start("publisher", folder=folder)

@@ -185,7 +185,7 @@ def test_waiting_leaves_nothing_in_etcd(kv, etcd_server):
     rev = put(kv)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(wait, kv, rev)
-        wait_until(lambda: watchers() == 1, timeout_s=5)
+        wait_until(lambda: watchers() == 2, timeout_s=5)  # from now on, and from the past
         put(kv)
         waiting.result()
     for _ in range(10):

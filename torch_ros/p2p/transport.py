@@ -84,7 +84,7 @@ class Peer(Protocol):
 
         Args:
             spans: Within memory attached from this peer and registered here; no span is empty.
-                Sources may overlap each other, targets must not.
+                Sources may overlap each other. Where targets do, one of their sources lands there.
             source_device: Of all source addresses: `HOST` or a CUDA device of the peer.
             target_device: Likewise, of this process.
 

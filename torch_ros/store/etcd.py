@@ -69,6 +69,9 @@ REASONS = (
 )
 
 
+NOW = 0  # as the start of a watch
+
+
 class EtcdKV:
     """A `KV` in etcd, over one connection. Not usable in a child of ``fork()``.
 
@@ -111,7 +114,10 @@ class EtcdKV:
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        requests = [_watch(range_, watch.after_rev + 1) for range_ in watch.ranges]
+        # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
+        # So each range is watched from now on too; and what is in between is asked for.
+        starts = (NOW, watch.after_rev + 1)
+        requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
         call = self._call(self._watch_stream, requests, timeout_s)
         created = 0
         try:
@@ -121,7 +127,6 @@ class EtcdKV:
                 if not reply.created or reply.canceled or rev < watch.after_rev:
                     return True
                 created += 1
-                # etcd goes through its past for a new watch only every 100 ms; asking takes 1.
                 is_late = created == len(requests) and rev > watch.after_rev
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
                     return True
