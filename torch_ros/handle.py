@@ -177,8 +177,8 @@ class _Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """What is read in one load, and shown to readers afterwards."""
+class LocalState:
+    """A state dict's tensors and pickled objects, as this rank has them."""
 
     tensors: Sequence[LocalTensor]
     objects: Mapping[str, torch.Tensor]
@@ -260,10 +260,12 @@ class ShardHandle:
 
     @property
     def rank(self) -> int:
+        """This process's place in the replica."""
         return self._group.seat.rank
 
     @property
     def world_size(self) -> int:
+        """The number of processes that hold the replica together."""
         return self._group.seat.world_size
 
     @property
@@ -409,21 +411,23 @@ class ShardHandle:
             SelfFenced, StoreUnavailable
         """
         with self._busy(is_member=False):
-            if self._held is None:
-                return
-            held, asked = self._held, f"unpublish {self._held.version}"
-            deadline = self._deadline(asked, timeout_s)
-            try:
-                with self._group.call("unpublish", asked, deadline) as call:
-                    call.unpublish(held)
-            except SelfFenced:
-                if not self._group.is_over:
-                    raise
-                # A peer closed its handle first: nothing is offered; readers may not be done.
-                seat = self._group.seat
-                readers = seat.keys.readers_of(held.run, held.version, seat.inst)
-                self._group.ask((readers,), partial(rules.unread, seat=seat, ref=held), deadline)
-            self._held = None
+            self._unpublish(self._deadline("unpublish", timeout_s))
+
+    def _unpublish(self, deadline: Deadline) -> None:
+        if self._held is None:
+            return
+        held = self._held
+        try:
+            with self._group.call("unpublish", f"unpublish {held.version}", deadline) as call:
+                call.unpublish(held)
+        except SelfFenced:
+            if not self._group.is_over:
+                raise
+            # A peer closed its handle first: nothing is offered; readers may not be done.
+            seat = self._group.seat
+            readers = seat.keys.readers_of(held.run, held.version, seat.inst)
+            self._group.ask((readers,), partial(rules.unread, seat=seat, ref=held), deadline)
+        self._held = None
 
     # Reading
 
@@ -450,7 +454,7 @@ class ShardHandle:
         Cost: 8 to 10 round trips to etcd per rank; every byte moves once.
         """
         with self._busy():
-            return self._replicate(version, None, timeout_s)
+            return self._replicate(version, None, self._deadline(f"replicate {version}", timeout_s))
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
@@ -472,8 +476,8 @@ class ShardHandle:
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
-            self.unpublish(timeout_s=deadline.left_s())
-            self._replicate(version, ref, deadline.left_s())
+            self._unpublish(deadline)
+            self._replicate(version, ref, deadline)
             return True
 
     def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
@@ -491,11 +495,8 @@ class ShardHandle:
             spec = Spec.parse(version)
             return call.decide(ranges, partial(rules.update, spec=spec, held=held)).ref
 
-    def _replicate(
-        self, version: int | str, floor: VersionRef | None, timeout_s: float | None
-    ) -> int:
+    def _replicate(self, version: int | str, floor: VersionRef | None, deadline: Deadline) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-        deadline = self._deadline(asked, timeout_s)
         with self._holding("replicate", asked, deadline) as call:
             registered = self._require_registered("replicate")
             self._require_nothing_held("replicate")
@@ -655,7 +656,7 @@ class ShardHandle:
     def _save(
         self,
         version: int,
-        collect: Callable[[], Filled],
+        collect: Callable[[], LocalState],
         *,
         is_staged: bool,
         timeout_s: float | None,
@@ -669,14 +670,14 @@ class ShardHandle:
         """
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
-        filled: Filled | None = None
+        state: LocalState | None = None
 
         def check() -> None:
-            nonlocal filled
+            nonlocal state
             rules.check_version(version)
-            filled = collect()
-            build(filled.tensors, filled.objects, paths=filled.paths)
-            if is_staged and self._staged & _memory_of(filled) and self._held is not None:
+            state = collect()
+            build(state.tensors, state.objects, paths=state.paths)
+            if is_staged and self._staged & _memory_of(state) and self._held is not None:
                 raise ContractBroken(
                     self._held.version,
                     "dcp.async_save staged the next one over it; this stager reuses its buffers",
@@ -690,15 +691,15 @@ class ShardHandle:
                 try:
                     self._agree(f"check before {asked}", deadline, check, effects)
                 except ContractBroken:
-                    self.unpublish(timeout_s=deadline.left_s())
+                    self._unpublish(deadline)
                     raise
-                self.unpublish(timeout_s=deadline.left_s())
+                self._unpublish(deadline)
             try:
                 with self._holding("publish", asked, deadline) as call:
-                    filled = filled or collect()
-                    registered = self._register(filled.tensors, filled.objects, filled.paths)
+                    state = state or collect()
+                    registered = self._register(state.tensors, state.objects, state.paths)
                     self._publish(call, version, registered, deadline)
-                self._staged = _memory_of(filled) if is_staged else set()
+                self._staged = _memory_of(state) if is_staged else set()
             finally:
                 self._unregister_unless_held()
 
@@ -706,7 +707,7 @@ class ShardHandle:
         self,
         version: int | str,
         layouts: Sequence[Layout],
-        fill: Callable[[Sequence[Layout]], Filled],
+        fill: Callable[[Sequence[Layout]], LocalState],
         vet: Callable[[], object],
         *,
         is_served: bool,
@@ -725,20 +726,20 @@ class ShardHandle:
         deadline = self._deadline(asked, timeout_s)
 
         def check() -> None:
-            filled = fill(layouts)
-            layout, _ = build(filled.tensors, filled.objects)
+            state = fill(layouts)
+            layout, _ = build(state.tensors, state.objects)
             self._reading.plan(layouts, layout, self.rank)
 
         def register(now: Sequence[Layout]) -> _Registered:
-            filled = fill(now)
-            return self._register(filled.tensors, filled.objects, filled.paths)
+            state = fill(now)
+            return self._register(state.tensors, state.objects, state.paths)
 
         with self._busy():
             if self.world_size > 1:
                 self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
                 check()
-            self.unpublish(timeout_s=deadline.left_s())
+            self._unpublish(deadline)
             try:
                 with self._holding("replicate", asked, deadline) as call:
                     self._fill(call, Spec.parse(version), None, register, whole, deadline, vet)
@@ -762,7 +763,7 @@ class ShardHandle:
         keys, run = self._group.seat.keys, self._group.seat.run
         with self._group.call("agree", asked, deadline) as call:
             check()
-            call.decide((keys.versions(run),), effects)
+            call.decide((keys.versions(run), keys.holdings(run)), effects)
             call.finish("", lambda _: "")
 
     # Looking around
@@ -877,8 +878,8 @@ class ShardHandle:
             )
 
 
-def _memory_of(filled: Filled) -> set[tuple[int, int]]:
-    return {span_of(chunk.tensor) for tensor in filled.tensors for chunk in tensor.chunks}
+def _memory_of(state: LocalState) -> set[tuple[int, int]]:
+    return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
 
 
 def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:

@@ -284,3 +284,11 @@ def test_the_default_handles_come_from_the_environment(monkeypatch):
         handle.close()
     assert default_handle("save") is not save_handle
     default_handle("save").close()
+
+
+def test_saving_a_number_that_readers_hold_costs_nothing(handles):
+    trainer, rollout = handles
+    save(trainer, 5, state())
+    load(rollout, blank())
+    assert isinstance(failure(lambda: save(trainer, 5, state())), VersionConflict)
+    assert trainer.version == 5

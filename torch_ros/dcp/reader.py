@@ -27,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
-from torch_ros.handle import Filled, ShardHandle
+from torch_ros.handle import LocalState, ShardHandle
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import (
     OBJECT,
@@ -166,7 +166,7 @@ class _Load:
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def fill(self, layouts: Sequence[Layout]) -> Filled:
+    def fill(self, layouts: Sequence[Layout]) -> LocalState:
         """What to read from a source with these layouts."""
         contents = logical(layouts)
         self._targets = [(item, self._planner.resolve_tensor(item)) for item in self._wanted]
@@ -187,7 +187,7 @@ class _Load:
             for record in layout.tensors
             if record.path is not None and (record.fqn in tensors or record.fqn in self._buffers)
         }
-        return Filled(list(tensors.values()), self._buffers, paths)
+        return LocalState(list(tensors.values()), self._buffers, paths)
 
     def vet(self) -> None:
         """Nothing that came from a peer reaches pickle before weights_only has accepted it."""

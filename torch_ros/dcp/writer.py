@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import UsageError
-from torch_ros.handle import Filled, ShardHandle
+from torch_ros.handle import LocalState, ShardHandle
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 
 
@@ -99,7 +99,7 @@ class ROSWriter(StorageWriter):
         done.set_result([])
         return done
 
-    def _collect(self, planner: SavePlanner) -> Filled:
+    def _collect(self, planner: SavePlanner) -> LocalState:
         """What the planner planned for this rank, in place."""
         local = self._plan
         if not local.usable:  # a caching planner says: as last time
@@ -116,7 +116,7 @@ class ROSWriter(StorageWriter):
                 assert isinstance(found, torch.Tensor)
                 _add(tensors, item, found)
         paths = {fqn: tuple(path) for fqn, path in (local.planner_data or {}).items()}
-        return Filled(list(tensors.values()), objects, paths)
+        return LocalState(list(tensors.values()), objects, paths)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the version is there since `write_data`; readers ask its holders."""

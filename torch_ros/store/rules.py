@@ -363,7 +363,9 @@ def agree(view: View, seat: Seat, call: Call) -> Step[Call]:
 
 
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
+    """Would `publish` be refused, once this replica has given up what it holds?"""
     _refuse_old(view, seat, version)
+    _version_to_publish(view, seat, version)
     return _recorded(view, seat, call)
 
 
@@ -409,7 +411,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
 
 
 def _version_to_publish(view: View, seat: Seat, version: int) -> Version | None:
-    """The record to share with other publishers of this version; None if nobody holds it.
+    """The record to share with other publishers of this version; None if nobody else holds it.
 
     Raises:
         VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
@@ -418,7 +420,7 @@ def _version_to_publish(view: View, seat: Seat, version: int) -> Version | None:
     of_version = [
         Holding.decode(entry.value)
         for key, entry in view.within(seat.keys.holdings(seat.run))
-        if k.parse_holding(key).version == version
+        if (where := k.parse_holding(key)).version == version and where.inst != seat.inst
     ]
     entry = view.entries.get(seat.keys.version(seat.run, version))
     if not of_version or entry is None:
