@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,6 +164,7 @@ class _Registered:
     """Tensors that are shown to readers. Keeps their memory allocated."""
 
     layout: Layout
+    objects: Mapping[str, torch.Tensor]
     parts: Sequence[tuple[Layout, Sequence[torch.Tensor]]]  # of it: objects come before tensors
 
     @property
@@ -340,7 +341,7 @@ class ShardHandle:
             raise
         parts = [build([], objects)] if objects else []
         parts.append(build(tensors, {}))
-        self._registered = _Registered(layout, parts)
+        self._registered = _Registered(layout, objects, parts)
         return self._registered
 
     def _unregister(self) -> None:
@@ -597,12 +598,21 @@ class ShardHandle:
             if len(set(said.values())) == 1:
                 return said[self.rank]
             # Ranks with different tensors (pipeline stages): together they hold the union.
-            shards = self._shards(self._group.seat.inst, deadline)
-            peers = [shard for rank, shard in enumerate(shards) if rank != self.rank]
-            layouts = [m.layout for _, m in self._manifests(peers, self.replica, deadline)]
-            return logical_digest(logical([registered.layout, *layouts]))
+            return logical_digest(logical(self._layouts(self._group.seat.inst, deadline)))
 
         call.finish(registered.digest, summarise, whole)
+
+    def _layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
+        """What the ranks of a replica show now, which may be this one."""
+        shards = self._shards(inst, deadline)
+        if inst != self._group.seat.inst:
+            shown = self._manifests(shards, replica_of(inst), deadline)
+            return [manifest.layout for _, manifest in shown]
+        assert self._registered is not None
+        peers = [shard for rank, shard in enumerate(shards) if rank != self.rank]
+        layouts = [m.layout for _, m in self._manifests(peers, self.replica, deadline)]
+        layouts.insert(self.rank, self._registered.layout)
+        return layouts
 
     def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
         within = self._group.seat.keys.shards(inst)
@@ -614,19 +624,18 @@ class ShardHandle:
 
     # What torch_ros.dcp stands on
 
-    def _inspect(self, version: int | str, timeout_s: float | None) -> Sequence[Layout]:
-        """The layouts of what `version` means now, rank by rank. Reads no tensor.
+    def _inspect(
+        self, version: int | str, timeout_s: float | None
+    ) -> tuple[VersionRef, Sequence[Layout]]:
+        """What `version` means now, and its layouts, rank by rank. Reads no tensor.
 
         Takes no claim: what is read is checked against the digest in etcd instead.
         """
         with self._busy():
-            spec, deadline = (
-                Spec.parse(version),
-                self._deadline(f"find version {version}", timeout_s),
-            )
-            return self._find(spec, deadline)
+            deadline = self._deadline(f"find version {version}", timeout_s)
+            return self._find(Spec.parse(version), deadline)
 
-    def _find(self, spec: Spec, deadline: Deadline) -> Sequence[Layout]:
+    def _find(self, spec: Spec, deadline: Deadline) -> tuple[VersionRef, Sequence[Layout]]:
         keys, refused = self._group.seat.keys, set[str]()
 
         def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
@@ -634,18 +643,18 @@ class ShardHandle:
             if isinstance(offer, Wait):
                 return offer
             entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
-            sources = sorted(offer.holdings, key=lambda inst: (inst in refused, inst))
+            own = (
+                self._group.seat.inst
+            )  # its own tensors, if it must; an agent has no peer in itself
+            sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
             return Done((offer.ref, Version.decode(entry.value).layout, sources[0]))
 
         while True:
             ref, layout, source = self._group.ask(spec_ranges(keys), rule, deadline)
             try:
-                shown = self._manifests(
-                    self._shards(source, deadline), replica_of(source), deadline
-                )
-                layouts = [manifest.layout for _, manifest in shown]
+                layouts = self._layouts(source, deadline)
                 if logical_digest(logical(layouts)) == layout:
-                    return layouts
+                    return ref, layouts
                 reason = "it shows other tensors by now"
             except PeerError as error:
                 reason = str(error)
@@ -672,7 +681,7 @@ class ShardHandle:
         deadline = self._deadline(asked, timeout_s)
         state: LocalState | None = None
 
-        def check() -> None:
+        def check() -> str:
             nonlocal state
             rules.check_version(version)
             state = collect()
@@ -684,6 +693,7 @@ class ShardHandle:
                     "call handle.unpublish() before each async_save, or use a stager that does not "
                     "keep its buffers",
                 )
+            return ""
 
         with self._busy():
             if self._held is not None:
@@ -706,7 +716,7 @@ class ShardHandle:
     def _load(
         self,
         version: int | str,
-        layouts: Sequence[Layout],
+        found: tuple[VersionRef, Sequence[Layout]],
         fill: Callable[[Sequence[Layout]], LocalState],
         vet: Callable[[], object],
         *,
@@ -716,30 +726,41 @@ class ShardHandle:
         """dcp.load: give up what is held, register and read.
 
         Args:
-            layouts: Of the version when it was inspected: the check is made against these.
+            found: What `_inspect` found: the check is made against that.
             fill: From a source's layouts to what is to be read.
             vet: Called when the objects have landed; raises to refuse them.
             is_served: Whether to become a source, if the version was read whole.
         """
-        whole = Whole(is_required=False, is_served=is_served)
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
+        ref, layouts = found
+        checked: LocalState | None = None
 
-        def check() -> None:
-            state = fill(layouts)
-            layout, _ = build(state.tensors, state.objects)
+        def check() -> str:
+            nonlocal checked
+            checked = fill(layouts)
+            layout, memory = build(checked.tensors, checked.objects, paths=checked.paths)
             self._reading.plan(layouts, layout, self.rank)
+            if is_served and self._held == ref and self._is_registered(checked, layout, memory):
+                return "held"
+            self._require_another_holder(Spec.parse(version), deadline)
+            return "to be read"
 
         def register(now: Sequence[Layout]) -> _Registered:
-            state = fill(now)
+            is_as_checked = all(a is b for a, b in zip(now, layouts, strict=False))
+            state = checked if checked and is_as_checked else fill(now)
             return self._register(state.tensors, state.objects, state.paths)
 
         with self._busy():
             if self.world_size > 1:
-                self._agree(f"check before {asked}", deadline, check, rules.agree)
+                said = self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
-                check()
+                said = check()
+            if said == "held":
+                assert checked is not None
+                return self._already_held(checked, vet)
             self._unpublish(deadline)
+            whole = Whole(is_required=False, is_served=is_served)
             try:
                 with self._holding("replicate", asked, deadline) as call:
                     self._fill(call, Spec.parse(version), None, register, whole, deadline, vet)
@@ -747,6 +768,44 @@ class ShardHandle:
                 self._unregister_unless_held()
             assert self._last_read is not None
             return self._last_read
+
+    def _is_registered(
+        self, state: LocalState, layout: Layout, memory: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether these tensors are the registered ones. Objects have a new buffer each time."""
+        known = self._registered
+        if known is None or known.layout.digest != layout.digest:
+            return False
+        _, tensors = known.parts[-1]
+        _, wanted = build(state.tensors, {})
+        return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
+
+    def _already_held(self, state: LocalState, vet: Callable[[], object]) -> ReadReport:
+        """The version is where it is wanted; nobody may write there while it is held."""
+        assert self._held is not None
+        assert self._registered is not None
+        for fqn, buffer in state.objects.items():
+            buffer.copy_(self._registered.objects[fqn])
+        vet()
+        log.info("version %d of %r is already here", self._held.version, self.model)
+        self._last_read = ReadReport(self._held.version, self.replica, 0, 0, 0.0, {})
+        return self._last_read
+
+    def _require_another_holder(self, spec: Spec, deadline: Deadline) -> None:
+        """To read a version into other tensors, this replica first gives up the copy it holds."""
+        keys, own = self._group.seat.keys, self._group.seat.inst
+
+        def rule(view: View) -> Step[None]:
+            offer = rules.resolve(view, keys, spec)
+            if not isinstance(offer, Wait) and offer.holdings.keys() == {own}:
+                raise UsageError(
+                    f"this replica is the only one that holds version {offer.ref.version}, in "
+                    "other tensors than these; load into those, or with another handle"
+                )
+            return Done(None)
+
+        if self._held is not None:
+            self._group.ask(spec_ranges(keys), rule, deadline)
 
     def _unregister_unless_held(self) -> None:
         if self._held is None:
@@ -756,15 +815,16 @@ class ShardHandle:
         self,
         asked: str,
         deadline: Deadline,
-        check: Callable[[], object],
+        check: Callable[[], str],
         effects: Callable[[View, Seat, Call], Step[Call]],
-    ) -> None:
-        """Go on only if the check passes on every rank."""
+    ) -> str:
+        """Go on only if the check passes on every rank. What all say; "" if they differ."""
         keys, run = self._group.seat.keys, self._group.seat.run
         with self._group.call("agree", asked, deadline) as call:
-            check()
+            value = check()
             call.decide((keys.versions(run), keys.holdings(run)), effects)
-            call.finish("", lambda _: "")
+            outcome = call.finish(value, lambda said: _unanimous(said.values()))
+            return outcome.said
 
     # Looking around
 
@@ -876,6 +936,11 @@ class ShardHandle:
             raise UsageError(
                 f"{call}: this handle holds version {self._held.version}; unpublish() it first"
             )
+
+
+def _unanimous(said: Iterable[str]) -> str:
+    values = set(said)
+    return values.pop() if len(values) == 1 else ""
 
 
 def _memory_of(state: LocalState) -> set[tuple[int, int]]:

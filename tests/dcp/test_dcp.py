@@ -292,3 +292,28 @@ def test_saving_a_number_that_readers_hold_costs_nothing(handles):
     load(rollout, blank())
     assert isinstance(failure(lambda: save(trainer, 5, state())), VersionConflict)
     assert trainer.version == 5
+
+
+def test_what_is_already_here_is_not_read_again(handles):
+    trainer, rollout = handles
+    saved, got = state(), blank()
+    save(trainer, 5, saved)
+    assert load(rollout, got) == 5
+    trainer.close()
+    got["optimizer"]["step"] = 0
+    got["tuple"] = None
+    assert load(rollout, got) == 5  # nobody else holds it
+    assert rollout.last_read.bytes_read == 0
+    assert_same(saved, got)
+    assert rollout.list() == {5: {"rollout"}}
+
+
+def test_the_only_copy_is_not_given_up_for_another_place(handles):
+    trainer, rollout = handles
+    save(trainer, 5, state())
+    load(rollout, blank())
+    trainer.close()
+    error = failure(lambda: load(rollout, blank()))
+    assert isinstance(error, UsageError)
+    assert "only one that holds version 5" in str(error)
+    assert rollout.version == 5

@@ -132,6 +132,8 @@ def reshard(model):
     assert loaded(rollout, "latest", get_model_state_dict(parallel)) == 1
     assert rollout.version == 1
     check(get_model_state_dict(parallel), whole(1))
+    assert loaded(rollout, "latest", get_model_state_dict(parallel)) == 1
+    assert rollout.last_read.bytes_read == 0, "what is here already was read again"
     after = {
         fqn: p.to_local().data_ptr()
         for fqn, p in parallel.named_parameters()

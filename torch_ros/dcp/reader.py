@@ -50,6 +50,8 @@ class ROSReader(StorageReader):
     tensors, and this replica is a source of the version from then on, until the handle's next
     load or `unpublish`: do not write to the tensors before.
 
+    A version that this handle already holds in these very tensors is not read again.
+
     If the state dict is only a part of the version (the model out of model and optimizer), that
     part is read and nothing is served. dcp's files cast silently; this does not: other dtypes are
     an error.
@@ -85,7 +87,7 @@ class ROSReader(StorageReader):
         self._handle: ShardHandle | None = None
         self._plan = LoadPlan([])
         self._contents: Mapping[str, LogicalTensor] = {}
-        self._layouts: Sequence[Layout] = ()
+        self._found: tuple[Any, Sequence[Layout]] = (None, ())
         self._error: TorchRosError | None = None
         self.version: int | None = None
         """The version that was read, once dcp.load has returned."""
@@ -104,11 +106,11 @@ class ROSReader(StorageReader):
         """
         try:
             self._handle = handle = self._given or default_handle("load")
-            self._layouts = handle._inspect(self._asked, self._timeout_s)
-            self._contents = logical(self._layouts)
+            self._found = handle._inspect(self._asked, self._timeout_s)
+            self._contents = logical(self._found[1])
         except TorchRosError as error:
             self._error = error
-        return _metadata(self._contents, self._layouts)
+        return _metadata(self._contents, self._found[1])
 
     # dcp looks for a parameter of this name before it passes the rank.
     def set_up_storage_reader(
@@ -134,7 +136,7 @@ class ROSReader(StorageReader):
         load = _Load(self, planner)
         report = self._handle._load(  # dcp stands on the handle
             self._asked,
-            self._layouts,
+            self._found,
             load.fill,
             load.vet,
             is_served=self._serve,

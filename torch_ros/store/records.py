@@ -126,6 +126,7 @@ Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
 class Outcome(Record, frozen=True):
     failure: Failure | None = None
     is_source: bool = False  # the group now holds the version, and serves it
+    said: str = ""  # agree: what the ranks said, summarised
 
 
 class Call(Record, frozen=True):

@@ -679,7 +679,7 @@ class Whole:
 def complete(
     view: View, seat: Seat, call: Call, layout: str, whole: Whole = Whole()
 ) -> Step[Outcome]:
-    """All ranks are ready and together hold content of `layout`: the end of the call.
+    """All ranks are ready and together hold content of `layout` (agree: said so): the end.
 
     The end flips the holding by compare-and-swap in the same transaction, so all ranks see the
     same end (I3), and a repeated one finds it done (I5).
@@ -689,7 +689,7 @@ def complete(
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
     if call.kind == "agree":
-        return _end(view, seat, current, Outcome())
+        return _end(view, seat, current, Outcome(said=layout))
     ref = current.ref
     assert ref is not None
     version, own = (
