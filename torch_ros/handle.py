@@ -643,9 +643,7 @@ class ShardHandle:
             if isinstance(offer, Wait):
                 return offer
             entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
-            own = (
-                self._group.seat.inst
-            )  # its own tensors, if it must; an agent has no peer in itself
+            own = self._group.seat.inst  # last: it is about to read from another
             sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
             return Done((offer.ref, Version.decode(entry.value).layout, sources[0]))
 
@@ -739,9 +737,9 @@ class ShardHandle:
         def check() -> str:
             nonlocal checked
             checked = fill(layouts)
-            layout, memory = build(checked.tensors, checked.objects, paths=checked.paths)
+            layout, _ = build(checked.tensors, checked.objects, paths=checked.paths)
             self._reading.plan(layouts, layout, self.rank)
-            if is_served and self._held == ref and self._is_registered(checked, layout, memory):
+            if is_served and self._held == ref and self._is_registered(checked, layout):
                 return "held"
             self._require_another_holder(Spec.parse(version), deadline)
             return "to be read"
@@ -769,9 +767,7 @@ class ShardHandle:
             assert self._last_read is not None
             return self._last_read
 
-    def _is_registered(
-        self, state: LocalState, layout: Layout, memory: Sequence[torch.Tensor]
-    ) -> bool:
+    def _is_registered(self, state: LocalState, layout: Layout) -> bool:
         """Whether these tensors are the registered ones. Objects have a new buffer each time."""
         known = self._registered
         if known is None or known.layout.digest != layout.digest:
