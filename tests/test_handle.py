@@ -497,7 +497,8 @@ def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened):
 
 
 @only_memory
-def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint):
+@pytest.mark.parametrize("leaver", ["the first", "the second"])
+def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leaver):
     model = "m-" + uuid.uuid4().hex[:8]
     with ThreadPoolExecutor(2) as pool:
         opened = [
@@ -511,13 +512,15 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint):
             handle.register({"w": torch.ones(3)})
         for each in [pool.submit(handle.publish, 1) for handle in (first, second)]:
             each.result(10)
-    second.close()
-    first.unpublish()
-    first.unpublish()
-    assert first.list() == {}
+    order = [first, second] if leaver == "the first" else [second, first]
+    order[0].close()
+    left = order[1]
+    left.unpublish()
+    left.unpublish()
+    assert left.list() == {}
     with pytest.raises(SelfFenced, match="closed its handle"):
-        first.publish(2)
-    first.close()
+        left.publish(2)
+    left.close()
 
 
 @only_memory

@@ -49,8 +49,9 @@ class SelfFenced(TorchRosError):
     """This process lost its place in the store; others may already have moved on.
 
     What the replica published is not offered to new readers once its lease has ended, at the
-    latest `ttl_s` from now; what readers still get from it after that does not count for them.
-    So wait that long before you write to published tensors. Close the handle and open a new one.
+    latest 2 x `ttl_s` from now (an election in etcd renews leases); what readers still get from
+    it after that does not count for them. So wait that long before you write to published
+    tensors. Close the handle and open a new one.
     """
 
     def __init__(self, replica: str, reason: str) -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAILBOX_BYTES = 4096
 HEADER_BYTES = 32  # a progress word (later: pipelined reads), the notice's length, its digest
 PEERS_MAX = 4096  # connections kept; the least recently used is closed first
+ATTACHED_MAX = 256  # registrations known of one peer
 BATCH_BYTES = 64 << 20  # a read is posted in parts of this size, with a look at the clock between
 POLL_S = 0.0002
 
@@ -143,6 +144,8 @@ class Intake:
             where = msgspec.msgpack.decode(card, type=Card)
         except msgspec.DecodeError as error:
             raise PeerError(f"a shard record that this release cannot read: {error}") from error
+        if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
+            self.forget(where.agent)  # it registers anew all the time; only a new start forgets
         peer = self._peer(where)
         box = self._read_bytes(peer, where.mailbox, where.mailbox_address, MAILBOX_BYTES, deadline)
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]

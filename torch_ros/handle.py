@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import secrets
@@ -246,6 +247,7 @@ class ShardHandle:
         self._is_closed = False
         self._staged: set[tuple[int, int]] = set()  # memory of dcp's staged copy, if published
         _open_handles.add(self)
+        _close_open_handles_at_exit()
 
     def __repr__(self) -> str:
         held = f", version={self._held.version}" if self._held else ""
@@ -392,6 +394,7 @@ class ShardHandle:
         self, kind: Literal["publish", "replicate"], asked: str, deadline: Deadline
     ) -> Iterator[GroupCall]:
         """A call that may end with this group holding a version, however this rank fares in it."""
+        self._catch_up(deadline)
         call: GroupCall | None = None
         try:
             with self._group.call(kind, asked, deadline) as call:
@@ -399,6 +402,12 @@ class ShardHandle:
         finally:
             if call is not None and self._held is None:
                 self._held = call.may_hold
+
+    def _catch_up(self, deadline: Deadline) -> None:
+        """Learn how a call ended that etcd's absence left open, as the peers have long known."""
+        if (call := self._group.unfinished) is not None:
+            call.end(deadline)
+            self._held, self._group.unfinished = call.may_hold, None
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
@@ -415,17 +424,20 @@ class ShardHandle:
             self._unpublish(self._deadline("unpublish", timeout_s))
 
     def _unpublish(self, deadline: Deadline) -> None:
-        if self._held is None:
-            return
-        held = self._held
         try:
+            self._catch_up(deadline)
+            held = self._held
+            if held is None:
+                return
             with self._group.call("unpublish", f"unpublish {held.version}", deadline) as call:
                 call.unpublish(held)
         except SelfFenced:
             if not self._group.is_over:
                 raise
             # A peer closed its handle first: nothing is offered; readers may not be done.
-            seat = self._group.seat
+            seat, held = self._group.seat, self._held
+            if held is None:
+                return
             readers = seat.keys.readers_of(held.run, held.version, seat.inst)
             self._group.ask((readers,), partial(rules.unread, seat=seat, ref=held), deadline)
         self._held = None
@@ -474,6 +486,7 @@ class ShardHandle:
         """
         deadline = self._deadline(f"update {version}", timeout_s)
         with self._busy():
+            self._catch_up(deadline)
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
@@ -694,6 +707,7 @@ class ShardHandle:
             return ""
 
         with self._busy():
+            self._catch_up(deadline)
             if self._held is not None:
                 effects = partial(rules.check_publishable, version=version)
                 try:
@@ -750,6 +764,7 @@ class ShardHandle:
             return self._register(state.tensors, state.objects, state.paths)
 
         with self._busy():
+            self._catch_up(deadline)
             if self.world_size > 1:
                 said = self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
@@ -946,7 +961,7 @@ def _memory_of(state: LocalState) -> set[tuple[int, int]]:
 def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:
     """Wait for what was queued on these tensors: nobody else orders it before our reads."""
     for device in {tensor.device for tensor in memory if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
 
 
 def _mark_written(memory: Sequence[torch.Tensor]) -> None:
@@ -956,7 +971,12 @@ def _mark_written(memory: Sequence[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-@atexit.register
+@functools.cache
+def _close_open_handles_at_exit() -> None:
+    # Not when this module is imported: nixl comes later, and the last to register is run first.
+    atexit.register(_close_open_handles)
+
+
 def _close_open_handles() -> None:
     for handle in list(_open_handles):
         try:

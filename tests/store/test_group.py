@@ -468,3 +468,32 @@ def test_a_failed_read_leaves_no_record_even_if_a_request_is_lost(store):
     assert store.there("readers/") == []
     assert store.there("ready/") == []
     unpublish(trainer, ref, timeout_s=2)
+
+
+def test_a_rank_that_dies_in_a_read_does_not_hold_its_source_up(store):
+    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
+    ref = publish(trainer, 7)
+    gone = threading.Event()
+
+    def dies():
+        rollout[1].session.close()  # its records go, as when its lease ends
+        gone.set()
+        raise SystemExit
+
+    def waits():
+        assert gone.wait(10)
+        time.sleep(0.5)
+
+    def reads():
+        return replicate(rollout[0], pause=waits)
+
+    def crashes():
+        try:
+            replicate(rollout[1], pause=dies)
+        except SystemExit:
+            return
+
+    error, _ = at_once(reads, crashes)
+    assert isinstance(error, SelfFenced | CallAborted), error
+    unpublish(trainer, ref, timeout_s=3)
+    assert store.there("readers/") == []

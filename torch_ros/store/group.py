@@ -31,6 +31,7 @@ from torch_ros.store.txn import Created, Range, Steps, View, one
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+NOTE_TTL_S = 10  # time enough for every peer to read it
 LEAVE_S = 1.0  # for telling the peers; they notice anyway
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 
@@ -46,9 +47,10 @@ class Group:
         self.kv, self.session, self.seat = kv, session, seat
         self.calls_made = 0
         self._fenced_because: str | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._calling = threading.Lock()
-        self._unfinished: GroupCall | None = None  # its end could not be learned
+        self.unfinished: GroupCall | None = None
+        """The last call, if its end could not be learned; `GroupCall.end` it before the next."""
         self._watcher = threading.Thread(
             target=self._watch_over, name=f"torch_ros watches {seat.inst}", daemon=True
         )
@@ -123,7 +125,7 @@ class Group:
 
     def check_open(self) -> None:
         """Raises: ClosedError: This seat was given up."""
-        if self._is_closed:
+        if self.is_closed:
             raise ClosedError(f"the handle of replica {self.seat.replica!r} is closed")
 
     def check(self) -> None:
@@ -143,7 +145,7 @@ class Group:
 
     def fence(self, reason: str) -> None:
         """Lose the seat. What this rank still has in the store goes, after its running call."""
-        if self._fenced_because is None and not self._is_closed:
+        if self._fenced_because is None and not self.is_closed:
             self._fenced_because = reason
             level = logging.INFO if reason.endswith(rules.CLOSED) else logging.WARNING
             log.log(level, "replica %r: %s; this handle is fenced", self.seat.replica, reason)
@@ -156,28 +158,33 @@ class Group:
 
         That ends the replica for its other ranks too.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self.seat.world_size > 1 and not self.is_fenced:
-            ranges = (one(self.seat.group), self.seat.keys.holdings())
-            rule = partial(membership.leave, seat=self.seat)
             try:
-                run(settle("close", ranges, rule), self.kv, Deadline("close", LEAVE_S))
+                self._leave()
             except TorchRosError as error:
                 log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
         self.session.close()
         self.kv.close()
 
+    def _leave(self) -> None:
+        # The note outlives this rank's lease, which may be the one that the group's records have.
+        lease_id, _ = self.kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
+        rule = partial(membership.leave, seat=self.seat, note_lease_id=lease_id)
+        ranges = (*self.seat.own, self.seat.keys.holdings())
+        run(settle("close", ranges, rule), self.kv, Deadline("close", LEAVE_S))
+
     def _watch_over(self) -> None:
         forever = Deadline(f"watching over replica {self.seat.replica!r}", math.inf)
-        ranges = (one(self.seat.group), one(membership.follower(self.seat)))
+        ranges: tuple[Range, ...] = (one(self.seat.group), one(membership.follower(self.seat)))
         try:
             reason = self.run(
                 settle("watch", ranges, partial(membership.watch_over, seat=self.seat)), forever
             )
             if not reason:
-                ranges = (one(self.seat.group), self.seat.keys.holdings())
+                ranges = (*self.seat.own, self.seat.keys.holdings())
                 reason = self.run(
                     settle("expel", ranges, partial(membership.expel, seat=self.seat)), forever
                 )
@@ -203,22 +210,24 @@ class Group:
     def call(self, kind: Kind, asked: str, deadline: Deadline) -> Iterator[GroupCall]:
         """The group's next call. An exception in the block ends it for all ranks."""
         self.check()
-        with self._calling:
-            if self._unfinished is not None:
-                self._unfinished.end(deadline)
-                self._unfinished = None
-            made = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
-            try:
-                yield made
-            except BaseException as error:
-                made.give_up(error)
-                raise
-            finally:
-                self.calls_made += made.is_recorded
-                if made.is_recorded and not made.has_ended:
-                    self._unfinished = made
-        if self.is_fenced:
-            self.session.close()
+        assert self.unfinished is None, "the caller ends it first"
+        try:
+            with self._calling:
+                made = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
+                try:
+                    yield made
+                except BaseException as error:
+                    if isinstance(error, SelfFenced):
+                        self.fence(error.reason)
+                    made.give_up(error)
+                    raise
+                finally:
+                    self.calls_made += made.is_recorded
+                    if made.is_recorded and not made.has_ended and not self.is_fenced:
+                        self.unfinished = made
+        finally:
+            if self.is_fenced:
+                self.session.close()
 
 
 class GroupCall:
@@ -373,8 +382,11 @@ class GroupCall:
 
         The caller's transfers have terminated.
         """
-        if isinstance(error, ClosedError):
+        if self._group.is_closed:
             return
+        self._failure = Failure.of(
+            error, replica=self.seat.replica, call=self._number, rank=self.seat.rank
+        )
         try:
             if not self.has_ended and not isinstance(error, SelfFenced):
                 self._abort(error)
@@ -392,8 +404,8 @@ class GroupCall:
 
     def _abort(self, error: BaseException) -> Outcome:
         seat = self.seat
-        self._failure = Failure.of(error, replica=seat.replica, call=self._number, rank=seat.rank)
-        return self._end(self._failure, Deadline(f"giving up {self._asked}", CLEAN_UP_S))
+        failure = Failure.of(error, replica=seat.replica, call=self._number, rank=seat.rank)
+        return self._end(failure, Deadline(f"giving up {self._asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(

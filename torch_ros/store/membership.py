@@ -118,7 +118,8 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     """
     keys = who.keys
     born = {k.parse_run(key): entry.create_rev for key, entry in view.within(keys.runs())}
-    live = {Group.decode(entry.value).run for _, entry in view.within(keys.groups())}
+    groups = [Group.decode(entry.value) for _, entry in view.within(keys.groups())]
+    live = {group.run for group in groups if group.left is None}
     live |= {k.parse_holding(key).run for key, _ in view.within(keys.holdings())}
     live &= born.keys()
     if who.run is None and live:
@@ -224,11 +225,13 @@ def expel(view: View, seat: Seat) -> Step[str]:
     except SelfFenced as fenced:
         return Done(fenced.reason)
     records = [seat.group, seat.decisions, *_holdings(view, seat)]
-    txn = Txn((view.unchanged(seat.group),), tuple(Delete(one(key)) for key in records))
+    # A call that is decided meanwhile may bring another holding.
+    guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
+    txn = Txn(guards, tuple(Delete(one(key)) for key in records))
     return Act(txn, lambda _: f"rank {(seat.rank + 1) % seat.world_size} died")
 
 
-def leave(view: View, seat: Seat) -> Step[None]:
+def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     """This rank closes its handle, so the replica ends; say so, or it looks like a crash."""
     try:
         entry = own_group(view, seat)
@@ -237,8 +240,8 @@ def leave(view: View, seat: Seat) -> Step[None]:
     left = msgspec.structs.replace(Group.decode(entry.value), left=seat.rank)
     records = _holdings(view, seat)  # the decisions stay, for peers that wait for an outcome
     txn = Txn(
-        (view.unchanged(seat.group),),
-        (Put(seat.group, left.encode(), entry.lease_id), *(Delete(one(key)) for key in records)),
+        (view.unchanged(seat.group), view.unchanged(seat.decisions)),
+        (Put(seat.group, left.encode(), note_lease_id), *(Delete(one(key)) for key in records)),
     )
     return Act(txn, lambda _: None)
 

@@ -365,7 +365,7 @@ def agree(view: View, seat: Seat, call: Call) -> Step[Call]:
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
     """Would `publish` be refused, once this replica has given up what it holds?"""
     _refuse_old(view, seat, version)
-    _version_to_publish(view, seat, version)
+    _fellow_publisher(view, seat, version)
     return _recorded(view, seat, call)
 
 
@@ -387,7 +387,8 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
-    record = _version_to_publish(view, seat, version) or Version(fresh_uid)
+    fellow = _fellow_publisher(view, seat, version)
+    record = Version.decode(view.entries[key].value) if fellow else Version(fresh_uid)
     held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
     forgotten = [
         old
@@ -401,7 +402,11 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
         seat,
         msgspec.structs.replace(call, ref=ref),
         # The ranged guard keeps two versions published at once from both being the newest.
-        (view.unchanged(key), NoneNewer(above, view.rev), *map(view.unchanged, forgotten)),
+        (
+            view.unchanged(key),
+            NoneNewer(above, view.rev),
+            *map(view.unchanged, (*forgotten, *((fellow,) if fellow else ()))),
+        ),
         (
             Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
             *(Delete(one(old)) for old in forgotten),
@@ -410,25 +415,23 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     )
 
 
-def _version_to_publish(view: View, seat: Seat, version: int) -> Version | None:
-    """The record to share with other publishers of this version; None if nobody else holds it.
+def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
+    """The holding of another publisher of this version, to share its uid; "": nobody holds it.
 
     Raises:
         VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
             bytes may be others.
     """
-    of_version = [
-        Holding.decode(entry.value)
+    others = {
+        key: Holding.decode(entry.value)
         for key, entry in view.within(seat.keys.holdings(seat.run))
         if (where := k.parse_holding(key)).version == version and where.inst != seat.inst
-    ]
-    entry = view.entries.get(seat.keys.version(seat.run, version))
-    if not of_version or entry is None:
-        return None
-    if all(holding.source for holding in of_version):
+    }
+    publishers = [key for key, holding in others.items() if not holding.source]
+    if others and not publishers:
         reason = "replicas that read it earlier still hold it, and these bytes may be others"
         raise VersionConflict(seat.keys.model, version, seat.run, reason)
-    return Version.decode(entry.value)
+    return publishers[0] if publishers else ""
 
 
 def _refuse_second(view: View, seat: Seat) -> None:
@@ -497,7 +500,7 @@ def _held(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:
 def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[Created, ...]]]:
     """Announce that this rank reads from the source; then learn how to reach its processes.
 
-    Addresses are read after the record is there: they cannot change while it is (hole 9).
+    Addresses are read after the record is there: they cannot change while it is.
     Returns the source's shards and the guards under which bytes read from it count.
 
     Raises:
