@@ -49,11 +49,10 @@ class Failure:
 
 class Trainer:
     def __init__(self, setup: Setup, group: str, tensors: Tensors) -> None:
-        self.tensors, self._small = tensors, plain(SMALL_MIB << 20, SMALL_MIB)
-        self._handle = torch_ros.open(
-            f"{setup.model}-{group}", endpoint=setup.endpoint, replica=f"{group}-trainer"
-        )
-        self._handle.register(tensors)
+        self.tensors = tensors
+        # Two handles: what is registered anew, readers have to look up anew.
+        self._handle = opened(setup, group, "trainer", tensors)
+        self._small = opened(setup, f"{group}-small", "trainer", plain(SMALL_MIB << 20, SMALL_MIB))
         self._version = 0
 
     def size_bytes(self) -> int:
@@ -71,36 +70,30 @@ class Trainer:
     def warm(self, count: int) -> dict[str, list[tuple[float, float]]]:
         """Seconds of each of `count` publishes and unpublishes that nobody reads, by size."""
         self._handle.unpublish()
-        timed = {"whole": self._time(count)}
-        self._handle.unregister()
-        self._handle.register(self._small)
-        timed["small"] = self._time(count)
-        self._handle.unregister()
-        self._handle.register(self.tensors)
-        return timed
+        return {
+            "small": self._time(self._small, count),
+            "whole": self._time(self._handle, count),
+        }
 
-    def _time(self, count: int) -> list[tuple[float, float]]:
+    def _time(self, handle: torch_ros.ShardHandle, count: int) -> list[tuple[float, float]]:
         timed = []
         for _ in range(count + 1):
             self._version += 1
             began_s = time.perf_counter()
-            self._handle.publish(self._version)
+            handle.publish(self._version)
             published_s = time.perf_counter()
-            self._handle.unpublish()
+            handle.unpublish()
             timed.append((published_s - began_s, time.perf_counter() - published_s))
         return timed[1:]  # the first ones come after something else
 
     def close(self) -> None:
         self._handle.close()
+        self._small.close()
 
 
 class Rollout:
     def __init__(self, setup: Setup, group: str, name: str, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self._handle = torch_ros.open(
-            f"{setup.model}-{group}", endpoint=setup.endpoint, replica=f"{group}-{name}"
-        )
-        self._handle.register(tensors)
+        self._tensors, self._handle = tensors, opened(setup, group, name, tensors)
 
     def update(self) -> dict[str, float]:
         began_s = time.perf_counter()
@@ -271,6 +264,12 @@ def serve(pipe: Connection, build: Callable[..., dict[str, Any]], *arguments: ob
         pipe.send(Failure(traceback.format_exc()))
 
 
+def opened(setup: Setup, group: str, name: str, tensors: Tensors) -> torch_ros.ShardHandle:
+    handle = torch_ros.open(f"{setup.model}-{group}", endpoint=setup.endpoint, replica=name)
+    handle.register(tensors)
+    return handle
+
+
 # Tensors
 
 
@@ -328,7 +327,7 @@ def join(setup: Setup, group: str, rank: int) -> DeviceMesh:
 
 
 def raw_agent(name: str) -> Any:
-    # After torch_ros has set UCX's environment: both sides of the comparison are to run with it.
+    # Here, because torch_ros says how loud it may be before it loads it.
     from nixl import nixl_agent, nixl_agent_config  # noqa: PLC0415
 
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

@@ -207,6 +207,9 @@ def main() -> None:
     options = parse()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit("told to end"))
+    # Over TCP, if it comes to that, torch_ros asks for these; NIXL by hand is to have them too.
+    for variable in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+        os.environ.setdefault(variable, "1m")
     machine = machine_row(options.endpoint)
     with tempfile.TemporaryDirectory(prefix="torch-ros-bench-", dir="/dev/shm") as directory:
         setup = Setup(
