@@ -20,11 +20,12 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
-from torch_ros.store import rules
+from torch_ros.store import membership, rules
 from torch_ros.store.endpoint import connect
 from torch_ros.store.group import Group, spec_ranges
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Done
+from torch_ros.store.membership import Applicant
 from torch_ros.store.records import Shard
 from torch_ros.store.rules import Spec, Whole
 from torch_ros.store.run import Deadline
@@ -344,19 +345,44 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
 
 
-def test_a_dead_rank_takes_its_replica_out(store):
+def anchor_first(store, group):
+    """The rank on whose lease the group's records hang, then the others."""
+    seat = group[0].seat
+    record = store.kv.read(Read((one(seat.group),)), timeout_s=5).entries[seat.group]
+    return sorted(group, key=lambda rank: rank.session.lease_id != record.lease_id)
+
+
+@pytest.mark.parametrize("dies", ["the anchor", "another"])
+def test_a_dead_rank_takes_its_replica_out(store, dies):
     trainer = store.replica("trainer", 3, ttl_s=2)
     other = store.join("other")
     at_once(*(partial(publish, rank, 7) for rank in trainer))
-    lease = trainer[1].session.lease_id
-    trainer[1].session._closing.set()  # as if it was killed: nobody renews the lease
+    ranks = anchor_first(store, trainer)
+    dead, alive = (ranks[0], ranks[1]) if dies == "the anchor" else (ranks[1], ranks[0])
+    dead.session._closing.set()  # as if it was killed: nobody renews the lease
     started = time.monotonic()
     while listing(other):
         assert time.monotonic() - started < 10
         time.sleep(0.05)
-    assert lease
-    error = attempt(partial(publish, trainer[0], 8))
-    assert isinstance(error, SelfFenced)
+    assert isinstance(attempt(partial(publish, alive, 8)), SelfFenced)
+
+
+def test_a_fenced_group_lets_go_of_its_source_by_itself(store):
+    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
+    ref = publish(trainer, 7)
+    anchor, other = anchor_first(store, rollout)
+    shard = store.keys.shard(other.seat.inst, other.seat.rank)
+
+    def peer_dies():
+        store.kv.commit(Txn(ops=(Delete(one(shard)),)), timeout_s=5)
+        started = time.monotonic()
+        while not anchor.is_fenced:
+            assert time.monotonic() - started < 10
+            time.sleep(0.01)
+
+    assert isinstance(attempt(partial(replicate, anchor, pause=peer_dies)), SelfFenced)
+    unpublish(trainer, ref, timeout_s=3)  # though nobody has closed the rollout's handles
+    assert store.there("readers/") == []
 
 
 def test_close_makes_everything_vanish_at_once(store):
@@ -452,8 +478,19 @@ def test_a_peer_that_leaves_right_after_the_end_does_not_spoil_it(store):
 
 
 def test_two_first_processes_find_one_run(store):
-    groups = at_once(*(partial(store.join, f"r{i}") for i in range(4)))
-    assert len({group.seat.run for group in groups}) == 1
+    def applicant(name):
+        shard, lease_id = Shard("host", 1, b""), store.kv.grant(5, timeout_s=5)[0]
+        return Applicant(
+            store.keys, name, 0, 1, lease_id, shard, "n", False, None, f"run-{name}", "dc", False
+        )
+
+    one_, two = applicant("one"), applicant("two")
+    view = store.kv.read(Read(membership.open_ranges(one_)), timeout_s=5)
+    first, second = (membership.create_group(view, who).txn for who in (one_, two))
+    assert store.kv.commit(first, timeout_s=5).applied
+    assert not store.kv.commit(second, timeout_s=5).applied
+    again = store.kv.read(Read(membership.open_ranges(two)), timeout_s=5)
+    assert store.kv.commit(membership.create_group(again, two).txn, timeout_s=5).applied
     assert len(store.there("runs/")) == 1
 
 
