@@ -1,7 +1,7 @@
 """The processes that transfer.py starts: each does what it is told, and says how long it took."""
 
+import logging
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -245,7 +245,6 @@ def tp_rank(setup: Setup, rank: int) -> dict[str, Any]:
 
 def serve(pipe: Connection, build: Callable[..., dict[str, Any]], *arguments: object) -> None:
     """Do as told until told to end, or until the parent has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     torch.set_num_threads(1)
     try:
@@ -254,6 +253,7 @@ def serve(pipe: Connection, build: Callable[..., dict[str, Any]], *arguments: ob
         while told := pipe.recv():
             actor, method, given = told
             pipe.send(getattr(actors[actor], method)(*given))
+        logging.getLogger("torch_ros").setLevel(logging.ERROR)  # ranks do not leave at one instant
         for actor in actors.values():
             actor.close()
         if dist.is_initialized():

@@ -87,11 +87,14 @@ def started(setup: Setup) -> Iterator[dict[str, list[Child]]]:
     ranks = range(peers.RANKS)
     groups: dict[str, list[Child]] = defaultdict(list)
     try:
+        # Inherited: Ctrl-C reaches children too, and is ours alone to handle.
+        ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
         groups["source"].append(Child(peers.pair_source, setup))
         groups["reader"].append(Child(peers.pair_reader, setup))
         for rank in ranks:
             groups["fsdp"].append(Child(peers.fsdp_rank, setup, rank))
             groups["tp"].append(Child(peers.tp_rank, setup, rank))
+        signal.signal(signal.SIGINT, ours)
         everyone = [child for group in groups.values() for child in group]
         for child in everyone:
             child.hear()
@@ -101,6 +104,8 @@ def started(setup: Setup) -> Iterator[dict[str, list[Child]]]:
         for child in everyone:
             child.process.join(END_S)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop us halfway
         for group in groups.values():
             for child in group:
                 child.end()
