@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="to train, and versions to follow")
     steps: int = parser.parse_args().steps
     print(__doc__, flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit("told to end; everything but etcd has ended"))
 

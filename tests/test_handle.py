@@ -489,6 +489,7 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
 def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened):
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(3)})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         rollout.replicate()

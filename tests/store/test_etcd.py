@@ -240,7 +240,8 @@ def python(script, *arguments):
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.txn import Read, Watch, one
 kv = EtcdKV(sys.argv[1:])
