@@ -239,7 +239,7 @@ def _cut(spans: Spans) -> Spans:
     """
     if int(spans[:, 2].max()) <= BATCH_BYTES:
         return spans
-    counts = -(-spans[:, 2] // np.uint64(BATCH_BYTES))
+    counts = (spans[:, 2] + np.uint64(BATCH_BYTES - 1)) // np.uint64(BATCH_BYTES)
     cut = np.repeat(spans, counts.astype(np.int64), axis=0)
     firsts = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
     done = (np.arange(len(cut), dtype=np.uint64) - firsts) * np.uint64(BATCH_BYTES)

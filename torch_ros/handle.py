@@ -70,7 +70,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     spot: bool = False,
     timeout_s: float = 300.0,
     ttl_s: int = 10,
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = 4 << 20,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
 
@@ -94,7 +94,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         spot: This replica may vanish at any time (for retention; recorded).
         timeout_s: Seconds for this call, and the default for the handle's calls.
         ttl_s: Seconds after which a dead process's records vanish from etcd.
-        staging_bytes: Bound on the buffer through which short strided runs are read.
+        staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
+            that fits the processor's cache beats a larger one.
 
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them.
