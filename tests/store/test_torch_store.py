@@ -1,0 +1,841 @@
+"""What torch asks of a store: EtcdStore beside torch's own, on a real etcd and one that loses."""
+
+import functools
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
+from torch_ros.store import EtcdStore, memory, run, torch_store
+from torch_ros.store.memory import MemoryKV, Space
+from torch_ros.store.txn import Put, Read, under
+
+pytestmark = pytest.mark.timeout(60)
+
+SHORT = timedelta(seconds=0.3)
+LONG = timedelta(seconds=20)
+LARGE = bytes(range(256)) * 12_000  # 3 MB
+KINDS = ["hash", "tcp", "etcd", "memory"]
+
+
+def unique():
+    return "s-" + uuid.uuid4().hex
+
+
+class Clients:
+    """One store of a kind; every call is another client of it."""
+
+    def __init__(self, kind, endpoint):
+        self.kind, self.name, self.opened = kind, unique(), []
+        self.endpoint = f"memory://{unique()}" if kind == "memory" else endpoint
+        if kind == "hash":
+            self.first = dist.HashStore()
+        elif kind == "tcp":
+            self.first = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def __call__(self, timeout=LONG):
+        if self.kind == "hash":
+            store = self.first
+        elif self.kind == "tcp":
+            store = dist.TCPStore("127.0.0.1", self.first.port, wait_for_workers=False)
+        else:
+            store = EtcdStore(self.endpoint, self.name)
+        store.set_timeout(timeout)
+        self.opened.append(store)
+        return store
+
+    def close(self):
+        for store in self.opened:
+            if isinstance(store, EtcdStore):
+                store.close()
+
+
+@pytest.fixture(params=KINDS)
+def clients(request, etcd_endpoint):
+    found = Clients(request.param, etcd_endpoint)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def store(clients):
+    return clients()
+
+
+@pytest.fixture
+def opened(etcd_endpoint):
+    """EtcdStores that are closed at the end."""
+    stores = []
+
+    def open_store(*arguments, **options):
+        stores.append(EtcdStore(*(arguments or (etcd_endpoint, unique())), **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def in_thread(call):
+    """Start `call`; its future."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+# The same for all
+
+
+@pytest.mark.parametrize("value", ["", "text", "é", b"\0\xff\0", bytes(range(256)), LARGE])
+def test_a_value_comes_back_as_it_went_in(clients, value):
+    clients().set("k", value)
+    assert clients().get("k") == (value.encode() if isinstance(value, str) else value)
+
+
+@pytest.mark.parametrize("key", ["", "a/b", "é", "a\0b", "%41", "a!b", 'a"', "..", " ", b"bytes"])
+def test_any_text_is_a_key(store, key):
+    store.set("other", "x")
+    store.set(key, "v")
+    assert store.get(key) == b"v"
+    assert store.check([key])
+    assert store.num_keys() == 2
+    assert store.list_keys().count(key.decode() if isinstance(key, bytes) else key) == 1
+    assert store.delete_key(key)
+    assert not store.check([key])
+
+
+def test_neighbouring_keys_are_different_keys(store):
+    names = ["k", "k!", 'k"', "k/", "k/x", "k%", "kk", "K", "k\0", "k ", "k!x"]
+    for name in names:
+        store.set(name, name)
+    store.queue_push("k", "item")
+    assert [store.get(name).decode() for name in names] == names
+    assert sorted(store.list_keys()) == sorted(names)
+    assert store.delete_key("k")
+    assert [name for name in names if store.check([name])] == names  # "k" is still a queue
+    assert store.queue_pop("k") == b"item"
+    assert not store.check(["k"])
+
+
+def test_compare_set_at_its_corners(store):
+    assert store.compare_set("created", "", "x") == b"x"
+    assert store.get("created") == b"x"
+    assert store.compare_set("missing", "expected", "x") == b"expected"
+    assert not store.check(["missing"])
+    assert store.compare_set("empty", "", "") == b""
+    assert store.check(["empty"])
+    assert store.compare_set("empty", "", "x") == b"x"
+    assert store.compare_set("created", "", "y") == b"x"
+    assert store.compare_set("created", "other", "y") == b"x"
+    assert store.compare_set("created", b"x", b"\0\xff") == b"\0\xff"
+    assert store.compare_set("created", b"\0\xff", LARGE) == LARGE
+    assert store.compare_set("created", LARGE, "small") == b"small"
+    assert store.get("created") == b"small"
+
+
+def test_add_counts_in_decimal_text(store):
+    assert [store.add("n", 5), store.add("n", -7), store.add("n", 0)] == [5, -2, -2]
+    assert store.get("n") == b"-2"
+    assert store.add("zero", 0) == 0
+    assert store.get("zero") == b"0"
+    assert store.add("flag", True) == 1
+    store.set("wraps", str(2**63 - 1))
+    assert store.add("wraps", 1) == -(2**63)
+    assert store.get("wraps") == str(-(2**63)).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *[("12", 12), (" 12", 12), ("12abc", 12), ("+3", 3), ("-4", -4), ("0x10", 0), ("1.5", 1)],
+        *[("12\0", 12), ("\t\n 7", 7), ("007", 7)],
+    ],
+)
+def test_add_reads_numbers_as_c_does(store, text, number):
+    store.set("n", text)
+    assert store.add("n", 1) == number + 1
+    assert store.get("n") == str(number + 1).encode()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.get("no"),
+        lambda store: store.wait(["no"]),
+        lambda store: store.wait(["yes", "no"]),
+        lambda store: store.wait(["no", "no"], timedelta(seconds=0.2)),
+        lambda store: store.wait(["no"], 0.2),
+        lambda store: store.multi_get(["yes", "no"]),
+        lambda store: store.queue_pop("no"),
+        lambda store: store.barrier("nobody else", 2),
+    ],
+)
+def test_who_waits_for_nothing_is_told_after_the_timeout(clients, call):
+    store = clients(SHORT)
+    store.set("yes", "")
+    started_s = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="(?i)timeout"):
+        call(store)
+    assert 0.15 < time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.set("k", 3),
+        lambda store: store.set(3, "v"),
+        lambda store: store.set("\udcff", "v"),
+        lambda store: store.set("k", "\udcff"),
+        lambda store: store.add("k", 1.5),
+        lambda store: store.add("k", 2**63),
+        lambda store: store.wait("k"),
+        lambda store: store.check("k"),
+    ],
+)
+def test_a_wrong_argument_is_a_type_error(store, call):
+    with pytest.raises(TypeError):
+        call(store)
+    assert store.num_keys() == 0
+
+
+def test_no_keys_are_all_there(store):
+    store.wait([])
+    assert store.check([])
+    assert store.multi_get([]) == []
+    assert store.multi_set([], []) is None
+
+
+def test_several_values_at_once(store):
+    store.multi_set(["a", "b", "a"], ["1", b"2\0", "3"])
+    assert store.multi_get(["b", "a", "b"]) == [b"2\0", b"3", b"2\0"]
+    assert store.multi_get(("b",)) == [b"2\0"]
+    many = [f"many/{index}" for index in range(150)]
+    store.multi_set(many, many)
+    assert [value.decode() for value in store.multi_get(many)] == many
+    assert store.check(many)
+    store.wait(many)
+    assert not store.check([*many, "no"])
+    store.multi_set(["large", "small"], [LARGE, "1"])
+    store.multi_set(["large", "other"], ["1", LARGE])
+    assert store.multi_get(["large", "other"]) == [b"1", LARGE]
+    assert store.has_extended_api()
+
+
+def test_values_and_keys_of_different_numbers_are_refused(clients):
+    if clients.kind == "hash":
+        pytest.skip("HashStore checks this by an assertion of its own")
+    with pytest.raises(dist.DistStoreError):
+        clients().multi_set(["a", "b"], ["1"])
+
+
+def test_append_makes_and_extends(store):
+    store.append("k", "x")
+    store.append("k", b"\0y")
+    assert store.get("k") == b"x\0y"
+    store.append("none", "")
+    assert store.check(["none"])
+    store.append("k", LARGE)
+    store.append("k", "end")
+    assert store.get("k") == b"x\0y" + LARGE + b"end"
+
+
+def test_a_deleted_key_is_gone_and_may_come_again(store):
+    store.add("n", 3)
+    assert store.delete_key("n")
+    assert not store.delete_key("n")
+    assert store.add("n", 1) == 1
+
+
+def test_queues(store):
+    for item in (b"a", b"\0", "text", LARGE, b""):
+        store.queue_push("q", item)
+    assert store.queue_len("q") == 5
+    assert store.check(["q"])
+    store.wait(["q"])
+    assert store.num_keys() == 0
+    assert not store.delete_key("q")
+    taken = [store.queue_pop("q"), *(store.queue_pop("q", False) for _ in range(4))]
+    assert taken == [b"a", b"\0", b"text", LARGE, b""]
+    assert store.queue_len("q") == 0
+    assert not store.check(["q"])
+    with pytest.raises(dist.QueueEmptyError):
+        store.queue_pop("q", block=False)
+
+
+def test_a_value_and_a_queue_of_one_name_do_not_mix(store):
+    store.queue_push("k", "item")
+    assert store.compare_set("k", "", "v") == b"v"
+    assert store.append("k", "w") is None
+    assert store.get("k") == b"vw"
+    assert store.delete_key("k")
+    assert store.queue_len("k") == 1
+
+
+def test_the_timeout_is_a_property(store):
+    store.set_timeout(timedelta(seconds=7))
+    assert store.timeout == timedelta(seconds=7)
+    assert store.clone().timeout == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("wait", "wake"),
+    [
+        (lambda store: store.get("k"), lambda store: store.set("k", "v")),
+        (lambda store: store.get("k"), lambda store: store.multi_set(["j", "k"], ["u", "v"])),
+        (lambda store: store.get("k"), lambda store: store.compare_set("k", "", "v")),
+        (lambda store: store.get("k"), lambda store: store.append("k", "v")),
+        (lambda store: store.multi_get(["k"])[0], lambda store: store.set("k", "v")),
+        (lambda store: store.queue_pop("k"), lambda store: store.queue_push("k", "v")),
+        (lambda store: (store.wait(["k"]), b"v")[1], lambda store: store.set("k", "")),
+        (lambda store: (store.wait(["k"]), b"v")[1], lambda store: store.queue_push("k", "")),
+    ],
+)
+def test_another_client_wakes_who_waits(clients, wait, wake):
+    waiting, waking = clients(), clients()
+    future = in_thread(lambda: wait(waiting))
+    time.sleep(0.1)  # most likely it waits by now; if not, it is right too
+    assert not future.done()
+    wake(waking)
+    started_s = time.monotonic()
+    assert future.result(10) == b"v"
+    assert time.monotonic() - started_s < 2
+
+
+def test_add_wakes_who_waits(clients):
+    if clients.kind == "hash":
+        pytest.skip("HashStore forgets to")
+    waiting, waking = clients(), clients()
+    future = in_thread(lambda: waiting.wait(["k"]))
+    time.sleep(0.1)
+    waking.add("k", 0)
+    assert future.result(10) is None
+
+
+def test_many_threads_wait_at_once(clients):
+    waiting, waking = clients(), clients()
+    if clients.kind == "tcp":
+        pytest.skip("a TCPStore client answers one call at a time")
+    with ThreadPoolExecutor(33) as pool:
+        futures = [pool.submit(waiting.get, f"k{index % 4}") for index in range(32)]
+        futures.append(pool.submit(waiting.wait, [f"k{index}" for index in range(4)]))
+        for index in range(4):
+            waking.set(f"k{index}", str(index))
+        found = [future.result(20) for future in futures]
+    assert found == [str(index % 4).encode() for index in range(32)] + [None]
+
+
+def test_threads_add_without_loss(clients):
+    store = clients()
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(lambda _: store.add("n", 1), range(160)))
+    assert sorted(sums) == list(range(1, 161))
+    assert store.get("n") == b"160"
+
+
+def test_threads_share_a_queue_without_loss(clients):
+    stores = [clients() for _ in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        popped = [pool.submit(store.queue_pop, "q") for store in stores for _ in range(10)]
+        pushing = clients()
+        for index in range(40):
+            pushing.queue_push("q", str(index))
+        found = [int(future.result(30)) for future in popped]
+    assert sorted(found) == list(range(40))
+    assert pushing.queue_len("q") == 0
+
+
+def test_a_queue_keeps_its_order(store):
+    rng = random.Random(1)
+    pushed = itertools.count()
+    popped = []
+    for _ in range(60):
+        if rng.random() < 0.6:
+            store.queue_push("q", str(next(pushed)))
+        elif store.queue_len("q"):
+            popped.append(int(store.queue_pop("q")))
+    assert popped == list(range(len(popped)))
+    assert popped
+
+
+def test_a_barrier(clients):
+    stores = [clients() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda store: store.barrier("b", 4), stores))
+
+
+def test_with_a_prefix(clients):
+    store = clients()
+    prefixed = dist.PrefixStore("p", store)
+    prefixed.set("k", b"\0")
+    assert store.get("p/k") == prefixed.get("k") == b"\0"
+    assert prefixed.compare_set("k", b"\0", "v") == b"v"
+    assert prefixed.compare_set("no", "expected", "v") == b"expected"
+    assert prefixed.add("n", 2) == 2
+    prefixed.append("n", "1")
+    prefixed.multi_set(["a", "b"], ["1", "2"])
+    assert prefixed.multi_get(["n", "b"]) == [b"21", b"2"]
+    assert prefixed.check(["a", "b"])
+    assert not prefixed.check(["a", "no"])
+    assert prefixed.num_keys() == store.num_keys() == 4
+    prefixed.wait(["a"])
+    prefixed.wait(["a"], SHORT)
+    with pytest.raises(dist.DistStoreError):
+        prefixed.wait(["no"], SHORT)
+    assert prefixed.delete_key("k")
+    assert not prefixed.delete_key("k")
+    assert prefixed.has_extended_api()
+    prefixed.set_timeout(SHORT)
+    assert store.timeout == prefixed.timeout == SHORT
+    prefixed.barrier("b", 1)
+    again = dist.PrefixStore("q", prefixed.clone())
+    again.set("k", "v")
+    assert store.get("p/q/k") == b"v"
+
+
+# Sequences of operations, with TCPStore as the oracle
+
+
+def operations(seed, count):  # noqa: PLR0912  # one per method
+    rng = random.Random(seed)
+    keys = ["a", "b", "c", "a/b"]
+    values = [b"", b"1", b"-5", b"x", b"\0\xff", b"7z", b"y" * 1_100_000]
+    weights = [4, 4, 4, 4, 4, 4, 1]
+    key = lambda: rng.choice(keys)
+    value = lambda: rng.choices(values, weights)[0]
+    some = lambda: [key() for _ in range(rng.randrange(4))]
+    for _ in range(count):
+        match rng.randrange(14):
+            case 0 | 1:
+                yield "set", key(), value()
+            case 2:
+                yield "get", key()
+            case 3 | 4:
+                yield "compare_set", key(), value(), value()
+            case 5:
+                yield "add", key(), rng.randrange(-9, 10)
+            case 6:
+                yield "append", key(), value()
+            case 7:
+                yield "check", some()
+            case 8:
+                yield "delete_key", key()
+            case 9:
+                yield "multi_set", (names := some()), [value() for _ in names]
+            case 10:
+                yield "multi_get", some()
+            case 11:
+                yield "queue_push", key(), value()
+            case 12:
+                yield "queue_pop", key(), False
+            case 13:
+                yield rng.choice([("num_keys",), ("list_keys",), ("queue_len", key())])
+
+
+def is_safe(store, name, arguments):
+    """Whether TCPStore survives an `add`, and nobody would wait for what does not come."""
+    if name == "add":
+        if arguments[0] not in store.list_keys():
+            return True
+        return (
+            store.get(arguments[0])[:1] in {b"1", b"-", b"7"} and len(store.get(arguments[0])) < 15
+        )
+    if name in {"get", "multi_get"}:
+        keys = arguments[0] if name == "multi_get" else [arguments[0]]
+        return all(store.check([key]) for key in keys)
+    return True
+
+
+def result(store, name, arguments):
+    try:
+        found = getattr(store, name)(*arguments)
+    except Exception as error:
+        return type(error)
+    return sorted(found) if name == "list_keys" else found
+
+
+def assert_same(store, oracle, seed, count):
+    done = 0
+    for name, *arguments in operations(seed, count):
+        if not is_safe(oracle, name, arguments):
+            continue
+        found, expected = result(store, name, arguments), result(oracle, name, arguments)
+        assert found == expected, f"seed {seed}: {name}{str(arguments)[:200]}"
+        done += 1
+    assert done > count / 2
+    for key in oracle.list_keys():
+        assert store.get(key) == oracle.get(key)
+
+
+@pytest.fixture
+def oracle():
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_has_the_results_of_tcp_store(opened, oracle, seed):
+    assert_same(opened(), oracle, seed, 250)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_has_them_in_memory_too(opened, oracle, seed):
+    assert_same(opened(f"memory://{unique()}", "s"), oracle, 100 + seed, 150)
+
+
+# Replies that are lost
+
+
+class LosingKV(MemoryKV):
+    """Loses requests and replies, and delivers some requests once more, much later."""
+
+    def __init__(self, space, rng, share=0.25):
+        super().__init__(space)
+        self.rng, self.share, self.late = rng, share, []
+        self.lost = {"request": 0, "reply": 0, "late": 0}
+
+    def commit(self, txn, *, timeout_s):
+        if self.late and self.rng.random() < 0.3:
+            super().commit(self.late.pop(self.rng.randrange(len(self.late))), timeout_s=timeout_s)
+        if not any(isinstance(op, Put) for op in txn.ops) or self.rng.random() > self.share:
+            return super().commit(txn, timeout_s=timeout_s)
+        fate = self.rng.choice(["request", "reply", "late"])
+        self.lost[fate] += 1
+        if fate == "late":
+            self.late.append(txn)
+        if fate == "reply":
+            super().commit(txn, timeout_s=timeout_s)
+        raise StoreUnavailable("memory", timeout_s, f"{fate} was lost")
+
+
+@pytest.fixture
+def losing(monkeypatch, opened):
+    """EtcdStores on a `Space` whose replies are lost, by a seed."""
+    monkeypatch.setattr(run, "RETRY_S", 0.0)
+
+    def open_store(space, seed):
+        kv = LosingKV(space, random.Random(seed))
+        monkeypatch.setattr(torch_store, "connect", lambda *_, **__: kv)
+        return opened("memory://", "s"), kv
+
+    return open_store
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lost_reply_changes_no_result(losing, oracle, seed):
+    store, kv = losing(Space(), seed)
+    assert_same(store, oracle, 200 + seed, 150)
+    assert all(kv.lost.values())
+
+
+def test_lost_replies_under_contention_apply_once(losing):
+    space = Space()
+    stores = [losing(space, seed)[0] for seed in range(6)]
+
+    def work(store):
+        sums = [store.add("n", 1) for _ in range(25)]
+        for index in range(5):
+            store.queue_push("q", str(index))
+            store.append("text", "x")
+        return sums
+
+    with ThreadPoolExecutor(6) as pool:
+        sums = sorted(itertools.chain(*pool.map(work, stores)))
+    assert sums == list(range(1, 151))
+    assert stores[0].get("n") == b"150"
+    assert stores[0].get("text") == b"x" * 30
+    with ThreadPoolExecutor(6) as pool:
+        popped = list(pool.map(lambda index: stores[index % 6].queue_pop("q"), range(30)))
+    assert sorted(popped) == sorted(str(index).encode() for index in range(5) for _ in range(6))
+    assert stores[0].queue_len("q") == 0
+
+
+def test_a_set_that_arrives_late_does_not_undo_a_newer_one(monkeypatch, opened):
+    space, kept = Space(), []
+
+    class Slow(MemoryKV):
+        def commit(self, txn, *, timeout_s):
+            if any(isinstance(op, Put) and op.key.endswith("/keys/k") for op in txn.ops):
+                kept.append(txn)
+                if len(kept) == 1:
+                    raise StoreUnavailable("memory", timeout_s, "slow")
+            return super().commit(txn, timeout_s=timeout_s)
+
+    monkeypatch.setattr(run, "RETRY_S", 0.0)
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Slow(space))
+    first, second = opened("memory://", "s"), opened("memory://", "s")
+    first.set("k", "old")
+    second.set("k", "new")
+    assert not MemoryKV(space).commit(kept[0], timeout_s=1).applied
+    assert first.get("k") == b"new"
+
+
+def test_without_etcd_calls_fail_after_the_timeout(etcd_server, opened):
+    store = opened(f"etcd://{etcd_server.host}", "s", timeout=timedelta(seconds=1))
+    store.set("k", "v")
+    etcd_server.kill()
+    for call in (functools.partial(store.set, "k", "v"), functools.partial(store.add, "n", 1)):
+        with pytest.raises(dist.DistNetworkError, match="etcd"):
+            call()
+    with pytest.raises(dist.DistNetworkError, match="etcd"):
+        EtcdStore(f"etcd://{etcd_server.host}", "s", timeout=SHORT)
+
+
+def test_who_waits_survives_a_restart_of_etcd(etcd_server, opened):
+    store = opened(f"etcd://{etcd_server.host}", "s", timeout=timedelta(seconds=30))
+    store.set("before", "v")
+    future = in_thread(lambda: store.get("k"))
+    etcd_server.kill()
+    setting = in_thread(lambda: store.set("k", "v"))
+    etcd_server.start()
+    setting.result(20)
+    assert future.result(20) == b"v"
+    assert store.get("before") == b"v"
+
+
+def test_a_store_may_be_opened_before_etcd_runs(etcd_server, opened):
+    etcd_server.kill()
+    future = in_thread(lambda: opened(f"etcd://{etcd_server.host}", "s"))
+    time.sleep(0.3)
+    etcd_server.start()
+    future.result(20).set("k", "v")
+
+
+# What is in etcd
+
+
+def records(endpoint, name):
+    kv = torch_store.connect(endpoint, timeout_s=5)
+    view = kv.read(Read((under(f"{torch_store.ROOT}/{name}/"),)), timeout_s=5)
+    kv.close()
+    return view.entries
+
+
+def parts(endpoint, name):
+    return sorted({key.split("/")[3] for key in records(endpoint, name)})
+
+
+def test_large_values_leave_nothing_behind(etcd_endpoint, opened):
+    name = unique()
+    store = opened(etcd_endpoint, name)
+    store.set("k", LARGE)
+    assert len([key for key in records(etcd_endpoint, name) if "/blobs/" in key]) == 3
+    store.set("k", LARGE)
+    assert len([key for key in records(etcd_endpoint, name) if "/blobs/" in key]) == 3
+    store.append("k", "x")
+    store.compare_set("k", LARGE + b"x", LARGE)
+    store.compare_set("k", "other", LARGE)
+    store.multi_set(["k", "j"], [LARGE, LARGE])
+    store.set("k", "small")
+    store.delete_key("j")
+    store.queue_push("q", LARGE)
+    store.queue_pop("q")
+    assert "blobs" not in parts(etcd_endpoint, name)
+
+
+def test_a_large_value_is_replaced_as_a_whole(etcd_endpoint, opened):
+    name = unique()
+    writer, reader = opened(etcd_endpoint, name), opened(etcd_endpoint, name)
+    values = [bytes([letter]) * 2_200_000 for letter in b"abc"]
+    writer.set("k", values[0])
+    writing = in_thread(lambda: [writer.set("k", values[turn % 3]) for turn in range(12)])
+    while not writing.done():
+        assert reader.get("k") in values
+    writing.result()
+
+
+def test_keys_outlive_their_writer_while_another_client_is_there(etcd_endpoint, opened):
+    name = unique()
+    first, second = opened(etcd_endpoint, name, ttl_s=1), opened(etcd_endpoint, name, ttl_s=1)
+    first.set("k", "v")
+    first.close()
+    time.sleep(3)
+    assert second.get("k") == b"v"
+    assert parts(etcd_endpoint, name) == ["keys", "lease"]  # no marks: they go with their client
+    second.set("k", "w")
+    assert second.get("k") == b"w"
+
+
+def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
+    name = unique()
+    mortal = opened(etcd_endpoint, name, ttl_s=1)
+    keeping = opened(etcd_endpoint, name, ttl_s=1, keep=True)
+    mortal.set("gone", LARGE)
+    mortal.queue_push("gone", "x")
+    keeping.set("kept", LARGE)
+    keeping.queue_push("kept", "x")
+    keeping.add("counted", 3)
+    mortal.close()
+    keeping.close()
+    deadline = time.monotonic() + 20
+    while "lease" in parts(etcd_endpoint, name):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert parts(etcd_endpoint, name) == ["blobs", "keys"]
+    later = opened(etcd_endpoint, name)
+    assert later.list_keys() == ["counted", "kept"]
+    assert later.get("kept") == LARGE
+    assert later.queue_pop("kept") == b"x"
+    assert later.add("counted", 1) == 4
+
+
+def test_a_client_whose_lease_has_ended_says_so_and_writes_nothing(opened):
+    endpoint = f"memory://{unique()}"
+    store = opened(endpoint, "s")
+    store.set("k", "v")
+    space = memory.named(endpoint.removeprefix("memory://"))
+    space.expire(store._lease.id)
+    successor = opened(endpoint, "s")
+    successor.set("k", "new")
+    for call in (
+        lambda: store.set("k", "w"),
+        lambda: store.add("k", 1),
+        lambda: store.delete_key("k"),
+        lambda: store.set("k", LARGE),
+        lambda: store.get("k"),
+    ):
+        with pytest.raises(dist.DistNetworkError, match="lease has ended"):
+            call()
+    assert successor.get("k") == b"new"
+
+
+def test_clients_that_open_at_once_share_one_lease(etcd_endpoint, opened):
+    name = unique()
+    with ThreadPoolExecutor(8) as pool:
+        stores = list(pool.map(lambda _: opened(etcd_endpoint, name), range(8)))
+    assert len({store._lease.id for store in stores}) == 1
+
+
+def test_stores_of_other_prefixes_are_other_stores(opened, etcd_endpoint):
+    name = unique()
+    names = [name, f"{name}/", f"{name}/x", f"{name}!", f"{name}%2F"]
+    stores = [opened(etcd_endpoint, name) for name in names]
+    for index, store in enumerate(stores):
+        store.set("k", str(index))
+    assert [store.get("k") for store in stores] == [b"0", b"1", b"2", b"3", b"4"]
+    assert [store.num_keys() for store in stores] == [1] * 5
+
+
+# Life
+
+
+def test_a_store_lives_although_nobody_names_it(etcd_endpoint):
+    prefixed = dist.PrefixStore("p", EtcdStore(etcd_endpoint, unique()))
+    prefixed.set("k", "v")
+    assert prefixed.get("k") == b"v"
+    (store,) = [s for s in torch_store._open_stores if s is prefixed.underlying_store]
+    store.close()
+
+
+def test_after_close_calls_fail_and_those_that_wait_end(opened):
+    store = opened()
+    future = in_thread(lambda: store.get("k"))
+    time.sleep(0.2)
+    store.close()
+    store.close()
+    with pytest.raises(ClosedError):
+        future.result(10)
+    for call in (lambda: store.set("k", "v"), lambda: store.get("k"), store.num_keys):
+        with pytest.raises(ClosedError):
+            call()
+    assert store not in torch_store._open_stores
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_refused(opened):
+    store = opened()
+    store.set("k", "v")
+    child = os.fork()
+    if child == 0:
+        refusals = 0
+        for call in (
+            lambda: store.set("k", "w"),
+            lambda: store.get("k"),
+            lambda: store.add("n", 1),
+        ):
+            try:
+                call()
+            except ClosedError:
+                refusals += 1
+        store.close()
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (("etcd://", "s"), {}),
+        (("tcp://h:1", "s"), {}),
+        (("memory://", ""), {}),
+        (("memory://", "s"), {"ttl_s": 0}),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(arguments, options):
+    with pytest.raises(UsageError):
+        EtcdStore(*arguments, **options)
+
+
+def test_a_value_that_is_no_number_is_not_added_to(opened):
+    store = opened()
+    for text in ("abc", "", "-", "99999999999999999999", "9" * 5000):
+        store.set("n", text)
+        with pytest.raises(dist.DistStoreError, match="number"):
+            store.add("n", 1)
+        assert store.get("n") == text.encode()
+
+
+def test_a_negative_timeout_is_none_and_zero_is_now(opened):
+    store = opened()
+    store.set_timeout(timedelta(0))
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 0ms, keys: no"):
+        store.get("no")
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    store.set_timeout(timedelta(seconds=-1))
+    future = in_thread(lambda: store.get("later"))
+    store.set("later", "v")
+    assert future.result(10) == b"v"
+
+
+def test_naming_the_package_does_not_import_torch():
+    code = (
+        "import sys, torch_ros.store; assert 'torch' not in sys.modules;"
+        "from torch_ros.store import EtcdStore; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+def count(endpoint, name, index):
+    store = EtcdStore(endpoint, name, timeout=LONG)
+    store.barrier("start", 2)
+    sums = [store.add("n", 1) for _ in range(50)]
+    store.set(f"sums/{index}", ",".join(map(str, sums)))
+    store.barrier("end", 2)
+
+
+def test_processes_add_without_loss(etcd_endpoint, opened):
+    name = unique()
+    store = opened(etcd_endpoint, name, timeout=LONG)
+    script = [sys.executable, "-c", CHILD, __file__, etcd_endpoint, name]
+    children = [subprocess.Popen([*script, str(index)]) for index in range(2)]
+    found = store.multi_get(["sums/0", "sums/1"])
+    assert [child.wait(20) for child in children] == [0, 0]
+    sums = sorted(int(text) for sums in found for text in sums.split(b","))
+    assert sums == list(range(1, 101))
+
+
+CHILD = """
+import runpy, sys
+_, path, endpoint, name, index = sys.argv
+runpy.run_path(path)["count"](endpoint, name, int(index))
+"""
