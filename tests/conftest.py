@@ -2,7 +2,9 @@
 
 import http.client
 import importlib.util
+import os
 import pathlib
+import signal
 import socket
 import subprocess
 import time
@@ -50,6 +52,11 @@ class EtcdServer:
             return False
         finally:
             connection.close()
+
+    def suspend(self) -> None:
+        """Stop it for now; returns when it has. A signal alone leaves it a moment to answer."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def kill(self) -> None:
         if self.process is not None:

@@ -94,7 +94,7 @@ def test_a_dead_etcd_is_unavailable_at_once(kv, etcd_server):
 
 def test_an_etcd_that_hangs_is_unavailable_in_time(kv, etcd_server):
     put(kv)
-    etcd_server.process.send_signal(signal.SIGSTOP)
+    etcd_server.suspend()
     for request in requests(kv, timeout_s=0.5):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer"):
@@ -133,7 +133,7 @@ def test_who_waits_wakes_when_the_host_vanishes(kv, etcd_server, threads):
     rev = put(kv)
     waiting = threads.submit(wait, kv, rev)
     assert not wait(kv, rev, timeout_s=0.2)
-    etcd_server.process.send_signal(signal.SIGSTOP)
+    etcd_server.suspend()
     assert waiting.result(timeout=12)
 
 
