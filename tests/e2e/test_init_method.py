@@ -145,7 +145,7 @@ def test_the_url_says_where_and_who(opened, url, etcd_endpoint):
         ("/", "name of the job"),
         ("/job?rank=0", "world_size is neither"),
         ("/job?world_size=1", "rank is neither"),
-        ("/job?rank=0&world_size=2&tll_s=3", "'tll_s' is no option"),
+        ("/job?rank=0&world_size=2&tll_s=3", "tll_s=3"),
         ("/job?rank=0&world_size=2&ttl_s=x", "ttl_s is 'x'"),
         ("/job?rank=0&world_size=2&ttl_s=0", "ttl_s is 0"),
         ("/job?rank=zero&world_size=2", "rank is 'zero'"),
@@ -157,6 +157,20 @@ def test_a_url_that_says_too_little_is_refused(opened, etcd_endpoint, tail, comp
         opened(etcd_endpoint + tail)
 
 
+def test_without_hosts_the_url_is_that_of_the_environment(opened, url, etcd_endpoint, monkeypatch):
+    with pytest.raises(ValueError, match="TORCH_ROS_INIT_METHOD is not set"):
+        opened("etcd://", 0, 1)
+    monkeypatch.setenv("TORCH_ROS_INIT_METHOD", rendezvous.url_of(etcd_endpoint, "job of/ours"))
+    store, rank, world_size = opened("etcd://?ttl_s=9", 1, 2)
+    assert (store.endpoint, store.prefix, rank, world_size) == (etcd_endpoint, "job of/ours", 1, 2)
+
+
+def test_a_password_in_a_url_is_not_shown():
+    with pytest.raises(ValueError, match="name of the job") as caught:
+        next(rendezvous.open_store("etcds://me:secret@host:2379"))
+    assert "secret" not in str(caught.value)
+
+
 def test_an_etcd_that_is_not_there_is_an_error(opened):
     with pytest.raises(dist.DistNetworkError, match="etcd at"):
         opened("etcd://127.0.0.1:1/job?timeout_s=0.5", 0, 1)
@@ -166,7 +180,7 @@ def test_registering_again_changes_nothing():
     rendezvous.register()
     # torch.distributed has a function of the module's name too.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    assert handlers["etcd"] is rendezvous.open_store
+    assert handlers["etcd"] is handlers["etcds"] is rendezvous.open_store
 
 
 def test_the_backend_of_torchrun_of_the_same_name_is_another():

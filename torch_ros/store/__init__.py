@@ -5,9 +5,12 @@ Importing this package does not import torch; naming `EtcdStore` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
     from torch_ros.store.torch_store import EtcdStore
 
 __all__ = ["EtcdStore"]
@@ -19,3 +22,18 @@ def __getattr__(name: str) -> Any:
 
         return EtcdStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the entry point of torchrun leads to.
+
+    Every torchrun where torch_ros is installed calls it, whatever its backend: so it is light, and
+    only the handler itself imports what it needs.
+    """
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        from torch_ros.store.torchrun import create_handler  # noqa: PLC0415
+
+        return create_handler(parameters)
+
+    return create
