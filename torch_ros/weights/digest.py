@@ -1,0 +1,328 @@
+"""Digests of what tensors contain, which do not depend on how they are sharded.
+
+A digest is a sum over elements modulo 2^64, and what an element adds depends on its bits, on its
+place in the *whole* tensor, and on nothing else. So the digests of the chunks of any partition add
+up to the digest of the tensor, and a reader can check what it got although it cuts the tensor in
+other ways than the trainer.
+
+**The sum.** A tensor is cut into *segments* of at most 1 KiB: its innermost dimensions, as many as
+fit, and a group of indices of the next one. They are counted in row-major order. With x[g, j] the
+j-th 32-bit word of segment g, the digest is
+
+    sum over g of W[g] * (sum over j of T[j] * x[g, j])   modulo 2^64
+
+with fixed, random-looking, odd 64-bit numbers T and W. A smaller element is a part of a word; as
+all of this is linear, it counts with a shifted weight, and a partition may cut a word in two. That
+is why nothing but a linear form is possible if four bytes are to be multiplied at a time: neither
+side of the cut could mix a word. The form is multilinear hashing (Carter and Wegman, "Universal
+classes of hash functions", 1979; Lemire and Kaser, "Strongly universal string hashing is fast",
+arXiv 1202.4961), on two levels so that few random numbers do. Digests of parts that add up are
+from Bellare and Micciancio, "A new paradigm for collision-free hashing", 1997.
+
+**What it finds.** A difference in one word, always: it is less than 2^32 and its weight is odd, so
+their product is not 0 modulo 2^64. Differences in several words may cancel. Let 2^v be the largest
+power of two that divides all of them. Over random T and W they cancel with a probability of at
+most 2^-(63-v) if they are in one segment, and (65-v) * 2^-(62-v) if in several, where an inner sum
+can by chance be divisible by more. Other content has v = 0 as soon as one word differs in its
+lowest bit: 2^-55. In fp32 that was widened from bf16 the lower halves are 0, so v = 16: 2^-40. The
+worst are differences in nothing but the top bits of words, such as a stuck data line, or fp32
+weights that all change their sign: v = 31, 2^-25. (Words of 64 bits would be nearly twice as fast.
+But two flips of a top bit would cancel always, and so would two float64 that change places and
+differ only in sign.) Elements, rows or blocks that change places are differences like any other.
+
+**What it does not find.** Anything made by somebody who wants it not to be found: T and W are no
+secret. A zero adds nothing, so a part that is left out is not missed if it is zero: `accounts` is
+the proof that every element was counted. Names, dtypes and shapes are not in a digest; compare by
+fqn, between tensors that are the same `manifest.LogicalTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import pairwise, product
+from math import prod
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torch_ros.weights.columns import Bools, Columns, Ints
+from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, logical
+from torch_ros.weights.pieces import matched
+
+Depth = Literal["off", "sampled", "full"]
+UInts = npt.NDArray[np.uint64]
+
+# Longer: a coarser sample. Shorter: the outer sum begins to cost as much as the inner ones.
+SEGMENT_BYTES = 1024
+# One segment of so many is sampled.
+SAMPLED_OF = 64
+# The first segments always are: norms and biases of 4096 elements in bf16 are checked whole.
+ALWAYS_SAMPLED = 8
+
+# Segments summed at once: enough to forget the cost of a call. Each takes some 50 bytes of
+# temporaries, and on a device 2 to 8 KiB, where its content is widened to int64.
+_SEGMENTS_AT_ONCE = 16384
+
+_MODULUS = 2**64
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what torch indexes and numpy takes
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+# Nothing up the sleeve: the first digits of pi and e, and 2^64 divided by the golden ratio.
+_WORD_SEED = np.uint64(0x243F6A8885A308D3)
+_SEGMENT_SEED = np.uint64(0xB7E151628AED2A6A)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def digest(
+    chunk: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int], depth: Depth
+) -> int:
+    """What a chunk adds to the digest of its tensor: at least 0, less than 2^64.
+
+    0 for a chunk without elements, and for "off". "sampled" covers about 1/64 of a large tensor
+    and reads no other memory; which elements these are depends on the global shape and the size of
+    an element only. Digests are compared and added with others of the same depth.
+
+    The memory must not change meanwhile. Of a CUDA tensor it is what the current stream has put
+    there; returns when the device is done. Takes at most 4 MiB however large the chunk, and on a
+    CUDA device 128. Threads can digest different chunks in parallel.
+
+    Args:
+        chunk: A local tensor as `local_chunks` returns it; any dtype, any strides.
+        global_shape: Of the whole tensor.
+        offsets: Where in it the chunk starts.
+        depth: "full" covers every bit.
+    """
+    if depth == "off" or chunk.numel() == 0:
+        return 0
+    dot = _dot_on_host if chunk.device.type == "cpu" else _dot_on_device
+    total = 0
+    for part in _box(chunk.detach(), tuple(global_shape), tuple(offsets)).parts():
+        for window in _windows([len(axis) for axis in part.axes]):
+            axes = [_array(axis[span]) for axis, span in zip(part.axes, window, strict=True)]
+            numbers: UInts = reduce(np.add.outer, axes)
+            content = part.content[window]
+            if depth == "sampled":
+                chosen = np.nonzero(_is_sampled(numbers))
+                numbers, content = numbers[chosen], content[tuple(map(torch.from_numpy, chosen))]
+            total += int((_odd(numbers, _SEGMENT_SEED) * dot(content, part.weights)).sum())
+    return total % _MODULUS
+
+
+def combine(parts: Iterable[int]) -> int:
+    """The digest of disjoint parts of a tensor together, from the digest of each."""
+    return sum(parts) % _MODULUS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares(Columns):
+    """The boxes that one rank answers for, each inside a chunk; padded like `manifest.Boxes`."""
+
+    chunk: Ints  # index into the chunks of the rank's layout
+    offsets: Ints  # in the whole tensor
+    sizes: Ints
+
+
+def accounts(layouts: Sequence[Layout], rank: int) -> Shares:
+    """Which elements `rank` digests, so that the ranks of a group digest each exactly once.
+
+    Pure: all ranks come to the same conclusion. What counts is what readers read: of equal chunks
+    on several ranks one, if `spread` shared out among up to eight of them, else the lowest rank's;
+    where chunks overlap in part, the lowest rank's.
+
+    Args:
+        layouts: Of all ranks of the group, in rank order.
+        rank: Whose share is asked for.
+
+    Raises:
+        ManifestMismatch: A part of a tensor is on no rank, or ranks disagree about its dtype or
+            shape. Names the fqn.
+    """
+    held, _, pieces = matched(layouts, _whole(layouts), target_rank=0)
+    mine = pieces.take(held.rank[pieces.source] == rank)
+    return Shares(held.chunk[mine.source], mine.offsets, mine.sizes)
+
+
+def digests(
+    layout: Layout, memory: Sequence[torch.Tensor], shares: Shares, *, depth: Depth
+) -> dict[str, int]:
+    """The digest of a rank's share of each tensor of `layout`, by fqn.
+
+    `combine` those of all ranks for the digest of the tensor.
+
+    Args:
+        layout: Of this rank.
+        memory: Of each chunk of `layout`.
+        shares: Of this rank, as `accounts` says.
+        depth: As for `digest`.
+    """
+    sums = dict.fromkeys((record.fqn for record in layout.tensors), 0)
+    columns = shares.chunk.tolist(), shares.offsets.tolist(), shares.sizes.tolist()
+    for number, offsets, sizes in zip(*columns, strict=True):
+        chunk, part = layout.chunks[number], memory[number]
+        for dim, first in enumerate(chunk.offsets):
+            part = part.narrow(dim, offsets[dim] - first, sizes[dim])
+        record = layout.tensors[chunk.tensor]
+        fqn, shape = record.fqn, record.shape
+        added = digest(part, global_shape=shape, offsets=offsets[: len(shape)], depth=depth)
+        sums[fqn] = combine((sums[fqn], added))
+    return sums
+
+
+def _dot_on_host(content: torch.Tensor, weights: UInts) -> UInts:
+    """The sums over the last dimensions of `content`, as unsigned integers, times `weights`.
+
+    Args:
+        content: uint8, int16 or int32.
+        weights: In the shape of the last dimensions.
+    """
+    array = content.numpy().view(_UNSIGNED[content.element_size()])
+    dims = list(range(array.ndim))
+    outer, inner = dims[: -weights.ndim], dims[-weights.ndim :]
+    # Widens in a small buffer of its own, without the lock of the interpreter.
+    sums: UInts = np.einsum(array, dims, weights, inner, outer)
+    return sums
+
+
+def _dot_on_device(content: torch.Tensor, weights: UInts) -> UInts:
+    """The same as `_dot_on_host`, where the tensor is; only the sums are copied to the host."""
+    # torch has no products of unsigned integers. Signed ones are the same modulo 2^64.
+    wide = content.to(torch.int64)
+    wide &= 2 ** (8 * content.element_size()) - 1
+    wide *= torch.from_numpy(weights.view(np.int64)).to(content.device)
+    sums = wide.sum(tuple(range(-weights.ndim, 0)))
+    return sums.cpu().numpy().view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A part of a chunk that has the same elements of each of its segments."""
+
+    content: torch.Tensor  # first the dimensions of `axes`, then those of `weights`
+    axes: list[range]  # the number of a segment is the sum of one of each
+    weights: UInts
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A chunk, counted in units: words, or elements that are smaller."""
+
+    content: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def parts(self) -> Iterator[_Part]:
+        """All of it, in up to three parts: cut where whole segments begin and end."""
+        unit_bytes = self.content.element_size()
+        dim, inside_bytes = len(self.shape) - 1, unit_bytes
+        while dim > 0 and inside_bytes * self.shape[dim] < SEGMENT_BYTES:
+            inside_bytes *= self.shape[dim]
+            dim -= 1
+        period = SEGMENT_BYTES // inside_bytes  # indices of `dim` per segment
+
+        inner = self.shape[dim + 1 :]
+        weights = _weights(unit_bytes)[: period * prod(inner)].reshape(period, *inner)
+
+        per_index = -(-self.shape[dim] // period)  # segments
+        axes: list[range] = []
+        for outer in reversed(range(dim)):
+            first, size = self.offsets[outer], self.content.shape[outer]
+            axes.insert(0, range(first * per_index, (first + size) * per_index, per_index))
+            per_index *= self.shape[outer]
+
+        spans = [
+            slice(first, first + size)
+            for first, size in zip(self.offsets, self.content.shape, strict=True)
+        ]
+        start, end = spans[dim].start, spans[dim].stop
+        first = min(-(-start // period) * period, end)
+        last = max(end // period * period, first)
+        for low, high in pairwise((start, first, last, end)):
+            if low == high:
+                continue
+            width = min(period, high - low)
+            count, phase = (high - low) // width, low % period
+            content = self.content.narrow(dim, low - start, high - low)
+            yield _Part(
+                torch.unflatten(content, dim, (count, width)),
+                [*axes, range(low // period, low // period + count)],
+                weights[slice(phase, phase + width), *spans[dim + 1 :]],
+            )
+
+
+def _box(chunk: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> _Box:
+    kept = [dim for dim, size in enumerate(shape) if size > 1]
+    chunk = chunk.squeeze(tuple(dim for dim, size in enumerate(shape) if size == 1))
+    shape, offsets = tuple(shape[dim] for dim in kept), tuple(offsets[dim] for dim in kept)
+    if not shape:
+        chunk, shape, offsets = chunk.unsqueeze(0), (1,), (0,)
+    item_bytes = chunk.element_size()
+    if item_bytes >= 4:
+        words = chunk.unsqueeze(-1).view(torch.int32)
+        return _Box(words, (*shape, item_bytes // 4), (*offsets, 0))
+    packed = 4 // item_bytes
+    lengths = (shape[-1], offsets[-1], chunk.shape[-1], chunk.storage_offset())
+    if chunk.stride(-1) != 1 or any(n % packed for n in (*lengths, *chunk.stride()[:-1])):
+        return _Box(chunk.view(_UNITS[item_bytes]), shape, offsets)
+    last = shape[-1] // packed, offsets[-1] // packed
+    return _Box(chunk.view(torch.int32), (*shape[:-1], last[0]), (*offsets[:-1], last[1]))
+
+
+def _array(numbers: range) -> UInts:
+    return np.arange(numbers.start, numbers.stop, numbers.step, dtype=np.uint64)
+
+
+def _windows(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """A box of segments in parts that are small enough, in row-major order."""
+    cuts, room = [], _SEGMENTS_AT_ONCE
+    for size in reversed(sizes):
+        step = min(size, room)
+        cuts.append([slice(start, start + step) for start in range(0, size, step)])
+        room //= step
+    return product(*reversed(cuts))
+
+
+@cache
+def _weights(unit_bytes: int) -> UInts:
+    """T, of each unit of a segment."""
+    words = _odd(np.arange(SEGMENT_BYTES // 4, dtype=np.uint64), _WORD_SEED)
+    shifts = np.arange(0, 32, 8 * unit_bytes, dtype=np.uint64)
+    return (words[:, None] << shifts).ravel()
+
+
+def _odd(numbers: UInts, seed: np.uint64) -> UInts:
+    """Random-looking odd numbers: the generator SplitMix64 of Steele, Lea and Flood, 2014."""
+    mixed = numbers * _GOLDEN + seed
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed | np.uint64(1)
+
+
+def _is_sampled(segments: UInts) -> Bools:
+    # Multiples of the golden ratio spread evenly: neighbours are 34, 55 or 89 segments apart.
+    sampled: Bools = segments * _GOLDEN < _MODULUS // SAMPLED_OF
+    return sampled | (segments < ALWAYS_SAMPLED)
+
+
+def _whole(layouts: Sequence[Layout]) -> Layout:
+    """What the ranks hold together, each tensor as one chunk."""
+    tensors = tuple(
+        TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in logical(layouts).items()
+    )
+    chunks = tuple(
+        ChunkRecord(
+            index,
+            (0,) * len(record.shape),
+            record.shape,
+            tuple(prod(record.shape[dim + 1 :]) for dim in range(len(record.shape))),
+            spread=False,
+        )
+        for index, record in enumerate(tensors)
+        if prod(record.shape)
+    )
+    return Layout(tensors, chunks)
