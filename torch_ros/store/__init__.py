@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-
     from torch_ros.store.torch_store import EtcdStore
+    from torch_ros.store.torchrun import RosRendezvousHandler
 
 __all__ = ["EtcdStore"]
 
@@ -24,14 +23,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+def torchrun_handler() -> Callable[[Any], RosRendezvousHandler]:
     """What the entry point of torchrun leads to.
 
     Every torchrun where torch_ros is installed calls it, whatever its backend: so it is light, and
     only the handler itself imports what it needs.
     """
 
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    def create(parameters: Any) -> RosRendezvousHandler:
         from torch_ros.store.torchrun import create_handler  # noqa: PLC0415
 
         return create_handler(parameters)

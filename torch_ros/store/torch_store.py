@@ -83,7 +83,7 @@ KEYS_PER_TXN = 40  # each takes up to three of the 128 operations that etcd allo
 REQUEST_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
 RETRY_S = 0.2
-BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.002, 0.1
+BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.01, 0.1
 
 NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")  # what C's strtoll reads of a text
 INT64_MAX = 2**63 - 1
