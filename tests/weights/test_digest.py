@@ -190,6 +190,16 @@ def test_the_digests_of_any_partition_are_that_of_the_tensor(dtype, depth):
         assert all(0 <= part < M for part in found)
 
 
+def test_words_that_memory_does_not_align_are_the_same_words():
+    rng = random.Random(10)
+    for dtype in (torch.uint8, torch.bfloat16):
+        whole = random_bits(rng, (6, 400), dtype)
+        for first, gap in itertools.product(range(4), range(4)):
+            memory = torch.empty(first + 6 * (400 + gap), dtype=dtype)
+            moved = memory[first:].view(6, 400 + gap)[:, :400].copy_(whole)
+            assert whole_digest(moved) == whole_digest(whole)
+
+
 def test_chunks_of_many_blocks_are_summed_whole(monkeypatch):
     rng = random.Random(4)
     wholes = [random_bits(rng, random_shape(rng), torch.bfloat16) for _ in range(20)]
@@ -380,7 +390,7 @@ def test_temporaries_are_small_however_large_the_tensor(depth):
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 4 << 20
+    assert peak_bytes < 1 << 20
 
 
 # Groups

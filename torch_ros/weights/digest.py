@@ -87,8 +87,8 @@ def digest(
     an element only. Digests are compared and added with others of the same depth.
 
     The memory must not change meanwhile. Of a CUDA tensor it is what the current stream has put
-    there; returns when the device is done. Takes at most 4 MiB however large the chunk, and on a
-    CUDA device 128. Threads can digest different chunks in parallel.
+    there; returns when the device is done. Takes 1 MiB however large the chunk, and on a CUDA
+    device up to 128. Threads can digest different chunks in parallel.
 
     Args:
         chunk: A local tensor as `local_chunks` returns it; any dtype, any strides.
@@ -323,6 +323,5 @@ def _whole(layouts: Sequence[Layout]) -> Layout:
             spread=False,
         )
         for index, record in enumerate(tensors)
-        if prod(record.shape)
     )
     return Layout(tensors, chunks)
