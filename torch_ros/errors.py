@@ -17,6 +17,7 @@
   * SelfFenced         this process lost its place; its shards are no longer visible
   * BackendError       etcd or the fabric did not answer
     * StoreUnavailable
+    * AccessDenied       TLS, the user or its role; the field `what` says which
     * Contention
   * UntrustedObject    an object that torch's weights_only unpickler refuses
   * ClosedError        used after close(), or in a forked child
@@ -219,6 +220,20 @@ class StoreUnavailable(BackendError):
             f"etcd at {self.endpoint} did not answer within {self.timeout_s:g} s ({self.reason}); "
             "check that it runs and that the endpoint is right"
         )
+
+
+class AccessDenied(BackendError):
+    """etcd does not let this process in, or is not the etcd that it should be.
+
+    `what` is "server certificate", "client certificate", "user" or "role".
+    """
+
+    def __init__(self, endpoint: str, what: str, reason: str, advice: str) -> None:
+        super().__init__(endpoint, what, reason, advice)
+        self.endpoint, self.what, self.reason, self.advice = endpoint, what, reason, advice
+
+    def __str__(self) -> str:
+        return f"no access to etcd at {self.endpoint}: {self.what}: {self.reason}; {self.advice}"
 
 
 class Contention(BackendError):

@@ -73,13 +73,16 @@ class Store:
         self.kv.revoke(lease_id, timeout_s=TIMEOUT_S)
 
 
-@pytest.fixture(params=["memory", "etcd"])
+@pytest.fixture(params=["memory", "etcd", "cluster"])
 def store(request):
-    if request.param == "memory":
-        kv = MemoryKV()
-    else:
-        endpoint = request.getfixturevalue("etcd_endpoint")
-        kv = EtcdKV([endpoint.removeprefix("etcd://")])
+    match request.param:
+        case "memory":
+            kv = MemoryKV()
+        case "etcd":
+            endpoint = request.getfixturevalue("etcd_endpoint")
+            kv = EtcdKV([endpoint.removeprefix("etcd://")])
+        case "cluster":
+            kv = EtcdKV(request.getfixturevalue("shared_etcd_cluster").hosts)
     yield Store(kv)
     kv.close()
 
@@ -88,6 +91,16 @@ def store(request):
 def threads():
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+# Reading
+
+
+def test_reading_nothing_tells_the_revision(store):
+    rev = store.put("a")
+    view = store.kv.read(Read(()), timeout_s=TIMEOUT_S)
+    assert view.rev >= rev
+    assert not view.entries
 
 
 # Guards

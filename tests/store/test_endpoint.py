@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torch_ros.errors import NotSupported, StoreUnavailable, UsageError
+from torch_ros.errors import StoreUnavailable, UsageError
 from torch_ros.store import local
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn, under
@@ -83,19 +83,38 @@ def test_anything_else_is_a_usage_error_that_names_the_forms(endpoint):
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["etcds://host:2379", "etcds://user:secret@host:2379", "etcd://user:secret@host:2379"],
+    [
+        *(
+            "etcds://user:sec/ret@host:1",
+            "etcd://user:sec@ret@host:1",
+            "http://user:sec/ret@host:1",
+        ),
+        *("user:sec/ret@host:1", "etcd://user:sec?ret@host:1", "etcds://host:1?password=secret"),
+        *("etcd://host:1?secret", "http://host:1?token=secret", "etcd://host?user=a&b=secret"),
+    ],
 )
-def test_tls_and_users_are_not_supported_yet(endpoint):
-    with pytest.raises(NotSupported) as caught:
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated(endpoint):
+    with pytest.raises(UsageError) as caught:
         connect(endpoint, timeout_s=1)
-    assert "secret" not in str(caught.value)
+    assert "sec" not in str(caught.value).replace("TORCH_ROS_ETCD", "")
+    assert "ret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("endpoint", ["http://user:sec/ret@host:1", "user:sec/ret@host:1"])
-def test_a_password_is_not_repeated(endpoint):
-    with pytest.raises(UsageError, match="@host:1") as caught:
+@pytest.mark.parametrize(
+    ("endpoint", "way_out"),
+    [
+        ("etcd://a:b@host:1", "set TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD_FILE"),
+        ("etcds://host:1?passwd=x", "none of ca, cert, key, user, password_file"),
+        ("etcd://host:1?ca=/a.pem", "write etcds://"),
+        ("etcd://host:1?user=a", "set both of TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD"),
+        ("etcds://host:1?cert=/a.pem", "set both of TORCH_ROS_ETCD_CERT and TORCH_ROS_ETCD_KEY"),
+        ("etcds://host:1?ca=/no/such.pem", "/no/such.pem cannot be read: No such file"),
+    ],
+)
+def test_credentials_that_cannot_be_meant_are_a_usage_error(endpoint, way_out):
+    with pytest.raises(UsageError) as caught:
         connect(endpoint, timeout_s=1)
-    assert "sec" not in str(caught.value)
+    assert way_out in str(caught.value)
 
 
 def unavailable(endpoint, within_s=1.0, timeout_s=30.0):

@@ -1,6 +1,5 @@
 """What can happen to an etcd, and to who talks to it."""
 
-import http.client
 import shutil
 import signal
 import subprocess
@@ -175,12 +174,7 @@ def test_a_change_in_the_past_is_noticed_at_once(kv):
 
 def test_waiting_leaves_nothing_in_etcd(kv, etcd_server):
     def watchers():
-        connection = http.client.HTTPConnection(etcd_server.host, timeout=2)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
-        found = [line for line in lines if line.startswith("etcd_debugging_mvcc_watcher_total ")]
-        return int(found[0].split()[1])
+        return etcd_server.metric("etcd_debugging_mvcc_watcher_total")
 
     rev = put(kv)
     with ThreadPoolExecutor() as pool:

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+from urllib.parse import parse_qsl
 
-from torch_ros.errors import NotSupported, UsageError
+from torch_ros.errors import UsageError
 from torch_ros.store import local, memory
-from torch_ros.store.etcd import EtcdKV
+from torch_ros.store.etcd import EtcdKV, Tls, User
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Read, one
+from torch_ros.store.txn import Read
+
+log = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 10.0
 HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 FORMS = '"etcd://host:port[,host:port]", "local" or "memory://[name]"'
+# What may stand behind the hosts, as in "?ca=/etc/ca.pem&user=me", or else in the environment.
+# Names of files, and never what is in them: an endpoint ends up in logs and process lists.
+OPTIONS = {
+    "ca": "TORCH_ROS_ETCD_CA",
+    "cert": "TORCH_ROS_ETCD_CERT",
+    "key": "TORCH_ROS_ETCD_KEY",
+    "user": "TORCH_ROS_ETCD_USER",
+    "password_file": "TORCH_ROS_ETCD_PASSWORD_FILE",
+}
+TLS_OPTIONS = ("ca", "cert", "key")
 
 
 def connect(endpoint: str, *, timeout_s: float) -> KV:
-    """The store at `endpoint`; it has answered.
+    """The store at `endpoint`; it has answered, and knows the user if there is one.
 
     Args:
-        endpoint: "etcd://host:port[,host:port]", members of one cluster; "local", an etcd on this
-            host, started if need be; "memory://[name]", the same for all of this process.
+        endpoint: "etcd://host:port[,host:port]", members of one cluster, or "etcds://..." with
+            TLS; "local", an etcd on this host, started if need be; "memory://[name]", the same
+            for all of this process. Behind the hosts, "?name=value[&name=value]" with the names
+            in `OPTIONS`; what is not there is taken from the environment.
 
     Raises:
-        UsageError: `endpoint` is none of these, or there is no etcd to start.
-        NotSupported: It asks for TLS or a password.
+        UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no
+            etcd to start.
+        AccessDenied: A certificate, the user or the password is wrong.
         StoreUnavailable: Nothing answered within `timeout_s`, or 10 s, or not as etcd does.
     """
     kv = _open(endpoint)
     try:
-        kv.read(Read((one("/"),)), timeout_s=min(timeout_s, ANSWER_S_MAX))
+        # Nothing is read: a role may be limited to a prefix that is not known here.
+        kv.read(Read(()), timeout_s=min(timeout_s, ANSWER_S_MAX))
     except BaseException:
         kv.close()
         raise
@@ -40,17 +59,46 @@ def _open(endpoint: str) -> KV:
     if endpoint == "local":
         return EtcdKV([local.ensure()])
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "etcds":
-        raise NotSupported("TLS (etcds://)", "use etcd:// on a network that you trust")
-    if scheme == "etcd" and "@" in rest:
-        raise NotSupported("a user and password in the endpoint", "use an etcd without users")
-    if scheme == "etcd" and all(map(_is_host, rest.split(","))):
-        return EtcdKV(rest.split(","))
+    hosts, _, query = rest.partition("?")
+    if scheme in {"etcd", "etcds"} and "@" in hosts:
+        raise UsageError(
+            "a user and password do not belong into an endpoint, which ends up in logs; set "
+            f"{OPTIONS['user']} and {OPTIONS['password_file']}"
+        )
+    if scheme in {"etcd", "etcds"} and all(map(_is_host, hosts.split(","))):
+        return _open_etcd(hosts.split(","), _named(query), is_tls=scheme == "etcds")
     if endpoint.startswith("memory://"):
         return memory.named(rest)
-    # What stands before an @ may be a password, and this ends up in logs.
+    # What stands before an @, or behind a ?, may be a password.
     found = re.sub(r".*@", "...@", endpoint, flags=re.DOTALL)
+    found = re.sub(r"\?.*", "?...", found, flags=re.DOTALL)
     raise UsageError(f"the endpoint is {found!r}; it has to be {FORMS}")
+
+
+def _open_etcd(hosts: list[str], named: dict[str, str], *, is_tls: bool) -> EtcdKV:
+    if not is_tls and any(name in named for name in TLS_OPTIONS):
+        raise UsageError("the endpoint names certificates and not TLS; write etcds://")
+    value = {name: named.get(name) or os.environ.get(OPTIONS[name], "") for name in OPTIONS}
+    tls = Tls(value["ca"], value["cert"], value["key"]) if is_tls else None
+    if bool(value["user"]) != bool(value["password_file"]):
+        raise UsageError(
+            "a user of etcd and the file with its password belong together, and only one of them "
+            f"was named; set both of {OPTIONS['user']} and {OPTIONS['password_file']}, or neither"
+        )
+    user = User(value["user"], value["password_file"]) if value["user"] else None
+    kv = EtcdKV(hosts, tls=tls, user=user)
+    if user and not tls:
+        log.warning("the password of user %r goes to %s unencrypted", user.name, kv.endpoint)
+    return kv
+
+
+def _named(query: str) -> dict[str, str]:
+    """The options in an endpoint. The error does not repeat them: it may be a password."""
+    named = dict(parse_qsl(query, keep_blank_values=True))
+    if not named.keys() <= OPTIONS.keys():
+        known = ", ".join(OPTIONS)
+        raise UsageError(f"the endpoint has an option that is none of {known}")
+    return named
 
 
 def _is_host(text: str) -> bool:

@@ -6,16 +6,21 @@ The only module that imports pyetcd and grpc.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import socket
+import re
+import ssl
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 from pyetcd import etcdrpc as rpc  # type: ignore[import-untyped]
 
-from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
+from torch_ros.errors import AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.txn import (
     Count,
     Created,
@@ -34,8 +39,9 @@ from torch_ros.store.txn import (
     Unchanged,
     View,
     Watch,
-    one,
 )
+
+log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
     # A proxy that the environment names for the web does not know the hosts of a cluster.
@@ -50,6 +56,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),  # without it, a minute instead
     ("grpc.http2.max_pings_without_data", 0),
+    # Whether a request that was lost may be sent again is not for grpc to decide.
+    ("grpc.enable_retries", 0),
     # Replies are bounded by etcd's quota; grpc's own 4 MiB would cut large ranges off.
     ("grpc.max_receive_message_length", -1),
 )
@@ -57,42 +65,91 @@ CHANNEL_OPTIONS = (
 WATCH_METADATA = (("hasleader", "true"),)
 # etcd ends a stream at the deadline too, with another code and sometimes a little earlier.
 WATCH_SLACK_S = 0.05
+WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
 
+LOGINS_MAX = 3  # in one call: tokens end by themselves, and with some changes of users and roles
+# What etcd says when it wants a token, or another one. Nothing was applied then.
+TOKEN_REFUSED = (
+    "invalid auth token",
+    "user name is empty",
+    "revision of auth store is old",
+)
+# What grpc says of a request that never left: no member could be connected to.
+NOT_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+# etcd has understood the request, so another member would say the same.
+ANSWERS = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 REASONS = (
     ("Connection refused", "connection refused"),
     ("errors resolving", "the host name is not known"),
     ("DNS resolution failed", "the host name is not known"),
+    ("Hostname Verification", "it is for another host name"),
     ("Connection reset", "connection reset"),
+    ("Handshake read failed", "the TLS handshake was cut off; does it speak TLS?"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
     ("ping timeout", "no answer"),
     ("SETTINGS frame", "something answered, but it is not etcd v3"),
     ("Received http2 header", "something answered, but it is not etcd v3"),
 )
 
 
+SERVER, CLIENT = "server certificate", "client certificate"
 NOW = 0  # as the start of a watch
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files, by their paths; "" is none. Read once, when an `EtcdKV` is made."""
+
+    ca: str = ""  # who may have signed etcd's certificate; none: the authorities that grpc brings
+    cert: str = ""  # ours, if etcd asks for one; with those that lead from it to the CA
+    key: str = ""  # of `cert`, not encrypted
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user of etcd. The password stays in its file, and is read for each login."""
+
+    name: str
+    password_file: str
+
+
 class EtcdKV:
-    """A `KV` in etcd, over one connection. Not usable in a child of ``fork()``.
+    """A `KV` in etcd, over one connection at a time. Not usable in a child of ``fork()``.
 
     Args:
-        hosts: "host:port" of members of one cluster. The first that answers is used; when its
-            connection breaks, the next. The names of several hosts are resolved once, here; a
-            single name whenever its connection breaks.
+        hosts: "host:port" of members of one cluster. One is used for as long as it answers, then
+            the next. No request is sent to two of them, unless it certainly never left.
+        tls: For etcd's TLS; without it nothing is encrypted.
+        user: Logs in with the first request, and again whenever etcd forgets that it did.
+
+    Raises:
+        UsageError: A file that `tls` names cannot be read, or used.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.endpoint = "etcd://" + ",".join(hosts)
+    def __init__(
+        self, hosts: Sequence[str], *, tls: Tls | None = None, user: User | None = None
+    ) -> None:
+        self.endpoint = ("etcds://" if tls else "etcd://") + ",".join(hosts)
+        self._tls, self._user = tls, user
         self._pid = os.getpid()
         self._is_closed = False
-        self._channel = grpc.insecure_channel(_target(hosts), options=CHANNEL_OPTIONS)
-        self._kv = rpc.KVStub(self._channel)
-        self._leases = rpc.LeaseStub(self._channel)
-        self._watches = rpc.WatchStub(self._channel)
+        self._token: str | None = None  # "": etcd has no users
+        self._login = threading.Lock()
+        credentials = _credentials(tls) if tls else None
+        # A channel each: grpc would check the certificates of all for the name of one of them,
+        # and would stay with a member that answers but has lost the others.
+        self._members = [_Member(host, credentials) for host in hosts]
+        self._current = 0
 
     def read(self, request: Read, *, timeout_s: float) -> View:
         gets = tuple(Get(range_) for range_ in request.ranges)
-        reply = self._call(self._kv.Txn, _txn(Txn(ops=gets)), timeout_s)
+        reply = self._call(_Member.txn, _txn(Txn(ops=gets)), timeout_s)
         entries: dict[str, Entry] = {}
         for response in reply.responses:
             entries.update(_entries(response.response_range))
@@ -100,9 +157,9 @@ class EtcdKV:
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
-            reply = self._call(self._kv.Txn, _txn(txn), timeout_s)
+            reply = self._call(_Member.txn, _txn(txn), timeout_s)
         except _LeaseEndedError:
-            now = self.read(Read((one("\0"),)), timeout_s=timeout_s)
+            now = self.read(Read(()), timeout_s=timeout_s)
             return Reply(applied=False, rev=now.rev)
         if not reply.succeeded:
             return Reply(applied=False, rev=reply.header.revision)
@@ -113,16 +170,22 @@ class EtcdKV:
         )
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
+        self._check_open()
         deadline = time.monotonic() + timeout_s
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
         # So each range is watched from now on too; and what is in between is asked for.
         starts = (NOW, watch.after_rev + 1)
         requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
-        call = self._call(self._watch_stream, requests, timeout_s)
-        created = 0
+        index, created, call = self._current, 0, None
         try:
+            token = self._log_in(deadline)
+            call = self._members[index].watch(iter(requests), timeout_s, token)
             for reply in call:
                 rev = reply.header.revision
+                if reply.canceled and not reply.compact_revision:
+                    # Perhaps for want of a token or a role; then this renews the one, or raises.
+                    self._has_newer(watch, timeout_s=max(1.0, deadline - time.monotonic()))
+                    return True
                 # A store that was wiped counts from 1 again: its events would come much too late.
                 if not reply.created or reply.canceled or rev < watch.after_rev:
                     return True
@@ -130,32 +193,44 @@ class EtcdKV:
                 is_late = created == len(requests) and rev > watch.after_rev
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
                     return True
-        except grpc.RpcError:
+        except grpc.RpcError as error:
             self._check_open()
-            return time.monotonic() < deadline - WATCH_SLACK_S
+            is_over = time.monotonic() >= deadline - WATCH_SLACK_S
+            if not is_over or (timeout_s > WATCH_BEGINS_S and created < len(requests)):
+                self._note(index, error)
+            return not is_over
+        except ValueError:
+            self._check_open()  # as in `_call`
+            raise
+        except StoreUnavailable:
+            return True  # of the login; whoever looks again is told the same
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
         return True
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
-        reply = self._call(self._leases.LeaseGrant, rpc.LeaseGrantRequest(TTL=ttl_s), timeout_s)
+        reply = self._call(_Member.grant, rpc.LeaseGrantRequest(TTL=ttl_s), timeout_s)
         return reply.ID, reply.TTL
 
     def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
         request = rpc.LeaseKeepAliveRequest(ID=lease_id)
-        reply = self._call(self._first_keep_alive, request, timeout_s)
+        reply = self._call(_Member.keep_alive, request, timeout_s)
+        if reply is None:
+            raise StoreUnavailable(self.endpoint, timeout_s, "the stream ended without an answer")
         granted_s: int = reply.TTL
         return granted_s
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         with contextlib.suppress(_LeaseEndedError):
-            self._call(self._leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id), timeout_s)
+            self._call(_Member.revoke, rpc.LeaseRevokeRequest(ID=lease_id), timeout_s)
 
     def close(self) -> None:
         self._is_closed = True
         # The threads of grpc do not exist in a child of fork(): closing would wait for them.
         if os.getpid() == self._pid:
-            self._channel.close()
+            for member in self._members:
+                member.close()
 
     def _has_newer(self, watch: Watch, *, timeout_s: float) -> bool:
         """Whether something was written after the watch's revision. Deletions do not show."""
@@ -165,37 +240,144 @@ class EtcdKV:
         except StoreUnavailable:
             return True
 
-    def _watch_stream(self, requests: Iterable[Any], timeout: float) -> Any:
-        return self._watches.Watch(iter(requests), timeout=timeout, metadata=WATCH_METADATA)
+    # One call
 
-    def _first_keep_alive(self, request: Any, timeout: float) -> Any:
-        call = self._leases.LeaseKeepAlive(iter((request,)), timeout=timeout)
-        try:
-            for reply in call:
-                return reply
-        finally:
-            call.cancel()
-        raise StoreUnavailable(self.endpoint, timeout, "the stream ended without an answer")
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+    def _call(self, method: _Method, request: Any, timeout_s: float) -> Any:
         self._check_open()
         try:
-            return method(request, timeout=timeout_s)
+            return self._send_as_user(method, request, time.monotonic() + timeout_s)
         except grpc.RpcError as error:
             self._check_open()
-            self._raise(error, timeout_s)
+            self._raise(error, request, timeout_s)
         except ValueError:
             self._check_open()  # grpc's error for a channel that another thread just closed
             raise
 
-    def _raise(self, error: Any, timeout_s: float) -> NoReturn:
+    def _send_as_user(self, method: _Method, request: Any, deadline: float) -> Any:
+        logins_left = LOGINS_MAX if self._user else 0
+        while True:
+            token = self._log_in(deadline)
+            try:
+                return self._send(method, request, deadline, token)
+            except grpc.RpcError as error:
+                logins_left -= 1
+                if logins_left < 0 or not _is_token_refused(error):
+                    raise
+                self._forget(token)
+
+    def _send(self, method: _Method, request: Any, deadline: float, token: str) -> Any:
+        """What one member answers. The next one is asked only if the request never left."""
+        failures: list[grpc.RpcError] = []
+        start = self._current
+        for step in range(len(self._members)):
+            index = (start + step) % len(self._members)
+            left_s = deadline - time.monotonic()
+            if failures and left_s <= 0:
+                break
+            try:
+                return method(self._members[index], request, left_s, token)
+            except grpc.RpcError as error:
+                self._note(index, error)
+                if not any(sign in (error.details() or "") for sign in NOT_SENT):
+                    raise
+                failures.append(error)
+        # A certificate that is refused says more than a member that is away.
+        raise next((error for error in failures if _denial(error)), failures[-1])
+
+    def _note(self, index: int, error: Any) -> None:
+        """Turn to the next member after `error` from this one, if that may help."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            # An etcd that was wiped does not refuse a token from its future, but waits for it.
+            self._token = None
+        if error.code() not in ANSWERS and self._current == index:
+            self._current = (index + 1) % len(self._members)
+
+    def _log_in(self, deadline: float) -> str:
+        """The token for the next request; "" if there are no users."""
+        if self._user is None:
+            return ""
+        token = self._token
+        if token is not None:
+            return token
+        timeout_s = deadline - time.monotonic()
+        if not self._login.acquire(timeout=max(0.0, timeout_s)):
+            raise StoreUnavailable(self.endpoint, timeout_s, "another thread logs in")
+        try:
+            if self._token is None:
+                self._token = self._authenticate(self._user, deadline)
+            return self._token
+        finally:
+            self._login.release()
+
+    def _authenticate(self, user: User, deadline: float) -> str:
+        password = _text(user.password_file).rstrip("\r\n")
+        request = rpc.AuthenticateRequest(name=user.name, password=password)
+        try:
+            token: str = self._send(_Member.authenticate, request, deadline, "").token
+        except grpc.RpcError as error:
+            if "authentication is not enabled" in (error.details() or ""):
+                log.warning(
+                    "%s has no users, so that everybody may write to it; user %r was not needed",
+                    *(self.endpoint, user.name),
+                )
+                return ""
+            if error.code() not in ANSWERS:
+                raise
+            reason = f"user {user.name!r}, or the password in {user.password_file}, is wrong"
+            advice = "check TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD_FILE"
+            raise AccessDenied(self.endpoint, "user", reason, advice) from error
+        return token
+
+    def _forget(self, token: str) -> None:
+        if self._token == token:  # else another thread has a new one already
+            self._token = None
+
+    # Errors
+
+    def _raise(self, error: Any, request: Any, timeout_s: float) -> NoReturn:
         match error.code():
             case grpc.StatusCode.NOT_FOUND:
                 raise _LeaseEndedError from error
+            case grpc.StatusCode.PERMISSION_DENIED:
+                raise self._role_denied(request) from error
+            case _ if _is_token_refused(error):
+                raise self._user_denied(error) from error
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise UsageError(f"{self.endpoint} refused a request: {error.details()}") from error
+            case _ if what := _denial(error):
+                raise self._certificate_denied(what, error) from error
             case _:
                 raise StoreUnavailable(self.endpoint, timeout_s, _reason(error)) from error
+
+    def _role_denied(self, request: Any) -> AccessDenied:
+        who = f"user {self._user.name!r}" if self._user else "the user that the certificate names"
+        prefix = os.path.commonprefix(_keys(request))  # noqa: RUF071  # keys are not paths
+        reason = f"{who} may not use all keys that begin with {prefix!r}"
+        advice = "grant it a role with readwrite on that prefix (docs/SECURITY.md)"
+        return AccessDenied(self.endpoint, "role", reason, advice)
+
+    def _user_denied(self, error: Any) -> AccessDenied:
+        if self._user:
+            reason = f"etcd takes no token of user {self._user.name!r} ({error.details()})"
+            advice = "look at etcd's log"
+        else:
+            reason = "etcd has users, and none was named"
+            advice = "set TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD_FILE"
+        return AccessDenied(self.endpoint, "user", reason, advice)
+
+    def _certificate_denied(self, what: str, error: Any) -> AccessDenied:
+        tls = self._tls or Tls()
+        if what == SERVER:
+            reason = f"etcd's is not accepted ({_reason(error)})"
+            ca = tls.ca or "the authorities that grpc brings"
+            advice = f"expected one for this host, signed by {ca}; check TORCH_ROS_ETCD_CA"
+        elif tls.cert:
+            reason = f"etcd does not accept {tls.cert} ({_reason(error)})"
+            advice = "is it in date, for clients, and of etcd's CA? Check TORCH_ROS_ETCD_CERT"
+        else:
+            reason = "etcd asks for one, and none was named"
+            advice = "set TORCH_ROS_ETCD_CERT and TORCH_ROS_ETCD_KEY"
+        return AccessDenied(self.endpoint, what, reason, advice)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -208,31 +390,126 @@ class _LeaseEndedError(Exception):
     """The lease that a request names has ended; nothing was applied."""
 
 
-def _target(hosts: Sequence[str]) -> str:
-    """One grpc target for all of `hosts`: grpc uses one at a time, and fails over by itself."""
-    addresses = [] if len(hosts) == 1 else [found for host in hosts for found in _addresses(host)]
-    if not addresses:
-        return f"dns:///{hosts[0]}"  # an unknown name is reported by the first call
-    return "ipv6:" + ",".join(addresses)
+class _Member:
+    """The requests to one member of a cluster. Raises what grpc raises."""
 
-
-def _addresses(host: str) -> list[str]:
-    """Those of "name:port", all as IPv6 (mapped where they are not): a target has one family."""
-    name, _, port = host.rpartition(":")
-    flags = socket.AI_V4MAPPED | socket.AI_ALL
-    try:
-        found = socket.getaddrinfo(
-            name.strip("[]"), port, socket.AF_INET6, socket.SOCK_STREAM, flags=flags
+    def __init__(self, host: str, credentials: Any) -> None:
+        target = f"dns:///{host}"  # an unknown name is reported by the first call
+        self._channel = (
+            grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         )
-    except OSError:
-        return []
-    return [f"[{ip!s}]:{port}" for *_, (ip, *_rest) in found]
+        self._auth = rpc.AuthStub(self._channel)
+        self._kv = rpc.KVStub(self._channel)
+        self._leases = rpc.LeaseStub(self._channel)
+        self._watches = rpc.WatchStub(self._channel)
+
+    def authenticate(self, request: Any, timeout_s: float, _token: str) -> Any:
+        return self._auth.Authenticate(request, timeout=timeout_s)
+
+    def txn(self, request: Any, timeout_s: float, token: str) -> Any:
+        return self._kv.Txn(request, timeout=timeout_s, metadata=_metadata(token))
+
+    def grant(self, request: Any, timeout_s: float, token: str) -> Any:
+        return self._leases.LeaseGrant(request, timeout=timeout_s, metadata=_metadata(token))
+
+    def revoke(self, request: Any, timeout_s: float, token: str) -> Any:
+        return self._leases.LeaseRevoke(request, timeout=timeout_s, metadata=_metadata(token))
+
+    def keep_alive(self, request: Any, timeout_s: float, token: str) -> Any:
+        """The first answer; None if there is none."""
+        metadata = _metadata(token)
+        call = self._leases.LeaseKeepAlive(iter((request,)), timeout=timeout_s, metadata=metadata)
+        try:
+            return next(call, None)
+        finally:
+            call.cancel()
+
+    def watch(self, requests: Iterator[Any], timeout_s: float, token: str) -> Any:
+        metadata = (*WATCH_METADATA, *_metadata(token))
+        return self._watches.Watch(requests, timeout=timeout_s, metadata=metadata)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+_Method = Callable[[_Member, Any, float, str], Any]
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("token", token),) if token else ()
+
+
+def _credentials(tls: Tls) -> Any:
+    if bool(tls.cert) != bool(tls.key):
+        raise UsageError(
+            "a client certificate and its key belong together, and only one of them was named; "
+            "set both of TORCH_ROS_ETCD_CERT and TORCH_ROS_ETCD_KEY, or neither"
+        )
+    ca, cert, key = (_bytes(path) if path else None for path in (tls.ca, tls.cert, tls.key))
+    # grpc would only say, at the first call, that it could not make a handshaker.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if ca:
+            context.load_verify_locations(tls.ca)
+        if cert:
+            context.load_cert_chain(tls.cert, tls.key, password="")  # or it asks at the terminal
+    except (ssl.SSLError, ValueError) as error:
+        named = ", ".join(path for path in (tls.ca, tls.cert, tls.key) if path)
+        raise UsageError(
+            f"one of {named} cannot be used: {error}; expected certificates and an unencrypted "
+            "key in PEM, and the key that belongs to the certificate"
+        ) from error
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _text(path: str) -> str:
+    try:
+        return _bytes(path).decode()
+    except UnicodeDecodeError:  # which has all of it
+        raise UsageError(f"{path} is not text in UTF-8") from None
+
+
+def _is_token_refused(error: Any) -> bool:
+    return any(sign in (error.details() or "") for sign in TOKEN_REFUSED)
+
+
+def _denial(error: Any) -> str:
+    """Whose certificate the other side refused; "" if it was not that."""
+    details = error.details() or ""
+    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
+        return SERVER
+    alert = details.partition("_ALERT_")[2]
+    return CLIENT if "CERTIFICATE" in alert or "UNKNOWN_CA" in alert else ""
 
 
 def _txn(txn: Txn) -> Any:
-    return rpc.TxnRequest(
-        compare=[_compare(guard) for guard in txn.guards], success=[_op(op) for op in txn.ops]
-    )
+    compare = [_compare(guard) for guard in txn.guards]
+    # Without an operation, a member checks guards against what it has, which may be the past.
+    # A range in either branch makes it ask the others first.
+    look = [] if txn.ops or not compare else [_look(compare[0])]
+    return rpc.TxnRequest(compare=compare, success=[_op(op) for op in txn.ops], failure=look)
+
+
+def _look(compare: Any) -> Any:
+    range_ = rpc.RangeRequest(key=compare.key, range_end=compare.range_end, count_only=True)
+    return rpc.RequestOp(request_range=range_)
+
+
+def _keys(request: Any) -> list[str]:
+    """What a request reads and writes; nothing if it is not a transaction."""
+    if not isinstance(request, rpc.TxnRequest):
+        return []
+    ops = [getattr(op, op.WhichOneof("request")) for op in request.success]
+    return [one.key.decode() for one in (*request.compare, *ops)]
 
 
 def _compare(guard: Guard) -> Any:
@@ -306,6 +583,8 @@ def _entries(reply: Any) -> dict[str, Entry]:
 def _reason(error: Any) -> str:
     """What a person should know of a grpc error."""
     details = error.details() or ""
+    if found := re.search(r"(?:VERIFY_FAILED: |_ALERT_)([\w ]+)", details):
+        return found[1].replace("_", " ").lower()
     for sign, reason in REASONS:
         if sign in details:
             return reason

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch_ros.errors import StoreUnavailable, TorchRosError
+from torch_ros.errors import AccessDenied, StoreUnavailable, TorchRosError
 from torch_ros.store.kv import KV
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class Session:
             timeout_s = min(self._interval_s, self.deadline - sent_s)
             try:
                 granted_s = self._kv.keep_alive(self.lease_id, timeout_s=timeout_s)
-            except StoreUnavailable as error:
+            # Users and certificates are exchanged while we run; until the lease ends that may pass.
+            except (StoreUnavailable, AccessDenied) as error:
                 if not silence:
                     left_s = self.deadline - self._clock()
                     log.warning("%s: %s; its lease ends in %.1f s", self._name, error, left_s)
