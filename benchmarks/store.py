@@ -1,7 +1,8 @@
 """How fast EtcdStore is beside torch's TCPStore: one client's calls, and barriers of many ranks.
 
 Both servers run on this host and sync nothing to disk; each rank is a thread with a client of its
-own. Times are medians. TCPStore's `set` waits for no answer; all other calls do. Prints a row of JSON per result, then a table.
+own. Times are medians. TCPStore's `set` waits for no answer; all other calls do. Prints a row of
+JSON per result, then a table.
 """
 
 import argparse

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
-from torch_ros.store import EtcdStore, memory, run, torch_store
+from torch_ros.store import EtcdStore, memory, run, torch_keys, torch_store
 from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import Put, Read, under
 
@@ -614,7 +614,7 @@ def test_a_store_may_be_opened_before_etcd_runs(etcd_server, opened):
 
 def records(endpoint, name):
     kv = torch_store.connect(endpoint, timeout_s=5)
-    view = kv.read(Read((under(f"{torch_store.ROOT}/{name}/"),)), timeout_s=5)
+    view = kv.read(Read((under(f"{torch_keys.ROOT}/{name}/"),)), timeout_s=5)
     kv.close()
     return view.entries
 

@@ -1,36 +1,21 @@
-"""A `torch.distributed.Store` whose records are in etcd.
-
-Below ``/torch-ros-store/PREFIX/``, with K for a key, percent-encoded:
-
-* ``lease``            the lease that the job's records hang on; it hangs on itself
-* ``keys/K``           the value of K: ``=`` and its bytes, or ``#`` and which blob has them
-* ``keys/K!ITEM``      an item of queue K, written as a value is; the oldest is the first
-* ``blobs/K!ID/N``     a piece of a value that is too large for one request
-* ``marks/CLIENT/N``   which write of CLIENT was the last to apply, one for each of its threads
-
-A write guards its client's mark and renews it in the same transaction. So it applies at most once,
-however often it is sent, and a client that lost the reply finds out by reading the mark.
-"""
+"""A `torch.distributed.Store` whose records are in etcd: `torch_keys` says which."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
+import functools
 import logging
 import math
 import operator
 import os
-import random
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, TypeVar
-from urllib.parse import quote, unquote_to_bytes
+from typing import TypeVar
+from urllib.parse import unquote_to_bytes
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch exports Store at run time only
     DistNetworkError,
@@ -40,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports S
 )
 
 from torch_ros.errors import (
+    BackendError,
     ClosedError,
     DeadlineExceeded,
     StoreUnavailable,
@@ -48,7 +34,10 @@ from torch_ros.errors import (
 )
 from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
+from torch_ros.store.once import Plan, Writer, ask, look
 from torch_ros.store.run import Deadline, run
+from torch_ros.store.shared_lease import SharedLease
+from torch_ros.store.torch_keys import Blob, StoreKeys, inline, parsed
 from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
@@ -58,224 +47,28 @@ from torch_ros.store.txn import (
     Empty,
     Entry,
     Get,
-    Guard,
     Op,
     Put,
     Range,
-    Reply,
     Steps,
     Txn,
-    Unchanged,
     View,
     Watch,
     one,
-    under,
 )
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-ROOT = "/torch-ros-store"
 TIMEOUT = timedelta(seconds=300)  # TCPStore's
 TTL_S = 30
 PIECE_BYTES_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB
 KEYS_PER_TXN = 40  # each takes up to three of the 128 operations that etcd allows
-REQUEST_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
 RETRY_S = 0.2
-BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.01, 0.1
 
 NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")  # what C's strtoll reads of a text
 INT64_MAX = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The etcd keys of one store."""
-
-    prefix: str
-
-    @property
-    def _root(self) -> str:
-        return f"{ROOT}/{quote(self.prefix, safe='')}"
-
-    def lease(self) -> str:
-        return f"{self._root}/lease"
-
-    def marks(self, client: str) -> Range:
-        return under(f"{self._root}/marks/{client}/")
-
-    def mark(self, client: str, slot: int) -> str:
-        return f"{self._root}/marks/{client}/{slot}"
-
-    def everything(self) -> Range:
-        return under(f"{self._root}/keys/")
-
-    def value(self, key: bytes) -> str:
-        return f"{self._root}/keys/{_quoted(key)}"
-
-    def item(self, key: bytes, name: str) -> str:
-        return f"{self.value(key)}!{name}"
-
-    def items(self, key: bytes) -> Range:
-        return _continued(f"{self.value(key)}!")
-
-    def value_and_items(self, key: bytes) -> Range:
-        # Nothing that a quoted key may go on with sorts below '"', so this is one key's alone.
-        return Range(self.value(key), self.items(key).end)
-
-    def blobs(self, key: bytes) -> Range:
-        return _continued(f"{self._root}/blobs/{_quoted(key)}!")
-
-    def blob(self, key: bytes, name: str) -> Range:
-        return under(f"{self.blobs(key).start}{name}/")
-
-    def piece(self, key: bytes, name: str, index: int) -> str:
-        return f"{self.blob(key, name).start}{index:06d}"
-
-
-def _quoted(key: bytes) -> str:
-    return quote(key, safe="/")
-
-
-def _continued(start: str) -> Range:
-    """Every key that starts with `start`, which ends in "!"."""
-    return Range(start, start[:-1] + '"')
-
-
-@dataclass(frozen=True, slots=True)
-class _Blob:
-    """Where a large value is."""
-
-    name: str
-    pieces: int
-
-    def record(self) -> bytes:
-        return f"#{self.name} {self.pieces}".encode()
-
-
-def _parsed(record: bytes) -> bytes | _Blob:
-    """The value, or where it is."""
-    if record[:1] == b"=":
-        return record[1:]
-    name, pieces = record[1:].decode().split()
-    return _Blob(name, int(pieces))
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan(Generic[T]):
-    """One try at a write, and what the call answers if it applies. Without `ops`: an answer."""
-
-    answer: T
-    guards: tuple[Guard, ...] = ()
-    ops: tuple[Op, ...] = ()
-    blobs: tuple[Range, ...] = ()  # made for it; garbage unless it applies
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What one thread at a time marks its writes with."""
-
-    key: str
-    rev: int = 0  # of the mark, as far as is known
-    attempts: int = 0
-
-    def next_mark(self) -> bytes:
-        self.attempts += 1
-        return str(self.attempts).encode()
-
-
-def _look(*ops: Op) -> Steps[Reply]:
-    """Read without deciding anything, all at one revision."""
-    while True:
-        reply: Reply = yield Commit(Txn(ops=ops))
-        if reply.applied:
-            return reply
-
-
-def _view(*ops: Op) -> Steps[View]:
-    reply = yield from _look(*ops)
-    entries: dict[str, Entry] = {}
-    for found in reply.results:
-        assert not isinstance(found, int)
-        entries.update(found)
-    return View(reply.rev, entries)
-
-
-def _back_off(losses: int, deadline: Deadline) -> None:
-    """Let others go first: each round has one winner, and those who lost it lose the next too."""
-    deadline.check("other clients were always faster")
-    longest_s = min(BACK_OFF_S_MAX, BACK_OFF_S_MIN * 2**losses)
-    time.sleep(random.uniform(0, longest_s))  # noqa: S311  # no secret
-
-
-class _Lease:
-    """The lease of a store: granted to its first client, kept alive by all."""
-
-    def __init__(self, kv: KV, key: str, ttl_s: int, deadline: Deadline) -> None:
-        self.key, self._kv = key, kv
-        self.lost = ""  # why, once it is
-        self.id, self._granted_s = self._join(ttl_s, deadline)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"lease {key}", daemon=True)
-        self._thread.start()
-
-    def check(self, view: View) -> None:
-        """Raises: DistNetworkError: `view`, which has the lease's record, is not of our time."""
-        found = view.entries.get(self.key)
-        if found is None or found.lease_id != self.id:
-            self.lost = self.lost or "its lease has ended"
-        if self.lost:
-            raise DistNetworkError(
-                f"the store at {self._kv.endpoint}{self.key.removesuffix('/lease')} is gone: "
-                f"{self.lost}; open it again"
-            )
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(CLOSE_S)
-
-    def _join(self, ttl_s: int, deadline: Deadline) -> tuple[int, int]:
-        while True:
-            joined = run(self._found_or_granted(ttl_s), self._kv, deadline)
-            # A lease that ends now takes its record along, and the next try finds none.
-            granted_s = self._kv.keep_alive(joined, timeout_s=REQUEST_TIMEOUT_S)
-            if granted_s > 0:
-                return joined, granted_s
-            deadline.check("its lease has just ended")
-            time.sleep(RETRY_S)
-
-    def _found_or_granted(self, ttl_s: int) -> Steps[int]:
-        granted = 0
-        while True:
-            view = yield from _view(Get(one(self.key)))
-            found = view.entries.get(self.key)
-            if found is not None:
-                if granted not in (0, found.lease_id):
-                    self._kv.revoke(granted, timeout_s=REQUEST_TIMEOUT_S)
-                return found.lease_id
-            if not granted:
-                granted, _ = self._kv.grant(ttl_s, timeout_s=REQUEST_TIMEOUT_S)
-            yield Commit(Txn((view.unchanged(self.key),), (Put(self.key, b"", granted),)))
-
-    def _run(self) -> None:
-        """Renew until closed. Only etcd says that the lease is over: others renew it too."""
-        pause_s = self._granted_s / 3
-        while not self._closing.wait(pause_s):
-            try:
-                granted_s = self._kv.keep_alive(self.id, timeout_s=REQUEST_TIMEOUT_S)
-            except StoreUnavailable as error:
-                log.warning("%s: %s; trying again", self.key, error)
-                pause_s = RETRY_S
-            except Exception as error:  # noqa: BLE001  # whatever it is, nobody renews it now
-                self.lost = f"its lease is not renewed any more ({type(error).__name__}: {error})"
-                return
-            else:
-                pause_s = self._granted_s / 3
-                if granted_s == 0:
-                    self.lost = "its lease has ended"
-                    return
-
 
 # torch holds the C++ half of a store only, and calls fail once the Python half is gone.
 _open_stores: set[EtcdStore] = set()
@@ -349,10 +142,8 @@ class EtcdStore(Store):
             raise UsageError(f"ttl_s is {ttl_s}; it has to be at least 1")
         self.set_timeout(timeout)
         self.endpoint, self.prefix = endpoint, prefix
-        self._keys, self._client, self._pid = _Keys(prefix), uuid.uuid4().hex, os.getpid()
+        self._keys, self._client, self._pid = StoreKeys(prefix), uuid.uuid4().hex, os.getpid()
         self._is_closed = False
-        self._slot_numbers = itertools.count()
-        self._free_slots: list[_Slot] = []
         deadline = self._deadline("opening the store")
         try:
             self._kv = _connected(endpoint, deadline)
@@ -360,6 +151,8 @@ class EtcdStore(Store):
         except (StoreUnavailable, DeadlineExceeded) as error:
             raise DistNetworkError(str(error)) from error
         self._lease_id = 0 if keep else self._lease.id
+        mark = functools.partial(self._keys.mark, self._client)
+        self._writer = Writer(mark, self._lease.id)
         _open_stores.add(self)
 
     def __repr__(self) -> str:
@@ -468,8 +261,7 @@ class EtcdStore(Store):
         deadline = self._deadline("check")
         spans = (Count(self._keys.value_and_items(key)) for key in wanted)
         return all(
-            all(self._run(_look(*batch), deadline, wanted).results)
-            for batch in _batches(list(spans))
+            all(self._run(ask(*batch), deadline, wanted).results) for batch in _batches(list(spans))
         )
 
     def delete_key(self, key: str | bytes) -> bool:
@@ -477,13 +269,13 @@ class EtcdStore(Store):
         name = _key(key)
         head = self._keys.value(name)
 
-        def plan(view: View) -> Steps[_Plan[bool] | None]:
+        def plan(view: View) -> Steps[Plan[bool] | None]:
             yield from ()
             found = view.entries.get(head)
             if found is None:
-                return _Plan(answer=False)
+                return Plan(answer=False)
             ops = (Delete(one(head)), *self._without_blob(name, found))
-            return _Plan(answer=True, guards=(view.unchanged(head),), ops=ops)
+            return Plan(answer=True, guards=(view.unchanged(head),), ops=ops)
 
         return self._write("delete_key", name, (Get(one(head)),), plan)
 
@@ -501,13 +293,13 @@ class EtcdStore(Store):
         name, pushed = _key(key), _value(value)
         item = self._keys.item(name, uuid.uuid4().hex)
 
-        def plan(_: View) -> Steps[_Plan[None] | None]:
+        def plan(_: View) -> Steps[Plan[None] | None]:
             record, blobs = yield from self._stored(name, pushed)
-            return _Plan(None, ops=(Put(item, record, self._lease_id),), blobs=blobs)
+            return Plan(None, ops=(Put(item, record, self._lease_id),), made=blobs)
 
         first = None
         if len(pushed) <= PIECE_BYTES_MAX:
-            first = _Plan(None, ops=(Put(item, b"=" + pushed, self._lease_id),))
+            first = Plan(None, ops=(Put(item, inline(pushed), self._lease_id),))
         self._write("queue_push", name, (), plan, first)
 
     def queue_pop(self, key: str | bytes, block: bool = True) -> bytes:  # noqa: FBT002  # torch's
@@ -520,13 +312,13 @@ class EtcdStore(Store):
         name = _key(key)
         items = self._keys.items(name)
 
-        def plan(view: View) -> Steps[_Plan[bytes | None] | None]:
+        def plan(view: View) -> Steps[Plan[bytes | None] | None]:
             found = dict(view.within(items))
             if found:
                 oldest = min(found, key=lambda item: found[item].create_rev)
                 return (yield from self._taken(name, oldest))
             if not block:
-                return _Plan(answer=None)
+                return Plan(answer=None)
             yield Watch((items,), view.rev, f"queue {key!r} is empty")
             return None
 
@@ -538,7 +330,7 @@ class EtcdStore(Store):
     def queue_len(self, key: str | bytes) -> int:
         name = _key(key)
         deadline = self._deadline("queue_len")
-        (length,) = self._run(_look(Count(self._keys.items(name))), deadline, [name]).results
+        (length,) = self._run(ask(Count(self._keys.items(name))), deadline, [name]).results
         assert isinstance(length, int)
         return length
 
@@ -559,9 +351,9 @@ class EtcdStore(Store):
 
     # How
 
-    def _joined(self, ttl_s: int, deadline: Deadline) -> _Lease:
+    def _joined(self, ttl_s: int, deadline: Deadline) -> SharedLease:
         try:
-            return _Lease(self._kv, self._keys.lease(), ttl_s, deadline)
+            return SharedLease(self._kv, self._keys.lease(), ttl_s, deadline)
         except BaseException:
             self._kv.close()
             raise
@@ -592,19 +384,19 @@ class EtcdStore(Store):
             waited_ms = f"{deadline.timeout_s * 1000:.0f}ms"
             named = ", ".join(key.decode(errors="replace") for key in keys)
             raise DistStoreError(f"wait timeout after {waited_ms}, keys: {named}") from error
-        except StoreUnavailable as error:
+        except BackendError as error:
             raise DistNetworkError(str(error)) from error
 
     def _names(self, what: str) -> Iterator[str]:
         """The keys that have a value, quoted."""
         range_ = self._keys.everything()
-        view = self._run(_view(Get(range_, keys_only=True)), self._deadline(what), [])
+        view = self._run(look(Get(range_, keys_only=True)), self._deadline(what), [])
         return (key.removeprefix(range_.start) for key in view.entries if "!" not in key)
 
     def _present(self, keys: Sequence[bytes]) -> Steps[None]:
         spans = [self._keys.value_and_items(key) for key in keys]
         while True:
-            reply = yield from _look(*map(Count, spans))
+            reply = yield from ask(*map(Count, spans))
             missing = [at for at, count in enumerate(reply.results) if not count]
             if not missing:
                 return
@@ -619,7 +411,7 @@ class EtcdStore(Store):
         heads = [self._keys.value(key) for key in keys]
         counts = [Count(self._keys.value_and_items(key)) for key in keys]
         while True:
-            reply = yield from _look(*(Get(one(head)) for head in heads), *counts)
+            reply = yield from ask(*(Get(one(head)) for head in heads), *counts)
             if not all(reply.results[len(heads) :]):
                 yield from self._present(keys)
                 deadline.check("a key was always deleted before it was read")
@@ -644,13 +436,13 @@ class EtcdStore(Store):
 
     def _value_of(self, key: bytes, entry: Entry) -> Steps[bytes | None]:
         """The value that `entry` stands for; None if it was replaced meanwhile."""
-        found = _parsed(entry.value)
+        found = parsed(entry.value)
         if isinstance(found, bytes):
             return found
         pieces = []
         for index in range(found.pieces):
             piece_key = self._keys.piece(key, found.name, index)
-            piece = (yield from _view(Get(one(piece_key)))).entries.get(piece_key)
+            piece = (yield from look(Get(one(piece_key)))).entries.get(piece_key)
             if piece is None:
                 return None
             pieces.append(piece.value)
@@ -659,9 +451,9 @@ class EtcdStore(Store):
     def _stored(self, key: bytes, value: bytes) -> Steps[tuple[bytes, tuple[Range, ...]]]:
         """The record that stands for `value`, whose pieces are in the store by then."""
         if len(value) <= PIECE_BYTES_MAX:
-            return b"=" + value, ()
+            return inline(value), ()
         starts = range(0, len(value), PIECE_BYTES_MAX)
-        blob = _Blob(uuid.uuid4().hex, len(starts))
+        blob = Blob(uuid.uuid4().hex, len(starts))
         for index, start in enumerate(starts):
             piece = value[start : start + PIECE_BYTES_MAX]
             put = Put(self._keys.piece(key, blob.name, index), piece, self._lease_id)
@@ -674,26 +466,26 @@ class EtcdStore(Store):
 
     def _without_blob(self, key: bytes, entry: Entry | None) -> Iterator[Delete]:
         """What becomes garbage with `entry`."""
-        if entry is not None and isinstance(blob := _parsed(entry.value), _Blob):
+        if entry is not None and isinstance(blob := parsed(entry.value), Blob):
             yield Delete(self._keys.blob(key, blob.name))
 
-    def _taken(self, key: bytes, item: str) -> Steps[_Plan[bytes | None] | None]:
+    def _taken(self, key: bytes, item: str) -> Steps[Plan[bytes | None] | None]:
         """How to take `item` from its queue."""
-        found = (yield from _view(Get(one(item)))).entries.get(item)
+        found = (yield from look(Get(one(item)))).entries.get(item)
         if found is None:
             return None
         value = yield from self._value_of(key, found)
         if value is None:
             return None
         ops = (Delete(one(item)), *self._without_blob(key, found))
-        return _Plan(value, (Created(item, found.create_rev),), ops)
+        return Plan(value, (Created(item, found.create_rev),), ops)
 
     def _assign(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Set all of `pairs` in one transaction, whatever was there."""
         heads = [self._keys.value(key) for key, _ in pairs]
         stored: list[tuple[bytes, tuple[Range, ...]]] = []
 
-        def plan(view: View) -> Steps[_Plan[None] | None]:
+        def plan(view: View) -> Steps[Plan[None] | None]:
             if not stored:
                 for key, value in pairs:
                     stored.append((yield from self._stored(key, value)))
@@ -702,17 +494,17 @@ class EtcdStore(Store):
                 ops.append(Put(head, record, self._lease_id))
                 ops += self._without_blob(key, view.entries.get(head))
             guards = tuple(map(view.unchanged, heads))
-            return _Plan(None, guards, tuple(ops), tuple(b for _, blobs in stored for b in blobs))
+            return Plan(None, guards, tuple(ops), tuple(b for _, blobs in stored for b in blobs))
 
         first = None
         if all(len(value) <= PIECE_BYTES_MAX for _, value in pairs):
             # Most keys never had a large value, and then nothing has to be read first.
             guards = tuple(Empty(self._keys.blobs(key)) for key, _ in pairs)
             puts = tuple(
-                Put(head, b"=" + value, self._lease_id)
+                Put(head, inline(value), self._lease_id)
                 for head, (_, value) in zip(heads, pairs, strict=True)
             )
-            first = _Plan(None, guards, puts)
+            first = Plan(None, guards, puts)
         looks = tuple(Get(one(head)) for head in heads)
         self._write("set", pairs[0][0], looks, plan, first)
 
@@ -723,7 +515,7 @@ class EtcdStore(Store):
         name = _key(key)
         head = self._keys.value(name)
 
-        def plan(view: View) -> Steps[_Plan[T] | None]:
+        def plan(view: View) -> Steps[Plan[T] | None]:
             found = view.entries.get(head)
             old = None
             if found is not None:
@@ -732,11 +524,11 @@ class EtcdStore(Store):
                     return None
             new, answer = rule(old)
             if new is None:
-                return _Plan(answer)
+                return Plan(answer)
             record, blobs = yield from self._stored(name, new)
             put = Put(head, record, self._lease_id)
             ops: tuple[Op, ...] = (put, *self._without_blob(name, found))
-            return _Plan(answer, (view.unchanged(head),), ops, blobs)
+            return Plan(answer, (view.unchanged(head),), ops, blobs)
 
         return self._write(what, name, (Get(one(head)),), plan)
 
@@ -744,78 +536,17 @@ class EtcdStore(Store):
         self,
         what: str,
         key: bytes,
-        looks: tuple[Op, ...],
-        plan: Callable[[View], Steps[_Plan[T] | None]],
-        first: _Plan[T] | None = None,
+        gets: tuple[Get, ...],
+        plan: Callable[[View], Steps[Plan[T] | None]],
+        first: Plan[T] | None = None,
     ) -> T:
-        """Look, plan, commit; again while others win the race or the plan is None.
+        def planned(view: View) -> Steps[Plan[T] | None]:
+            self._lease.check(view)
+            return plan(view)
 
-        Args:
-            first: To be tried without looking.
-        """
-        self._check_all()
         deadline = self._deadline(what)
-        try:
-            slot = self._free_slots.pop()
-        except IndexError:
-            slot = _Slot(self._keys.mark(self._client, next(self._slot_numbers)))
-        try:
-            return self._run(self._once(slot, looks, plan, first, deadline), deadline, [key])
-        finally:
-            self._free_slots.append(slot)
-
-    def _once(
-        self,
-        slot: _Slot,
-        looks: tuple[Op, ...],
-        plan: Callable[[View], Steps[_Plan[T] | None]],
-        first: _Plan[T] | None,
-        deadline: Deadline,
-    ) -> Steps[T]:
-        """All attempts guard the same mark, so one of them applies at most, however late."""
-        attempts: dict[bytes, _Plan[T]] = {}
-        planned, is_open, losses = first, False, 0
-        while True:
-            if planned is None:
-                view = yield from _view(Get(one(slot.key)), Get(one(self._lease.key)), *looks)
-                mark = view.entries.get(slot.key)
-                slot.rev = mark.mod_rev if mark else 0
-                if mark is not None and mark.value in attempts:
-                    applied = attempts[mark.value]
-                    break
-                self._lease.check(view)
-                planned = yield from plan(view)
-            if planned is None:
-                deadline.check("it was always changed while it was read")
-                continue
-            if not planned.ops and not is_open:
-                applied = planned
-                break
-            # An answer too is written down while an earlier attempt may still be on its way.
-            reply: Reply = yield Commit(self._marked(slot, planned, attempts))
-            if reply.applied:
-                slot.rev, applied = reply.rev, planned
-                break
-            if reply is UNKNOWN:
-                is_open = True
-            elif planned is not first:
-                losses += 1
-                _back_off(losses, deadline)
-            planned = None
-        yield from self._tidied(applied, attempts.values())
-        return applied.answer
-
-    def _marked(self, slot: _Slot, planned: _Plan[T], attempts: dict[bytes, _Plan[T]]) -> Txn:
-        mark = slot.next_mark()
-        attempts[mark] = planned
-        guards = (Unchanged(slot.key, slot.rev), *planned.guards)
-        return Txn(guards, (*planned.ops, Put(slot.key, mark, self._lease.id)))
-
-    def _tidied(self, applied: _Plan[T], attempts: Iterable[_Plan[T]]) -> Steps[None]:
-        """Remove the blobs of attempts that can apply no more."""
-        garbage = {blob for attempt in attempts for blob in attempt.blobs} - {*applied.blobs}
-        for blob in garbage:
-            yield Commit(Txn(ops=(Delete(blob),)))
+        gets = (Get(one(self._lease.key)), *gets)
+        return self._run(self._writer.write(gets, planned, deadline, first=first), deadline, [key])
 
 
 def _connected(endpoint: str, deadline: Deadline) -> KV:

@@ -1,0 +1,97 @@
+"""The etcd keys of an `EtcdStore`, and its one record.
+
+Below ``/torch-ros-store/PREFIX/``, with K for a key, percent-encoded:
+
+* ``lease``            the lease that the job's records hang on; it hangs on itself
+* ``keys/K``           the value of K: ``=`` and its bytes, or ``#`` and which blob has them
+* ``keys/K!ITEM``      an item of queue K, written as a value is; the oldest is the first
+* ``blobs/K!ID/N``     a piece of a value that is too large for one request
+* ``marks/CLIENT/N``   which write of CLIENT was the last to apply, one for each of its threads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from torch_ros.store.txn import Range, under
+
+ROOT = "/torch-ros-store"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKeys:
+    """Those of one store."""
+
+    prefix: str
+
+    @property
+    def _root(self) -> str:
+        return f"{ROOT}/{quote(self.prefix, safe='')}"
+
+    def lease(self) -> str:
+        return f"{self._root}/lease"
+
+    def marks(self, client: str) -> Range:
+        return under(f"{self._root}/marks/{client}/")
+
+    def mark(self, client: str, slot: int) -> str:
+        return f"{self._root}/marks/{client}/{slot}"
+
+    def everything(self) -> Range:
+        return under(f"{self._root}/keys/")
+
+    def value(self, key: bytes) -> str:
+        return f"{self._root}/keys/{_quoted(key)}"
+
+    def item(self, key: bytes, name: str) -> str:
+        return f"{self.value(key)}!{name}"
+
+    def items(self, key: bytes) -> Range:
+        return _continued(f"{self.value(key)}!")
+
+    def value_and_items(self, key: bytes) -> Range:
+        # Nothing that a quoted key may go on with sorts below '"', so this is one key's alone.
+        return Range(self.value(key), self.items(key).end)
+
+    def blobs(self, key: bytes) -> Range:
+        return _continued(f"{self._root}/blobs/{_quoted(key)}!")
+
+    def blob(self, key: bytes, name: str) -> Range:
+        return under(f"{self.blobs(key).start}{name}/")
+
+    def piece(self, key: bytes, name: str, index: int) -> str:
+        return f"{self.blob(key, name).start}{index:06d}"
+
+
+def _quoted(key: bytes) -> str:
+    return quote(key, safe="/")
+
+
+def _continued(start: str) -> Range:
+    """Every key that starts with `start`, which ends in "!"."""
+    return Range(start, start[:-1] + '"')
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where a large value is."""
+
+    name: str
+    pieces: int
+
+    def record(self) -> bytes:
+        return f"#{self.name} {self.pieces}".encode()
+
+
+def inline(value: bytes) -> bytes:
+    """The record of a value that is small enough to stand in it."""
+    return b"=" + value
+
+
+def parsed(record: bytes) -> bytes | Blob:
+    """The value, or where it is."""
+    if record[:1] == b"=":
+        return record[1:]
+    name, pieces = record[1:].decode().split()
+    return Blob(name, int(pieces))
