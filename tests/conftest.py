@@ -1,5 +1,6 @@
 """A real etcd, for every tier that wants one."""
 
+import contextlib
 import http.client
 import importlib.util
 import os
@@ -138,22 +139,34 @@ def _free_port():
         return server.getsockname()[1]
 
 
+@contextlib.contextmanager
+def _running(directory, *options, **more):
+    server = EtcdServer(directory, *options, **more)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def running_etcd():
+    """A context with an etcd of one's own: `with running_etcd(directory, *options) as server`."""
+    return _running
+
+
 @pytest.fixture
 def etcd_server(tmp_path):
     """An etcd of this test's own, running; to be killed and started at will."""
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.kill()
+    with _running(tmp_path / "etcd") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory):
     """ "etcd://127.0.0.1:port" of an etcd that all tests share: use a prefix of your own."""
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield f"etcd://{server.host}"
-    server.kill()
+    with _running(tmp_path_factory.mktemp("etcd")) as server:
+        yield f"etcd://{server.host}"
 
 
 @pytest.fixture

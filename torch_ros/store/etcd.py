@@ -90,8 +90,8 @@ REASONS = (
     ("DNS resolution failed", "the host name is not known"),
     ("Hostname Verification", "it is for another host name"),
     ("Connection reset", "connection reset"),
-    ("Handshake read failed", "the TLS handshake was cut off; does it speak TLS?"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("Handshake read failed", "it hangs up; does it speak TLS?"),
+    ("failed to connect.*Socket closed", "it hangs up; does it want TLS (etcds://)?"),
     ("ping timeout", "no answer"),
     ("SETTINGS frame", "something answered, but it is not etcd v3"),
     ("Received http2 header", "something answered, but it is not etcd v3"),
@@ -310,7 +310,8 @@ class EtcdKV:
             self._login.release()
 
     def _authenticate(self, user: User, deadline: float) -> str:
-        password = _text(user.password_file).rstrip("\r\n")
+        # An error about how it is encoded would have it whole.
+        password = _bytes(user.password_file).decode(errors="replace").rstrip("\r\n")
         request = rpc.AuthenticateRequest(name=user.name, password=password)
         try:
             token: str = self._send(_Member.authenticate, request, deadline, "").token
@@ -471,13 +472,6 @@ def _bytes(path: str) -> bytes:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _text(path: str) -> str:
-    try:
-        return _bytes(path).decode()
-    except UnicodeDecodeError:  # which has all of it
-        raise UsageError(f"{path} is not text in UTF-8") from None
-
-
 def _is_token_refused(error: Any) -> bool:
     return any(sign in (error.details() or "") for sign in TOKEN_REFUSED)
 
@@ -586,7 +580,7 @@ def _reason(error: Any) -> str:
     if found := re.search(r"(?:VERIFY_FAILED: |_ALERT_)([\w ]+)", details):
         return found[1].replace("_", " ").lower()
     for sign, reason in REASONS:
-        if sign in details:
+        if re.search(sign, details):
             return reason
     match error.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
