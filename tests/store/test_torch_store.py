@@ -1,5 +1,6 @@
 """What torch asks of a store: EtcdStore beside torch's own, on a real etcd and one that loses."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -8,11 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
 from torch_ros.store import EtcdStore, memory, run, torch_keys, torch_store
@@ -405,40 +409,28 @@ def test_with_a_prefix(clients):
 # Sequences of operations, with TCPStore as the oracle
 
 
-def operations(seed, count):  # noqa: PLR0912  # one per method
-    rng = random.Random(seed)
-    keys = ["a", "b", "c", "a/b"]
-    values = [b"", b"1", b"-5", b"x", b"\0\xff", b"7z", b"y" * 1_100_000]
-    weights = [4, 4, 4, 4, 4, 4, 1]
-    key = lambda: rng.choice(keys)
-    value = lambda: rng.choices(values, weights)[0]
-    some = lambda: [key() for _ in range(rng.randrange(4))]
-    for _ in range(count):
-        match rng.randrange(14):
-            case 0 | 1:
-                yield "set", key(), value()
-            case 2:
-                yield "get", key()
-            case 3 | 4:
-                yield "compare_set", key(), value(), value()
-            case 5:
-                yield "add", key(), rng.randrange(-9, 10)
-            case 6:
-                yield "append", key(), value()
-            case 7:
-                yield "check", some()
-            case 8:
-                yield "delete_key", key()
-            case 9:
-                yield "multi_set", (names := some()), [value() for _ in names]
-            case 10:
-                yield "multi_get", some()
-            case 11:
-                yield "queue_push", key(), value()
-            case 12:
-                yield "queue_pop", key(), False
-            case 13:
-                yield rng.choice([("num_keys",), ("list_keys",), ("queue_len", key())])
+KEYS = st.sampled_from(["a", "b", "c", "a/b"])
+VALUES = st.sampled_from([b"", b"1", b"-5", b"x", b"\0\xff", b"7z", b"y" * 1_100_000])
+PAIRS = st.lists(st.tuples(KEYS, VALUES), max_size=3)
+SOME = st.lists(KEYS, max_size=3)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), KEYS, VALUES),
+        st.tuples(st.just("get"), KEYS),
+        st.tuples(st.just("compare_set"), KEYS, VALUES, VALUES),
+        st.tuples(st.just("add"), KEYS, st.integers(-9, 9)),
+        st.tuples(st.just("append"), KEYS, VALUES),
+        st.tuples(st.just("check"), SOME),
+        st.tuples(st.just("delete_key"), KEYS),
+        PAIRS.map(lambda pairs: ("multi_set", [k for k, _ in pairs], [v for _, v in pairs])),
+        st.tuples(st.just("multi_get"), SOME),
+        st.tuples(st.just("queue_push"), KEYS, VALUES),
+        st.tuples(st.just("queue_pop"), KEYS, st.just(False)),  # not blocking
+        st.tuples(st.just("queue_len"), KEYS),
+        st.sampled_from([("num_keys",), ("list_keys",)]),
+    ),
+    max_size=60,
+)
 
 
 def is_safe(store, name, arguments):
@@ -463,32 +455,53 @@ def result(store, name, arguments):
     return sorted(found) if name == "list_keys" else found
 
 
-def assert_same(store, oracle, seed, count):
-    done = 0
-    for name, *arguments in operations(seed, count):
-        if not is_safe(oracle, name, arguments):
-            continue
-        found, expected = result(store, name, arguments), result(oracle, name, arguments)
-        assert found == expected, f"seed {seed}: {name}{str(arguments)[:200]}"
-        done += 1
-    assert done > count / 2
+@functools.cache
+def oracle_server():
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def emptied():
+    """A TCPStore with nothing in it. To open one takes 0.1 s."""
+    found = oracle_server()
+    for key in found.list_keys():
+        found.delete_key(key)
+    for key in "a", "b", "c", "a/b":
+        while found.queue_len(key):
+            found.queue_pop(key)
+    assert not found.num_keys()
+    return found
+
+
+def assert_same(store, operations):
+    """That `store` answers as a TCPStore does."""
+    oracle = emptied()
+    for name, *arguments in operations:
+        if is_safe(oracle, name, arguments):
+            assert result(store, name, arguments) == result(oracle, name, arguments)
     for key in oracle.list_keys():
         assert store.get(key) == oracle.get(key)
 
 
-@pytest.fixture
-def oracle():
-    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+def checked(examples):
+    """Sequences of operations; the same in each run."""
+
+    def decorate(test):
+        chosen = settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+        return chosen(given(operations=OPERATIONS)(test))
+
+    return decorate
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_sequence_has_the_results_of_tcp_store(opened, oracle, seed):
-    assert_same(opened(), oracle, seed, 250)
+@checked(examples=200)
+def test_any_sequence_has_the_results_of_tcp_store(etcd_endpoint, operations):
+    with contextlib.closing(EtcdStore(etcd_endpoint, unique())) as store:
+        assert_same(store, operations)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_sequence_has_them_in_memory_too(opened, oracle, seed):
-    assert_same(opened(f"memory://{unique()}", "s"), oracle, 100 + seed, 150)
+@checked(examples=500)
+def test_any_sequence_has_them_in_memory_too(operations):
+    with contextlib.closing(EtcdStore(f"memory://{unique()}", "s")) as store:
+        assert_same(store, operations)
 
 
 # Replies that are lost
@@ -500,7 +513,7 @@ class LosingKV(MemoryKV):
     def __init__(self, space, rng, share=0.25):
         super().__init__(space)
         self.rng, self.share, self.late = rng, share, []
-        self.lost = {"request": 0, "reply": 0, "late": 0}
+        self.lost = Counter()
 
     def commit(self, txn, *, timeout_s):
         if self.late and self.rng.random() < 0.3:
@@ -529,11 +542,17 @@ def losing(monkeypatch, opened):
     return open_store
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_lost_reply_changes_no_result(losing, oracle, seed):
-    store, kv = losing(Space(), seed)
-    assert_same(store, oracle, 200 + seed, 150)
-    assert all(kv.lost.values())
+def test_a_lost_reply_changes_no_result(losing):
+    lost = Counter()
+
+    @checked(examples=500)
+    def holds(operations):
+        store, kv = losing(Space(), len(operations))
+        assert_same(store, operations)
+        lost.update(kv.lost)
+
+    holds()
+    assert lost.keys() == {"request", "reply", "late"}
 
 
 def test_lost_replies_under_contention_apply_once(losing):
@@ -576,6 +595,26 @@ def test_a_set_that_arrives_late_does_not_undo_a_newer_one(monkeypatch, opened):
     second.set("k", "new")
     assert not MemoryKV(space).commit(kept[0], timeout_s=1).applied
     assert first.get("k") == b"new"
+
+
+def test_an_attempt_that_arrives_after_its_call_was_answered_changes_nothing(monkeypatch, opened):
+    space, kept = Space(), []
+
+    class Slow(MemoryKV):
+        def commit(self, txn, *, timeout_s):
+            if not kept and any(isinstance(op, Put) and op.value == b"=mine" for op in txn.ops):
+                kept.append(txn)
+                other.set("k", "other's")
+                raise StoreUnavailable("memory", timeout_s, "slow")
+            return super().commit(txn, timeout_s=timeout_s)
+
+    monkeypatch.setattr(run, "RETRY_S", 0.0)
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Slow(space))
+    store, other = opened("memory://", "s"), opened("memory://", "s")
+    assert store.compare_set("k", "", "mine") == b"other's"
+    assert other.delete_key("k")  # as it was when the attempt was made
+    assert not MemoryKV(space).commit(kept[0], timeout_s=1).applied
+    assert not other.check(["k"])
 
 
 def test_without_etcd_calls_fail_after_the_timeout(etcd_server, opened):
@@ -815,27 +854,33 @@ def test_naming_the_package_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
-def count(endpoint, name, index):
-    store = EtcdStore(endpoint, name, timeout=LONG)
+def count(kind, where, name, index):
+    """What each of two processes does."""
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", int(where), timeout=LONG, wait_for_workers=False)
+    else:
+        store = EtcdStore(where, name, timeout=LONG)
     store.barrier("start", 2)
     sums = [store.add("n", 1) for _ in range(50)]
     store.set(f"sums/{index}", ",".join(map(str, sums)))
     store.barrier("end", 2)
 
 
-def test_processes_add_without_loss(etcd_endpoint, opened):
-    name = unique()
-    store = opened(etcd_endpoint, name, timeout=LONG)
-    script = [sys.executable, "-c", CHILD, __file__, etcd_endpoint, name]
+@pytest.mark.parametrize("kind", ["tcp", "etcd"])
+def test_processes_add_without_loss(kind, etcd_endpoint):
+    clients = Clients(kind, etcd_endpoint)
+    where = str(clients.first.port) if kind == "tcp" else etcd_endpoint
+    script = [sys.executable, "-c", CHILD, __file__, kind, where, clients.name]
     children = [subprocess.Popen([*script, str(index)]) for index in range(2)]
-    found = store.multi_get(["sums/0", "sums/1"])
+    found = clients().multi_get(["sums/0", "sums/1"])
     assert [child.wait(20) for child in children] == [0, 0]
     sums = sorted(int(text) for sums in found for text in sums.split(b","))
     assert sums == list(range(1, 101))
+    clients.close()
 
 
 CHILD = """
 import runpy, sys
-_, path, endpoint, name, index = sys.argv
-runpy.run_path(path)["count"](endpoint, name, int(index))
+_, path, *arguments, index = sys.argv
+runpy.run_path(path)["count"](*arguments, int(index))
 """
