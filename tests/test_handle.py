@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch_ros.errors import (
     ClosedError,
     DeadlineExceeded,
     ManifestMismatch,
-    NotSupported,
     SelfFenced,
     StoreUnavailable,
     UsageError,
@@ -307,12 +307,15 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
     lonely = opened("lonely", rank=0, world_size=1)
     lonely.register({"w": torch.ones(3)})
     group = lonely._group
-    with pytest.raises(RuntimeError), group.call("publish", "publish 9", _deadline()) as call:
-        call.decide(
-            (group.seat.keys.versions(group.seat.run), group.seat.keys.holdings(group.seat.run)),
-            lambda view, seat, made: handle_module.rules.publish(view, seat, made, 9, "uid"),
-        )
+
+    def fails(call):
+        keys, run = group.seat.keys, group.seat.run
+        effects = partial(handle_module.rules.publish, version=9, fresh_uid="uid")
+        call.decide((keys.versions(run), keys.holdings(run)), effects)
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        group.make("publish", "publish 9", _deadline(), fails)
     lonely.publish(2)
     assert lonely.list() == {1: {"a"}, 2: {"lonely"}}
 
@@ -378,20 +381,17 @@ def test_several_handles_of_one_process_are_several_replicas(opened):
 @only_memory
 def test_bad_arguments_of_open_are_named(endpoint):
     for options, found in (
-        ({"retain": ("latest",)}, "retain"),
+        ({"retain": ("newest",)}, "'newest'"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"rank": 0, "world_size": 2}, "no process group"),
         ({"replica": ""}, "replica ''"),
         ({"ttl_s": 1}, "ttl_s"),
         ({"endpoint": "http://x"}, "http://x"),
-        ({"endpoint": "etcds://h:1"}, "TLS"),
     ):
         with pytest.raises(UsageError, match=found):
             torch_ros.open("m", **{"endpoint": endpoint, "timeout_s": 1, **options})
     with pytest.raises(UsageError, match="model"):
         torch_ros.open("", endpoint=endpoint)
-    with pytest.raises(NotSupported):
-        torch_ros.open("m", endpoint=endpoint, retain=("latest",))
 
 
 def test_no_etcd_is_said_soon():
@@ -470,7 +470,7 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
     connect = lambda endpoint, timeout_s: (
         flaky.append(FlakyKV(memory.named(space), completes)) or flaky[-1]
     )
-    monkeypatch.setattr(handle_module, "connect", connect)
+    monkeypatch.setattr(handle_module, "connect_store", connect)
     monkeypatch.setattr("torch_ros.store.group.CLEAN_UP_S", 0.5)
     trainer = torch_ros.open("m", endpoint=f"memory://{space}", replica="t", ttl_s=60)
     trainer.register({"w": torch.ones(3)})

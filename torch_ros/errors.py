@@ -47,23 +47,25 @@ class PeerError(TorchRosError):
 
 
 class SelfFenced(TorchRosError):
-    """This process lost its place in the store; others may already have moved on.
+    """This replica lost its place in the store.
 
-    What the replica published is not offered to new readers once its lease has ended, at the
-    latest 2 x `ttl_s` from now (an election in etcd renews leases); what readers still get from
-    it after that does not count for them. So wait that long before you write to published
-    tensors. Close the handle and open a new one.
+    If `may_return`, its processes take their seats again by themselves, as soon as all of them
+    can reach etcd: call again later. Else the place belongs to another start of the replica, or a
+    peer closed its handle: close this one and open a new one. Either way `unpublish` gives the
+    tensors back: what readers still get from them after it has returned does not count for them.
     """
 
-    def __init__(self, replica: str, reason: str) -> None:
-        super().__init__(replica, reason)
-        self.replica, self.reason = replica, reason
+    def __init__(self, replica: str, reason: str, may_return: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
+        super().__init__(replica, reason, may_return)
+        self.replica, self.reason, self.may_return = replica, reason, may_return
 
     def __str__(self) -> str:
-        return (
-            f"replica {self.replica!r} is no longer part of the store: {self.reason}; "
-            "close this handle and open a new one"
+        way_out = (
+            "it takes its place again by itself once all its ranks are back; call again later"
+            if self.may_return
+            else "close this handle and open a new one"
         )
+        return f"replica {self.replica!r} is no longer part of the store: {self.reason}; {way_out}"
 
 
 class BackendError(TorchRosError):
@@ -177,7 +179,7 @@ class TransferFailed(PeerError):
 
 
 class SourceLost(PeerError):
-    """A source vanished while it was read, and no other was tried.
+    """A source vanished while it was read, and no other was left.
 
     What was read so far is in the target tensors; treat their content as undefined.
     """
@@ -190,7 +192,7 @@ class SourceLost(PeerError):
     def __str__(self) -> str:
         return (
             f"lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
-            f"{self.bytes_total} bytes; call again to read from another replica"
+            f"{self.bytes_total} bytes, and no other replica has the version; call again later"
         )
 
 

@@ -5,14 +5,22 @@ connect, and where the mailbox is. The mailbox is a small region at an address t
 it says where the manifest is now; the manifest says where the tensors are. All three steps are
 one-sided reads. Mailbox and manifest carry digests, so a read that a rewrite overlapped is noticed
 and never believed.
+
+The first eight bytes of the mailbox are the *word*: which call of its group this process serves,
+and how much of what it shows is there. Readers ask for it before a read, to know what they may
+read, and again after the bytes have landed: only if it still names the same call do they count.
+Whoever takes its tensors back clears the word first, so no read that overlaps a later write is
+ever counted, however long the reader was stopped and whatever became of its lease. (The idea is a
+seqlock's, with the word on the writer's side.)
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
@@ -27,11 +35,28 @@ from torch_ros.weights.manifest import Layout, Manifest
 log = logging.getLogger(__name__)
 
 MAILBOX_BYTES = 4096
-HEADER_BYTES = 32  # a progress word (later: pipelined reads), the notice's length, its digest
+HEADER_BYTES = 32  # the word, the notice's length, its digest
+EVERYTHING = 2**32 - 1  # as a position: all that is shown is there
 PEERS_MAX = 4096  # connections kept; the least recently used is closed first
 ATTACHED_MAX = 256  # registrations known of one peer
-BATCH_BYTES = 64 << 20  # a read is posted in parts of this size, with a look at the clock between
+READ_BYTES = 32 << 20  # of one read: on one host a read is a copy that this process waits for
+FLIGHT = 2  # reads in flight at a time
 POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a process serves: its group's call, and how many of its chunks are there, in order."""
+
+    call: int = 0  # 0: nothing
+    position: int = 0
+
+    def pack(self) -> int:
+        return self.call << 32 | self.position
+
+    @classmethod
+    def unpack(cls, value: int) -> Word:
+        return cls(value >> 32, value & EVERYTHING)
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -66,7 +91,8 @@ class Offer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._mailbox = np.zeros(MAILBOX_BYTES, np.uint8)
-        registration = transport.register([_region(self._mailbox)])
+        self._word = self._mailbox[:8].view(np.uint64)  # aligned: read whole or not at all
+        registration = self._own = transport.register([_region(self._mailbox)])
         self.card = msgspec.msgpack.encode(
             Card(
                 transport.agent,
@@ -108,11 +134,19 @@ class Offer:
             Notice(buffer.ctypes.data, buffer.nbytes, _digest(content), registration.descriptor)
         )
         assert HEADER_BYTES + len(notice) <= MAILBOX_BYTES
-        header = b"\0" * 8 + len(notice).to_bytes(8, "little") + _digest(notice)
-        self._mailbox[: HEADER_BYTES + len(notice)] = np.frombuffer(header + notice, np.uint8)
+        content = len(notice).to_bytes(8, "little") + _digest(notice) + notice
+        self._mailbox[8 : 8 + len(content)] = np.frombuffer(content, np.uint8)
         if self._manifest is not None:
             self._manifest[1].close()
         self._manifest, self.manifest = (buffer, registration), manifest
+
+    def serve(self, call: int, position: int) -> None:
+        """From now on the first `position` chunks of what is shown are there, as of `call`."""
+        self._word[0] = Word(call, position).pack()
+
+    def void(self) -> None:
+        """Nothing counts any more that is read from now on. Before memory is written to."""
+        self._word[0] = 0
 
     def withdraw(self) -> None:
         """Show nothing. Idempotent. Afterwards the memory may be freed."""
@@ -124,6 +158,34 @@ class Offer:
         self._manifest = self._tensors = self.manifest = None
         self._regions = ()
 
+    def close(self) -> None:
+        """Withdraw, for good."""
+        self.withdraw()
+        self._own.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a process shows, as it was read from its mailbox."""
+
+    agent: str
+    mailbox_address: int
+    word: Word
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, slots=True)
+class _WordRead:
+    """Kept, since a word is asked for after every batch."""
+
+    buffer: npt.NDArray[np.uint64]
+    registration: Registration
+    read: Read
+
+    def close(self) -> None:
+        self.read.close()
+        self.registration.close()
+
 
 class Intake:
     """What this process reads. Not safe for use by several threads at once."""
@@ -133,12 +195,13 @@ class Intake:
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._attached: dict[str, set[bytes]] = {}
         self._manifests: dict[str, tuple[bytes, Manifest]] = {}  # agent -> digest, manifest
+        self._words: dict[tuple[str, int], _WordRead] = {}
 
-    def manifest(self, card: bytes, deadline: Deadline) -> tuple[str, Manifest]:
-        """The agent behind `card`, connected, and what it shows now.
+    def shown(self, card: bytes, deadline: Deadline) -> Shown:
+        """What the process behind `card` shows now; it is connected from then on.
 
         Raises:
-            TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
+            TransferFailed: It is gone, or rewrote the manifest while it was read.
         """
         try:
             where = msgspec.msgpack.decode(card, type=Card)
@@ -148,21 +211,50 @@ class Intake:
             self.forget(where.agent)  # it registers anew all the time; only a new start forgets
         peer = self._peer(where)
         box = self._read_bytes(peer, where.mailbox, where.mailbox_address, MAILBOX_BYTES, deadline)
+        word = Word.unpack(int.from_bytes(box[:8], "little"))
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]
         content = box[HEADER_BYTES : HEADER_BYTES + length]
         if length == 0 or _digest(content) != digest:
-            raise TransferFailed(where.agent, "it shows no tensors (unregistered meanwhile?)")
+            return Shown(where.agent, where.mailbox_address, word, None)
         notice = msgspec.msgpack.decode(content, type=Notice)
         known = self._manifests.get(where.agent)
         if known is None or known[0] != notice.digest:
-            shown = self._read_bytes(
+            manifest = self._read_bytes(
                 peer, notice.descriptor, notice.address, notice.size_bytes, deadline
             )
-            if _digest(shown) != notice.digest:
+            if _digest(manifest) != notice.digest:
                 raise TransferFailed(where.agent, "its manifest changed while it was read")
-            known = (notice.digest, Manifest.decode(shown))
+            known = (notice.digest, Manifest.decode(manifest))
             self._manifests[where.agent] = known
-        return where.agent, known[1]
+        return Shown(where.agent, where.mailbox_address, word, known[1])
+
+    def manifest(self, card: bytes, deadline: Deadline) -> tuple[str, Manifest]:
+        """The agent behind `card`, connected, and the tensors that it shows now.
+
+        Raises:
+            TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
+        """
+        shown = self.shown(card, deadline)
+        if shown.manifest is None:
+            raise TransferFailed(shown.agent, "it shows no tensors (unregistered meanwhile?)")
+        return shown.agent, shown.manifest
+
+    def word(self, shown: Shown, deadline: Deadline) -> Word:
+        """What that process serves now.
+
+        Raises:
+            TransferFailed: It is gone.
+        """
+        key = (shown.agent, shown.mailbox_address)
+        if key not in self._words:
+            buffer = np.zeros(1, np.uint64)
+            registration = self._transport.register([Region(buffer.ctypes.data, 8)])
+            spans = np.array([[shown.mailbox_address, buffer.ctypes.data, 8]], np.uint64)
+            read = self._peers[shown.agent].prepare(spans)
+            self._words[key] = _WordRead(buffer, registration, read)
+        asked = self._words[key]
+        perform([asked.read], deadline, pause_s=0.0)
+        return Word.unpack(int(asked.buffer[0]))
 
     def prepare(
         self,
@@ -173,12 +265,12 @@ class Intake:
         source_device: int = HOST,
         target_device: int = HOST,
     ) -> list[Read]:
-        """Reads of `spans` from `agent`, each of about `BATCH_BYTES`. The caller closes them."""
+        """Reads of `spans` from `agent`, each of about `READ_BYTES`. The caller closes them."""
         peer = self._peers[agent]
         self._attach(peer, manifest.descriptor)
         spans = _cut(spans)
         ends = np.cumsum(spans[:, 2])
-        cuts = np.searchsorted(ends, np.arange(BATCH_BYTES, int(ends[-1]), BATCH_BYTES)) + 1
+        cuts = np.searchsorted(ends, np.arange(READ_BYTES, int(ends[-1]), READ_BYTES)) + 1
         reads: list[Read] = []
         try:
             for part in filter(len, np.split(spans, np.unique(cuts))):
@@ -194,6 +286,8 @@ class Intake:
         """Disconnect from an agent, so that the next `manifest` starts afresh."""
         self._attached.pop(agent, None)
         self._manifests.pop(agent, None)
+        for key in [key for key in self._words if key[0] == agent]:
+            self._words.pop(key).close()
         if peer := self._peers.pop(agent, None):
             peer.close()
 
@@ -234,17 +328,17 @@ class Intake:
 
 
 def _cut(spans: Spans) -> Spans:
-    """The same bytes in spans of at most `BATCH_BYTES`: on one host a span is one long copy, in
+    """The same bytes in spans of at most `READ_BYTES`: on one host a span is one long copy, in
     which this process looks neither at the clock nor after its own readers.
     """
-    if int(spans[:, 2].max()) <= BATCH_BYTES:
+    if int(spans[:, 2].max()) <= READ_BYTES:
         return spans
-    counts = (spans[:, 2] + np.uint64(BATCH_BYTES - 1)) // np.uint64(BATCH_BYTES)
+    counts = (spans[:, 2] + np.uint64(READ_BYTES - 1)) // np.uint64(READ_BYTES)
     cut = np.repeat(spans, counts.astype(np.int64), axis=0)
     firsts = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
-    done = (np.arange(len(cut), dtype=np.uint64) - firsts) * np.uint64(BATCH_BYTES)
+    done = (np.arange(len(cut), dtype=np.uint64) - firsts) * np.uint64(READ_BYTES)
     cut[:, :2] += done[:, None]
-    cut[:, 2] = np.minimum(cut[:, 2] - done, np.uint64(BATCH_BYTES))
+    cut[:, 2] = np.minimum(cut[:, 2] - done, np.uint64(READ_BYTES))
     return cut
 
 
@@ -252,35 +346,38 @@ def perform(
     reads: Sequence[Read],
     deadline: Deadline,
     *,
-    check: Callable[[], None] = lambda: None,
-    done: Callable[[int], None] = lambda _: None,
+    may_post: Callable[[Read], bool] = lambda _: True,
+    landed: Callable[[Read], None] = lambda _: None,
+    blocked: Callable[[], None] = lambda: None,
+    pause_s: float = POLL_S,
 ) -> None:
-    """Post the reads and see them through, two at a time. On an error some may be in flight.
+    """Post the reads in order and see them through. On an error some may be in flight.
 
     Args:
-        check: Called between reads; raises to stop.
-        done: Called with the bytes of each read that has landed.
+        may_post: Whether what this read is after is there.
+        landed: Called with each read that has.
+        blocked: Called when nothing is in flight and the next read may not be posted: waits.
 
     Raises:
         TransferFailed: A peer is gone.
         DeadlineExceeded: Too slow.
     """
-    waiting = list(reversed(reads))
+    waiting = deque(reads)
     flying: list[Read] = []
     while waiting or flying:
-        while waiting and len(flying) < 2:
-            read = waiting.pop()
-            read.post()
-            flying.append(read)
-        landed = [read for read in flying if read.is_done()]
-        for read in landed:
+        while waiting and len(flying) < FLIGHT and may_post(waiting[0]):
+            flying.append(waiting[0])
+            waiting.popleft().post()
+        done = [read for read in flying if read.is_done()]
+        for read in done:
             flying.remove(read)
-            done(read.size_bytes)
-        check()
+            landed(read)
         left = sum(read.size_bytes for read in (*waiting, *flying))
         deadline.check(f"{left} bytes are still to be read")
-        if not landed:
-            time.sleep(POLL_S)
+        if not done and flying:
+            time.sleep(pause_s)
+        elif not done and waiting:
+            blocked()
 
 
 def close_all(reads: Sequence[Read]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
 import secrets
 import socket
@@ -15,14 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torch_ros.errors import (
+    BackendError,
     ClosedError,
     ContractBroken,
-    NotSupported,
     PeerError,
     SelfFenced,
     SourceLost,
@@ -30,23 +33,28 @@ from torch_ros.errors import (
     TransferFailed,
     UsageError,
 )
-from torch_ros.exchange import Intake, Offer
+from torch_ros.exchange import EVERYTHING, Intake, Offer
+from torch_ros.hostcopy import HostCopy
 from torch_ros.identity import identify
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.transport import HOST, Region, Transport
-from torch_ros.reading import Reading
+from torch_ros.reading import Progress, Reading, connect
 from torch_ros.store import rules
-from torch_ros.store.endpoint import connect
-from torch_ros.store.group import Group, GroupCall, spec_ranges
-from torch_ros.store.keys import Keys, replica_of
+from torch_ros.store.endpoint import connect as connect_store
+from torch_ros.store.group import Group, GroupCall, Place
+from torch_ros.store.keys import Keys, copy_of, replica_of
 from torch_ros.store.loops import Done, Step, Wait
-from torch_ros.store.records import Call, Shard, Version, VersionRef
-from torch_ros.store.rules import Seat, Spec, Whole
+from torch_ros.store.records import Call, Kind, Outcome, Shard, Version, VersionRef
+from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
+from torch_ros.store.seat import Seat, own_group
+from torch_ros.store.sources import Source
 from torch_ros.store.txn import View
+from torch_ros.store.versions import Spec, check_version, listing, newer, resolve, spec_ranges
 from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
-from torch_ros.weights.manifest import Layout, Manifest, logical, logical_digest
+from torch_ros.weights.manifest import OBJECT, Layout, Manifest, logical, logical_digest
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
@@ -65,11 +73,12 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     rank: int | None = None,
     world_size: int | None = None,
     run: str | None = None,
-    retain: Sequence[str] = (),
+    retain: Sequence[str | int] = (),
     datacenter: str = "default",
     spot: bool = False,
     timeout_s: float = 300.0,
     ttl_s: int = 10,
+    drain_s: float = 60.0,
     staging_bytes: int = 4 << 20,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
@@ -89,11 +98,16 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             torchrun's, else 0 of 1.
         run: Where `publish` goes. Versions grow within a run. None: the newest living run; "new":
             a new one (after a rollback to an older step); else the run of that name.
-        retain: Not in this release.
+        retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
+            ..., or a number. Whoever unpublishes the last copy of one that is not on a spot
+            replica copies it to host memory first, where it stays until another replica has it
+            or it is no longer retained.
         datacenter: Sources in the same one are preferred.
-        spot: This replica may vanish at any time (for retention; recorded).
+        spot: This replica may vanish at any time: its copies do not count for `retain`.
         timeout_s: Seconds for this call, and the default for the handle's calls.
         ttl_s: Seconds after which a dead process's records vanish from etcd.
+        drain_s: How long `unpublish` waits for readers; those that take longer go on from another
+            source, or fail.
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
 
@@ -104,32 +118,32 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     """
     if not model:
         raise UsageError("model '': expected a name")
-    if retain:
-        raise NotSupported(f"retain={retain!r}", "leave it out; what must last needs a replica")
+    retained = tuple(str(Spec.parse(version)) for version in retain)
     if ttl_s < 2:  # etcd's own minimum at its default election timeout
         raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
-    kv = connect(endpoint, timeout_s=timeout_s)
+    kv = connect_store(endpoint, timeout_s=timeout_s)
     transport: Transport | None = None
     try:
         transport = _transport(endpoint)
         offer = Offer(transport)
-        group = Group.join(
-            kv,
+        seat = Place(
             keys=Keys(model),
             replica=place.replica,
-            nonce=place.nonce,
             rank=place.rank,
             world_size=place.world_size,
+            nonce=place.nonce,
             run_name=run,
             datacenter=datacenter,
             spot=spot,
-            shard=Shard(socket.gethostname(), os.getpid(), offer.card),
+            retain=retained,
             ttl_s=ttl_s,
-            deadline=deadline,
+            drain_s=drain_s,
+            shard=_shard(offer),
         )
+        group = Group.join(kv, seat, deadline)
     except BaseException:
         if transport is not None:
             transport.close()
@@ -138,6 +152,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     handle = ShardHandle(model, group, transport, offer, timeout_s, staging_bytes)
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle
+
+
+def _shard(offer: Offer) -> Shard:
+    return Shard(socket.gethostname(), os.getpid(), offer.card)
 
 
 def _transport(endpoint: str) -> Transport:
@@ -154,7 +172,8 @@ class ReadReport:
     """What one replicate, update or dcp.load read on this rank."""
 
     version: int
-    source: str  # the replica read from
+    source: str  # the replica read from; the last one, if others were lost
+    reroutes: int  # how often a source was lost and another taken
     bytes_total: int  # of this rank's tensors
     bytes_read: int  # over the wire: more where whole rows were read for a part of them
     elapsed_s: float  # of the whole call
@@ -166,17 +185,23 @@ class _Registered:
     """Tensors that are shown to readers. Keeps their memory allocated."""
 
     layout: Layout
+    memory: Sequence[torch.Tensor]  # of each of its chunks
     objects: Mapping[str, torch.Tensor]
-    parts: Sequence[tuple[Layout, Sequence[torch.Tensor]]]  # of it: objects come before tensors
+    parts: Sequence[_Part]  # objects come before tensors
 
     @property
     def digest(self) -> str:
         """Of the content, whatever the sharding."""
         return logical_digest(logical([self.layout]))
 
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        return [chunk for _, memory in self.parts for chunk in memory]
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read together: the pickled objects, or the tensors, of a registered layout."""
+
+    layout: Layout
+    memory: Sequence[torch.Tensor]
+    chunks: npt.NDArray[np.int64]  # their numbers in the whole layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +221,36 @@ class _Stopwatch:
 
     def lap(self, stage: str) -> None:
         now_s = time.perf_counter()
-        self.stages_s[stage] = now_s - self._last_s
+        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - self._last_s
         self._last_s = now_s
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
+
+
+class _Filling:
+    """A version that is being read, over all the sources and seats that this takes.
+
+    Args:
+        register: From a source's layouts to what is to be filled.
+        landed: Called when the objects have landed, before a tensor changes, and at the end.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[Sequence[Layout]], _Registered],
+        landed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.register, self.landed = register, landed
+        self.ref: VersionRef | None = None
+        self.registered: _Registered | None = None
+        self.progress: Progress | None = None
+        self.source = ""
+
+    def start(self, ref: VersionRef) -> None:
+        """Another version than before: nothing of it is here."""
+        self.ref, self.registered, self.progress = ref, None, None
 
 
 class ShardHandle:
@@ -241,7 +290,7 @@ class ShardHandle:
         self._intake = Intake(transport)
         self._reading = Reading(transport, self._intake, staging_bytes)
         self._registered: _Registered | None = None
-        self._held: VersionRef | None = None
+        self._copies: dict[str, HostCopy] = {}
         self._last_read: ReadReport | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -249,6 +298,11 @@ class ShardHandle:
         self._staged: set[tuple[int, int]] = set()  # memory of dcp's staged copy, if published
         _open_handles.add(self)
         _close_open_handles_at_exit()
+
+    @property
+    def _held(self) -> VersionRef | None:
+        kept = self._group.holds
+        return kept.ref if kept else None
 
     def __repr__(self) -> str:
         held = f", version={self._held.version}" if self._held else ""
@@ -342,9 +396,11 @@ class ShardHandle:
         except BaseException:
             self._unregister()
             raise
-        parts = [build([], objects)] if objects else []
-        parts.append(build(tensors, {}))
-        self._registered = _Registered(layout, objects, parts)
+        dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
+        is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
+        parts = [_Part(*build([], objects), np.flatnonzero(is_object))] if objects else []
+        parts.append(_Part(*build(tensors, {}), np.flatnonzero(~is_object)))
+        self._registered = _Registered(layout, memory, objects, parts)
         return self._registered
 
     def _unregister(self) -> None:
@@ -373,75 +429,123 @@ class ShardHandle:
         Cost: 6 to 8 round trips to etcd per rank, none of them contended; no copy.
         """
         deadline = self._deadline(f"publish {version}", timeout_s)
-        with self._busy(), self._holding("publish", f"publish {version}", deadline) as call:
-            registered = self._require_registered("publish")
-            self._require_nothing_held("publish")
-            self._publish(call, version, registered, deadline)
+        with self._busy():
+            self._group.catch_up(deadline)
+
+            def body(call: GroupCall) -> None:
+                registered = self._require_registered("publish")
+                self._require_nothing_held("publish")
+                self._publish(call, version, registered, deadline)
+
+            self._make("publish", f"publish {version}", deadline, body)
+
+    def _make(
+        self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]
+    ) -> T:
+        """The group's next call. Whoever reads from here learns if nothing is held after it."""
+        try:
+            return self._group.make(kind, asked, deadline, body)
+        finally:
+            if self._held is None:
+                self._offer.void()
 
     def _publish(
         self, call: GroupCall, version: int, registered: _Registered, deadline: Deadline
     ) -> None:
         effects = partial(
-            rules.publish, version=rules.check_version(version), fresh_uid=secrets.token_hex(8)
+            rules.publish, version=check_version(version), fresh_uid=secrets.token_hex(8)
         )
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         _finish_kernels(registered.memory)
-        self._finish(call, registered, deadline)
+        self._offer.serve(call.number, EVERYTHING)
+        if not call.has_ended:
+            self._finish(call, registered, deadline)
         log.info("published version %d of %r", version, self.model)
-
-    @contextmanager
-    def _holding(
-        self, kind: Literal["publish", "replicate"], asked: str, deadline: Deadline
-    ) -> Iterator[GroupCall]:
-        """A call that may end with this group holding a version, however this rank fares in it."""
-        self._catch_up(deadline)
-        call: GroupCall | None = None
-        try:
-            with self._group.call(kind, asked, deadline) as call:
-                yield call
-        finally:
-            if call is not None and self._held is None:
-                self._held = call.may_hold
-
-    def _catch_up(self, deadline: Deadline) -> None:
-        """Learn how a call ended that etcd's absence left open, as the peers have long known."""
-        if (call := self._group.unfinished) is not None:
-            call.end(deadline)
-            self._held, self._group.unfinished = call.may_hold, None
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
 
         Collective, but it waits for readers only, not for the peers' calls: the first rank's call
         counts for all. From then on the tensors may be written. Holding nothing, it does nothing.
+        Readers that are not done after the handle's `drain_s` are left behind: what they still
+        read does not count for them.
+
+        If this is the last copy of a retained version, it is copied to host memory first, by all
+        ranks, and so waits for all.
 
         Raises:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and
                 calling again goes on waiting. The tensors must not be written yet.
-            SelfFenced, StoreUnavailable
+            StoreUnavailable: Likewise.
         """
         with self._busy(is_member=False):
             self._unpublish(self._deadline("unpublish", timeout_s))
 
     def _unpublish(self, deadline: Deadline) -> None:
         try:
-            self._catch_up(deadline)
-            held = self._held
-            if held is None:
+            self._group.catch_up(deadline)
+            if (held := self._held) is None:
                 return
-            with self._group.call("unpublish", f"unpublish {held.version}", deadline) as call:
-                call.unpublish(held)
-        except SelfFenced:
-            if not self._group.is_over:
-                raise
-            # A peer closed its handle first: nothing is offered; readers may not be done.
-            seat, held = self._group.seat, self._held
-            if held is None:
-                return
-            readers = seat.keys.readers_of(held.run, held.version, seat.inst)
-            self._group.ask((readers,), partial(rules.unread, seat=seat, ref=held), deadline)
-        self._held = None
+            self._make(
+                "unpublish",
+                f"unpublish {held.version}",
+                deadline,
+                lambda call: call.unpublish(held, partial(self._copy, call)),
+            )
+        except SelfFenced as lost:
+            # The store has forgotten this replica; readers ask the memory, which now says no.
+            log.warning("%s; its tensors are taken back without the store", lost)
+            self._group.forget()
+            self._offer.void()
+
+    def _copy(self, call: GroupCall, name: str) -> Shard:
+        """This rank's part of a copy in host memory, of the last that counts of a version."""
+        if name not in self._copies:
+            registered, kept = self._registered, self._group.holds
+            assert registered is not None
+            assert kept is not None
+            self._copies[name] = HostCopy(
+                self._transport, registered.layout, registered.memory, kept, call.number
+            )
+            threading.Thread(
+                target=self._keep_copy,
+                args=(name, call.seat),
+                name=f"torch_ros keeps {name}",
+                daemon=True,
+            ).start()
+        return _shard(self._copies[name].offer)
+
+    def _keep_copy(self, name: str, seat: Seat) -> None:
+        """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
+        copy = self._copies[name]
+        forever = Deadline(f"keeping version {copy.kept.ref.version}", math.inf)
+        inst = name
+        while True:
+            try:
+                shard = _shard(copy.offer)
+                if self._group.host(copy.kept, seat, inst, copy.call, shard, forever):
+                    self._group.release(copy.kept.ref, seat, inst)
+                break
+            except SelfFenced as lost:
+                if not lost.may_return:
+                    break
+            except ClosedError:
+                break
+            except BackendError as error:
+                log.warning("keeping version %d: %s", copy.kept.ref.version, error)
+            try:
+                self._group.await_seat(forever)
+            except SelfFenced as lost:
+                if not lost.may_return:
+                    break
+            except ClosedError:
+                break
+            seat = self._group.seat
+            inst = copy_of(seat.inst, copy.call)
+        del self._copies[name]
+        copy.close()
+        log.info("the copy of version %d in host memory is released", copy.kept.ref.version)
 
     # Reading
 
@@ -487,7 +591,7 @@ class ShardHandle:
         """
         deadline = self._deadline(f"update {version}", timeout_s)
         with self._busy():
-            self._catch_up(deadline)
+            self._group.catch_up(deadline)
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
@@ -496,96 +600,153 @@ class ShardHandle:
             return True
 
     def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
-        ranges = spec_ranges(self._group.seat.keys)
-        if self.world_size == 1:  # nobody could decide otherwise: one read, nothing written
-            spec = Spec.parse(version)
+        spec, ranges = Spec.parse(version), spec_ranges(self._group.seat.keys)
 
-            def ask(view: View) -> Step[VersionRef | None]:
-                rules.own_group(view, self._group.seat)
-                offer = rules.newer(view, self._group.seat.keys, spec, held)
-                return Done(offer.ref if offer else None)
+        def ask(view: View) -> Step[VersionRef | None]:
+            own_group(view, self._group.seat)
+            offer = newer(view, self._group.seat.keys, spec, held)
+            return Done(offer.ref if offer else None)
 
-            return self._group.ask((*self._group.seat.own, *ranges), ask, deadline)
-        with self._group.call("update", deadline.what, deadline) as call:
-            spec = Spec.parse(version)
-            return call.decide(ranges, partial(rules.update, spec=spec, held=held)).ref
+        def decide(call: GroupCall) -> VersionRef | None:
+            call.decide(ranges, partial(rules.update, spec=spec, held=held))
+            return call.found
+
+        if self.world_size > 1:
+            return self._make("update", deadline.what, deadline, decide)
+        # Nobody could decide otherwise: one read, nothing written.
+        while True:
+            self._group.await_seat(deadline)
+            try:
+                return self._group.ask((*self._group.seat.own, *ranges), ask, deadline)
+            except SelfFenced as lost:
+                self._group.fence(lost)
 
     def _replicate(self, version: int | str, floor: VersionRef | None, deadline: Deadline) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-        with self._holding("replicate", asked, deadline) as call:
-            registered = self._require_registered("replicate")
+        filling = _Filling(lambda _: self._require_registered("replicate"))
+
+        def body(call: GroupCall) -> int:
+            self._require_registered("replicate")
             self._require_nothing_held("replicate")
-            self._fill(call, Spec.parse(version), floor, lambda _: registered, Whole(), deadline)
-        return call.ref.version
+            spec = Spec.parse(version)
+            return self._fill(call, spec, floor, filling, Whole(), deadline)
+
+        return self._make("replicate", asked, deadline, body)
 
     def _fill(
         self,
         call: GroupCall,
         spec: Spec,
         floor: VersionRef | None,
-        register: Callable[[Sequence[Layout]], _Registered],
+        filling: _Filling,
         whole: Whole,
         deadline: Deadline,
-        landed: Callable[[], object] = lambda: None,
-    ) -> None:
-        """This rank's part in reading a version.
-
-        Args:
-            register: From the source's layouts to what to fill.
-            landed: Called when the objects have landed, before a tensor changes, and at the end.
-        """
+    ) -> int:
+        """This rank's part in reading a version, whole or what is still missing of it."""
         watch = _Stopwatch()
-        keys = call.seat.keys
-        call.decide(
-            (*spec_ranges(keys), keys.readers()), partial(rules.replicate, spec=spec, floor=floor)
-        )
-        source, version = replica_of(call.source), call.ref.version
-        shards = call.attach()
+        # A part of a version cannot serve those who want all of it.
+        call.decide_to_read(spec, floor, is_relay=whole.is_required)
+        if call.has_ended:  # while this rank had no seat; its part was done
+            self._offer.serve(call.number, EVERYTHING)
+            return call.ref.version
         watch.lap("decide")
-        shown = self._manifests(shards, source, deadline)
-        watch.lap("manifests")
-        registered = register([manifest.layout for _, manifest in shown])
-        layouts = [manifest.layout for _, manifest in shown]
-        plans = [self._reading.plan(layouts, layout, self.rank) for layout, _ in registered.parts]
-        bytes_total = sum(plan.bytes_total for plan in plans)
-        bytes_read = sum(plan.bytes_read for plan in plans)
-        watch.lap("plan")
-        done = 0
-
-        def count(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-
-        _finish_kernels(registered.memory)  # those that still use the old content
-        try:
-            for plan, (_, memory) in zip(plans, registered.parts, strict=True):
-                self._reading.read(
-                    plan, shown, memory, deadline, check=self._group.check, done=count
-                )
-                landed()
-        except TransferFailed as error:
-            rank = [agent for agent, _ in shown].index(error.agent)
-            self._intake.forget(error.agent)
-            raise SourceLost(source, f"rank {rank}: {error.reason}", done, bytes_read) from error
+        if filling.ref != call.ref:
+            filling.start(call.ref)
+        call.read(partial(self._fetch, call, filling, watch, deadline))
+        registered, progress = filling.registered, filling.progress
+        assert registered is not None
+        assert progress is not None
         _mark_written(registered.memory)
         watch.lap("read")
-        self._finish(call, registered, deadline, whole)
+        outcome = self._finish(call, registered, deadline, whole)
         watch.lap("commit")
+        if not outcome.is_source:
+            self._offer.void()
+        self._report(call, filling, progress, registered, watch)
+        return call.ref.version
+
+    def _fetch(
+        self,
+        call: GroupCall,
+        filling: _Filling,
+        watch: _Stopwatch,
+        deadline: Deadline,
+        source: Source,
+    ) -> None:
+        feed = connect(
+            self._intake,
+            [shard.card for shard in source.shards],
+            deadline,
+            replica=replica_of(source.inst),
+            call=source.call,
+            is_full=source.is_full,
+            is_there=partial(call.is_there, source),
+            certify=partial(self._group.await_certainty, deadline),
+        )
+        watch.lap("manifests")
+        filling.source = feed.replica
+        layouts = [manifest.layout for _, manifest in feed.manifests]
+        if filling.registered is None:
+            filling.registered = filling.register(layouts)
+            filling.progress = Progress(self._offer, len(filling.registered.memory))
+            _finish_kernels(filling.registered.memory)  # those that still use the old content
+        registered, progress = filling.registered, filling.progress
+        assert progress is not None
+        plans = [self._reading.plan(layouts, part.layout, self.rank) for part in registered.parts]
+        watch.lap("plan")
+        progress.serve(call.number)
+        for plan, part in zip(plans, registered.parts, strict=True):
+            self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
+            filling.landed()
+
+    def _report(
+        self,
+        call: GroupCall,
+        filling: _Filling,
+        progress: Progress,
+        registered: _Registered,
+        watch: _Stopwatch,
+    ) -> None:
+        bytes_total = sum(t.numel() * t.element_size() for t in registered.memory)
         report = ReadReport(
-            version, source, bytes_total, bytes_read, watch.elapsed_s, watch.stages_s
+            call.ref.version,
+            filling.source,
+            call.reroutes,
+            bytes_total,
+            progress.bytes_read,
+            watch.elapsed_s,
+            watch.stages_s,
         )
         self._last_read = report
-        read_s = max(watch.stages_s["read"], 1e-9)
         log.info(
-            "version %d of %r from %r: %.1f MB in %.1f ms, %.2f GB/s while reading (%s)",
-            version,
+            "version %d of %r from %r: %.1f MB in %.1f ms, %.2f GB/s while reading, "
+            "%d re-routed (%s)",
+            report.version,
             self.model,
-            source,
+            report.source,
             bytes_total / 1e6,
             1e3 * report.elapsed_s,
-            bytes_total / read_s / 1e9,
+            bytes_total / max(watch.stages_s["read"], 1e-9) / 1e9,
+            report.reroutes,
             ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
         )
+
+    def _finish(
+        self,
+        call: GroupCall,
+        registered: _Registered,
+        deadline: Deadline,
+        whole: Whole = Whole(),  # noqa: B008  # a frozen value
+    ) -> Outcome:
+        """Ready; returns when, together with the peers, done."""
+
+        def summarise(said: Mapping[int, str]) -> str:
+            if len(set(said.values())) == 1:
+                return said[self.rank]
+            # Ranks with different tensors (pipeline stages): together they hold the union.
+            return logical_digest(logical(self._layouts(self._group.seat.inst, deadline)))
+
+        return call.finish(registered.digest, summarise, whole)
 
     def _manifests(
         self, shards: Sequence[Shard], source: str, deadline: Deadline
@@ -598,23 +759,6 @@ class ShardHandle:
                 self._intake.forget(error.agent)
                 raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
         return shown
-
-    def _finish(
-        self,
-        call: GroupCall,
-        registered: _Registered,
-        deadline: Deadline,
-        whole: Whole = Whole(),  # noqa: B008  # a frozen value
-    ) -> None:
-        """Ready; returns when, together with the peers, done."""
-
-        def summarise(said: Mapping[int, str]) -> str:
-            if len(set(said.values())) == 1:
-                return said[self.rank]
-            # Ranks with different tensors (pipeline stages): together they hold the union.
-            return logical_digest(logical(self._layouts(self._group.seat.inst, deadline)))
-
-        call.finish(registered.digest, summarise, whole)
 
     def _layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
         """What the ranks of a replica show now, which may be this one."""
@@ -653,7 +797,7 @@ class ShardHandle:
         keys, refused = self._group.seat.keys, set[str]()
 
         def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
-            offer = rules.resolve(view, keys, spec)
+            offer = resolve(view, keys, spec)
             if isinstance(offer, Wait):
                 return offer
             entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
@@ -692,10 +836,11 @@ class ShardHandle:
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
         state: LocalState | None = None
+        registered: _Registered | None = None
 
         def check() -> str:
             nonlocal state
-            rules.check_version(version)
+            check_version(version)
             state = collect()
             build(state.tensors, state.objects, paths=state.paths)
             if is_staged and self._staged & _memory_of(state) and self._held is not None:
@@ -707,8 +852,15 @@ class ShardHandle:
                 )
             return ""
 
+        def body(call: GroupCall) -> None:
+            nonlocal state, registered
+            state = state or collect()
+            if registered is None:
+                registered = self._register(state.tensors, state.objects, state.paths)
+            self._publish(call, version, registered, deadline)
+
         with self._busy():
-            self._catch_up(deadline)
+            self._group.catch_up(deadline)
             if self._held is not None:
                 effects = partial(rules.check_publishable, version=version)
                 try:
@@ -718,10 +870,8 @@ class ShardHandle:
                     raise
                 self._unpublish(deadline)
             try:
-                with self._holding("publish", asked, deadline) as call:
-                    state = state or collect()
-                    registered = self._register(state.tensors, state.objects, state.paths)
-                    self._publish(call, version, registered, deadline)
+                self._make("publish", asked, deadline, body)
+                assert state is not None
                 self._staged = _memory_of(state) if is_staged else set()
             finally:
                 self._unregister_unless_held()
@@ -765,7 +915,7 @@ class ShardHandle:
             return self._register(state.tensors, state.objects, state.paths)
 
         with self._busy():
-            self._catch_up(deadline)
+            self._group.catch_up(deadline)
             if self.world_size > 1:
                 said = self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
@@ -775,9 +925,14 @@ class ShardHandle:
                 return self._already_held(checked, vet)
             self._unpublish(deadline)
             whole = Whole(is_required=False, is_served=is_served)
+            spec, filling = Spec.parse(version), _Filling(register, vet)
             try:
-                with self._holding("replicate", asked, deadline) as call:
-                    self._fill(call, Spec.parse(version), None, register, whole, deadline, vet)
+                self._make(
+                    "replicate",
+                    asked,
+                    deadline,
+                    lambda call: self._fill(call, spec, None, filling, whole, deadline),
+                )
             finally:
                 self._unregister_unless_held()
             assert self._last_read is not None
@@ -788,7 +943,7 @@ class ShardHandle:
         known = self._registered
         if known is None or known.layout.digest != layout.digest:
             return False
-        _, tensors = known.parts[-1]
+        tensors = known.parts[-1].memory
         _, wanted = build(state.tensors, {})
         return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
 
@@ -800,7 +955,7 @@ class ShardHandle:
             buffer.copy_(self._registered.objects[fqn])
         vet()
         log.info("version %d of %r is already here", self._held.version, self.model)
-        self._last_read = ReadReport(self._held.version, self.replica, 0, 0, 0.0, {})
+        self._last_read = ReadReport(self._held.version, self.replica, 0, 0, 0, 0.0, {})
         return self._last_read
 
     def _require_another_holder(self, spec: Spec, deadline: Deadline) -> None:
@@ -808,7 +963,7 @@ class ShardHandle:
         keys, own = self._group.seat.keys, self._group.seat.inst
 
         def rule(view: View) -> Step[None]:
-            offer = rules.resolve(view, keys, spec)
+            offer = resolve(view, keys, spec)
             if not isinstance(offer, Wait) and offer.holdings.keys() == {own}:
                 raise UsageError(
                     f"this replica is the only one that holds version {offer.ref.version}, in "
@@ -832,11 +987,15 @@ class ShardHandle:
     ) -> str:
         """Go on only if the check passes on every rank. What all say; "" if they differ."""
         keys, run = self._group.seat.keys, self._group.seat.run
-        with self._group.call("agree", asked, deadline) as call:
+
+        def body(call: GroupCall) -> str:
             value = check()
             call.decide((keys.versions(run), keys.holdings(run)), effects)
-            outcome = call.finish(value, lambda said: _unanimous(said.values()))
-            return outcome.said
+            if not call.has_ended:
+                call.finish(value, lambda said: _unanimous(said.values()))
+            return call.said
+
+        return self._make("agree", asked, deadline, body)
 
     # Looking around
 
@@ -848,9 +1007,7 @@ class ShardHandle:
         deadline = self._deadline("list", timeout_s)
         keys = self._group.seat.keys
         self._require_usable()
-        return self._group.ask(
-            spec_ranges(keys), lambda view: Done(rules.listing(view, keys)), deadline
-        )
+        return self._group.ask(spec_ranges(keys), lambda view: Done(listing(view, keys)), deadline)
 
     def wait(
         self,
@@ -869,7 +1026,7 @@ class ShardHandle:
         keys = self._group.seat.keys
 
         def rule(view: View) -> Step[dict[int, set[str]]]:
-            there = rules.listing(view, keys)
+            there = listing(view, keys)
             if predicate(there):
                 return Done(there)
             names = {version: sorted(replicas) for version, replicas in there.items()}
@@ -893,10 +1050,10 @@ class ShardHandle:
             self._group.close()
         finally:
             with self._lock:  # a call in another thread ends first
-                self._held = self._registered = None
+                self._registered = None
                 self._reading.close()
                 self._intake.close()
-                self._offer.withdraw()
+                self._offer.close()
                 self._transport.close()
             _open_handles.discard(self)
 
@@ -923,7 +1080,7 @@ class ShardHandle:
         self._require_usable()
         with self._lock:
             if is_member:
-                self._group.check()
+                self._group.check_final()
             yield
 
     def _require_usable(self) -> None:

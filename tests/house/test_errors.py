@@ -8,7 +8,7 @@ import pytest
 from torch_ros import errors
 from torch_ros.store.records import Failure
 
-SAMPLE = {str: "x", int: 7, float: 1.5}
+SAMPLE = {str: "x", int: 7, float: 1.5, bool: True}
 EVERY = [
     kind
     for kind in vars(errors).values()

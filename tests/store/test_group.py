@@ -20,16 +20,17 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
-from torch_ros.store import membership, rules
+from torch_ros.store import membership, rules, versions
 from torch_ros.store.endpoint import connect
-from torch_ros.store.group import Group, spec_ranges
+from torch_ros.store.group import Group, Place
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Done
 from torch_ros.store.membership import Applicant
 from torch_ros.store.records import Shard
-from torch_ros.store.rules import Spec, Whole
+from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.txn import Delete, Read, Txn, one, under
+from torch_ros.store.versions import Spec, spec_ranges
 
 
 class Store:
@@ -41,9 +42,21 @@ class Store:
         self.kv = connect(endpoint, timeout_s=5)
         self.groups = []
 
-    def join(self, name, rank=0, world_size=1, *, run=None, nonce=None, ttl_s=5, timeout_s=10):
-        group = Group.join(
-            connect(self.endpoint, timeout_s=5),
+    def join(
+        self,
+        name,
+        rank=0,
+        world_size=1,
+        *,
+        run=None,
+        nonce=None,
+        ttl_s=5,
+        timeout_s=10,
+        spot=False,
+        retain=(),
+        drain_s=60,
+    ):
+        place = Place(
             keys=self.keys,
             replica=name,
             nonce=nonce,
@@ -51,11 +64,14 @@ class Store:
             world_size=world_size,
             run_name=run,
             datacenter="default",
-            spot=False,
+            spot=spot,
+            retain=retain,
             shard=Shard("host", rank, b"card"),
             ttl_s=ttl_s,
-            deadline=Deadline("open", timeout_s),
+            drain_s=drain_s,
         )
+        kv = connect(self.endpoint, timeout_s=5)
+        group = Group.join(kv, place, Deadline("open", timeout_s))
         self.groups.append(group)
         return group
 
@@ -98,37 +114,48 @@ def at_once(*calls):
 
 
 def publish(group, version, layout="L", timeout_s=5):
-    with group.call("publish", f"publish {version}", Deadline("publish", timeout_s)) as call:
-        keys, run = group.seat.keys, group.seat.run
-        effects = partial(rules.publish, version=version, fresh_uid=uuid.uuid4().hex)
+    keys, run, uid = group.seat.keys, group.seat.run, uuid.uuid4().hex
+
+    def body(call):
+        effects = partial(rules.publish, version=version, fresh_uid=uid)
         call.decide((keys.versions(run), keys.holdings(run)), effects)
-        call.finish(layout, lambda said: "+".join(sorted(set(said.values()))))
+        if not call.has_ended:
+            call.finish(layout, lambda said: "+".join(sorted(set(said.values()))))
         return call.ref
 
+    return group.make("publish", f"publish {version}", Deadline("publish", timeout_s), body)
 
-def replicate(group, version="latest", layout="L", timeout_s=5, whole=None, pause=lambda: None):
+
+def replicate(
+    group,
+    version="latest",
+    layout="L",
+    timeout_s=5,
+    whole=Whole(),  # noqa: B008  # a frozen value
+    pause=lambda: None,
+):
     asked = f"replicate {version}"
-    with group.call("replicate", asked, Deadline(asked, timeout_s)) as call:
-        keys = group.seat.keys
-        effects = partial(rules.replicate, spec=Spec.parse(version), floor=None)
-        call.decide((*spec_ranges(keys), keys.readers()), effects)
-        call.attach()
-        pause()
-        outcome = call.finish(
-            layout, lambda said: "+".join(sorted(set(said.values()))), whole or Whole()
-        )
-        return call.ref if outcome.is_source else None
+
+    def body(call):
+        call.decide_to_read(Spec.parse(version), None, is_relay=whole.is_required)
+        if not call.has_ended:
+            call.read(lambda _: pause())
+            call.finish(layout, lambda said: "+".join(sorted(set(said.values()))), whole)
+        return call.ref if group.held else None
+
+    return group.make("replicate", asked, Deadline(asked, timeout_s), body)
 
 
 def unpublish(group, ref, timeout_s=5):
     asked = f"unpublish {ref.version}"
-    with group.call("unpublish", asked, Deadline(asked, timeout_s)) as call:
-        call.unpublish(ref)
+    copy = lambda name: Shard("host", group.seat.rank, name.encode())
+    body = lambda call: call.unpublish(ref, copy)
+    group.make("unpublish", asked, Deadline(asked, timeout_s), body)
 
 
 def listing(group):
     keys = group.seat.keys
-    rule = lambda view: Done(rules.listing(view, keys))
+    rule = lambda view: Done(versions.listing(view, keys))
     return group.ask(spec_ranges(keys), rule, Deadline("list", 5))
 
 
@@ -289,27 +316,20 @@ def test_unpublish_waits_for_its_readers(store):
     assert listing(trainer) == {7: {"rollout"}}
 
 
-def test_bytes_from_a_source_that_lost_its_place_do_not_count(store):
-    trainer, rollout = store.join("trainer"), store.join("rollout")
-    publish(trainer, 7)
-    error = attempt(partial(replicate, rollout, pause=lambda: store.join("trainer"), timeout_s=2))
-    assert isinstance(error, SourceLost), error
-    assert "replaced" in str(error)
-    assert listing(rollout) == {}
-
-
 def test_a_source_with_a_dead_process_is_refused(store):
     trainer, rollout = store.replica("trainer", 2), store.join("rollout")
     at_once(*(partial(publish, rank, 7) for rank in trainer))
     lost = trainer[0].seat.keys.shard(trainer[0].seat.inst, 1)
+    for rank in trainer:
+        kill(rank)
 
     def attach_only():
-        with rollout.call("replicate", "replicate latest", Deadline("r", 5)) as call:
-            keys = rollout.seat.keys
-            effects = partial(rules.replicate, spec=Spec.parse("latest"), floor=None)
-            call.decide((*spec_ranges(keys), keys.readers()), effects)
+        def body(call):
+            call.decide_to_read(Spec.parse("latest"), None, is_relay=True)
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
-            call.attach()
+            call.read(lambda _: None)
+
+        rollout.make("replicate", "replicate latest", Deadline("r", 5), body)
 
     assert isinstance(attempt(attach_only), SourceLost)
     assert store.there("readers/") == []
@@ -327,13 +347,19 @@ def test_ranks_that_call_different_things_are_told_so_and_go_on_together(store):
 def test_one_ranks_error_ends_the_call_for_its_peers(store):
     group = store.replica("r", 2)
 
+    def raiser(error):
+        def body(_):
+            raise error
+
+        return body
+
     def fails():
-        with group[1].call("publish", "publish 1", Deadline("publish", 5)):
-            raise UsageError("no tensors")
+        make = group[1].make
+        make("publish", "publish 1", Deadline("publish", 5), raiser(UsageError("no tensors")))
 
     def breaks():
-        with group[1].call("publish", "publish 2", Deadline("publish", 5)):
-            raise RuntimeError("a bug")
+        make = group[1].make
+        make("publish", "publish 2", Deadline("publish", 5), raiser(RuntimeError("a bug")))
 
     first = at_once(partial(publish, group[0], 1, timeout_s=30), fails)
     assert [str(error) for error in first] == ["no tensors"] * 2
@@ -343,6 +369,13 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert isinstance(second[1], RuntimeError)
     assert listing(group[0]) == {}
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
+
+
+def kill(group):
+    """As if its process was killed: nobody renews the lease, nobody comes back."""
+    group.is_closed = True
+    group._closing.set()
+    group.session._closing.set()
 
 
 def anchor_first(store, group):
@@ -359,7 +392,7 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     at_once(*(partial(publish, rank, 7) for rank in trainer))
     ranks = anchor_first(store, trainer)
     dead, alive = (ranks[0], ranks[1]) if dies == "the anchor" else (ranks[1], ranks[0])
-    dead.session._closing.set()  # as if it was killed: nobody renews the lease
+    kill(dead)
     started = time.monotonic()
     while listing(other):
         assert time.monotonic() - started < 10
@@ -367,21 +400,26 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     assert isinstance(attempt(partial(publish, alive, 8)), SelfFenced)
 
 
-def test_a_fenced_group_lets_go_of_its_source_by_itself(store):
+def test_a_group_that_lost_its_seats_takes_them_again_and_makes_its_call_again(store):
     trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
     ref = publish(trainer, 7)
-    anchor, other = anchor_first(store, rollout)
-    shard = store.keys.shard(other.seat.inst, other.seat.rank)
+    before = rollout[0].seat.inst
+    shard = store.keys.shard(before, 1)
+    lost = threading.Event()
 
-    def peer_dies():
-        store.kv.commit(Txn(ops=(Delete(one(shard)),)), timeout_s=5)
-        started = time.monotonic()
-        while not anchor.is_fenced:
-            assert time.monotonic() - started < 10
-            time.sleep(0.01)
+    def loses_its_lease():
+        if not lost.is_set():
+            store.kv.commit(Txn(ops=(Delete(one(shard)),)), timeout_s=5)
+            lost.set()
 
-    assert isinstance(attempt(partial(replicate, anchor, pause=peer_dies)), SelfFenced)
-    unpublish(trainer, ref, timeout_s=3)  # though nobody has closed the rollout's handles
+    refs = at_once(
+        partial(replicate, rollout[0], pause=loses_its_lease, timeout_s=20),
+        partial(replicate, rollout[1], pause=lambda: lost.wait(10), timeout_s=20),
+    )
+    assert refs == [ref, ref]
+    assert rollout[0].seat.inst == rollout[1].seat.inst != before
+    unpublish(trainer, ref, timeout_s=3)
+    assert listing(trainer) == {7: {"rollout"}}
     assert store.there("readers/") == []
 
 
@@ -513,7 +551,8 @@ def test_a_rank_that_dies_in_a_read_does_not_hold_its_source_up(store):
     gone = threading.Event()
 
     def dies():
-        rollout[1].session.close()  # its records go, as when its lease ends
+        kill(rollout[1])
+        store.kv.revoke(rollout[1].session.lease_id, timeout_s=5)  # its records go
         gone.set()
         raise SystemExit
 

@@ -11,67 +11,101 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from torch_ros.errors import ClosedError, DeadlineExceeded, SelfFenced, TorchRosError
-from torch_ros.store import membership, rules
-from torch_ros.store.keys import Keys, instance
+import msgspec
+
+from torch_ros.errors import (
+    ClosedError,
+    Contention,
+    DeadlineExceeded,
+    NotAvailable,
+    SelfFenced,
+    SourceLost,
+    StoreUnavailable,
+    TorchRosError,
+)
+from torch_ros.store import membership, rules, sources
+from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.membership import Applicant
-from torch_ros.store.records import Call, Failure, Kind, Outcome, Shard, VersionRef
-from torch_ros.store.rules import Seat, Whole
+from torch_ros.store.records import Call, Failure, Kept, Kind, Outcome, Shard, VersionRef
+from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline, run
+from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Created, Range, Steps, View, one
+from torch_ros.store.sources import Source
+from torch_ros.store.txn import Range, Steps, View, one
+from torch_ros.store.versions import Spec, spec_ranges
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
+SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 LEAVE_S = 1.0  # for telling the peers; they notice anyway
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
+RETRY_S = 0.5  # between tries to come back, or to read from a source that failed before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank asks for when it joins its group."""
+
+    keys: Keys
+    replica: str
+    rank: int
+    world_size: int
+    nonce: str | None  # the same on all ranks; None: they find each other by the replica's name
+    run_name: str | None
+    datacenter: str
+    spot: bool
+    retain: tuple[str, ...]
+    ttl_s: int
+    drain_s: float
+    shard: Shard
 
 
 class Group:
-    """A seat that is kept: lease alive, neighbour watched.
+    """A seat that is kept: lease alive, neighbour watched, taken again when it is lost.
 
-    Life cycle: `Group.join` (all ranks), any number of `call`s (all ranks, in the same order),
-    `close`. Calls are made one at a time; everything else may come from any thread.
+    Life cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
+    order), `close`. Calls are made one at a time; everything else may come from any thread.
+
+    A rank that loses its lease, or whose neighbour does, comes back by itself: it asks for a new
+    lease, takes its seat in a new incarnation of the group, and brings along what it holds and
+    which calls it knows the end of. A call in the middle is then made again, under its number.
     """
 
-    def __init__(self, kv: KV, session: Session, seat: Seat) -> None:
-        self.kv, self.session, self.seat = kv, session, seat
+    def __init__(self, kv: KV, place: Place, session: Session, seat: Seat) -> None:
+        self.kv, self._place = kv, place
+        self.session, self.seat = session, seat
         self.calls_made = 0
-        self._fenced_because: str | None = None
-        self.is_closed = False
-        self._calling = threading.Lock()
+        self.held: Kept | None = None
+        """What this replica holds, as far as this rank knows the ends of its calls."""
         self.unfinished: GroupCall | None = None
-        """The last call, if its end could not be learned; `GroupCall.end` it before the next."""
-        self._watcher = threading.Thread(
-            target=self._watch_over, name=f"torch_ros watches {seat.inst}", daemon=True
-        )
+        """The last call, if its end could not be learned; it is ended before the next."""
+        self.is_closed = False
+        self._lost: SelfFenced | None = None
+        self._alone_since_s: float | None = None  # etcd answers, peers are missing
+        self._ended: deque[Call] = deque(maxlen=CALLS_KEPT)
+        self._pending = 0
+        # Guards what a rank brings along when it comes back: no end is learned while it has lost
+        # its seat.
+        self._state = threading.Condition()
+        self._calling = threading.Lock()
+        self._closing = threading.Event()
+        self.on_return: Callable[[], None] = lambda: None
+        """Called, by a thread of the group, when this rank has its seat again."""
+        self._watch()
 
     @classmethod
-    def join(
-        cls,
-        kv: KV,
-        *,
-        keys: Keys,
-        replica: str,
-        nonce: str | None,
-        rank: int,
-        world_size: int,
-        run_name: str | None,
-        datacenter: str,
-        spot: bool,
-        shard: Shard,
-        ttl_s: int,
-        deadline: Deadline,
-    ) -> Group:
+    def join(cls, kv: KV, place: Place, deadline: Deadline) -> Group:
         """Take this rank's seat; returns once all ranks have theirs.
 
         Raises:
@@ -80,48 +114,33 @@ class Group:
             DeadlineExceeded: Not all ranks came.
         """
         group: Group | None = None
-        session = Session(
-            kv,
-            ttl_s=ttl_s,
-            on_lost=lambda reason: group.fence(reason) if group else None,
-            name=replica,
-        )
+        lost: list[SelfFenced] = []
+
+        def on_lost(reason: str) -> None:
+            lost.append(SelfFenced(place.replica, reason, may_return=True))
+            if group is not None:
+                group.fence(lost[-1], session)
+
+        session = Session(kv, ttl_s=place.ttl_s, on_lost=on_lost, name=place.replica)
         try:
-            who = Applicant(
-                keys,
-                replica,
-                rank,
-                world_size,
-                session.lease_id,
-                shard,
-                nonce or "",
-                nonce is not None,
-                run_name,
-                "",
-                datacenter,
-                spot,
-            )
-            joined = _take_seat(kv, who, deadline)
+            seat = _take_seat(kv, place, session, deadline)
         except BaseException:
             session.close()
             raise
-        seat = Seat(
-            keys,
-            replica,
-            joined.nonce,
-            rank,
-            world_size,
-            joined.run,
-            session.lease_id,
-            datacenter,
-        )
-        group = cls(kv, session, seat)
+        group = cls(kv, place, session, seat)
         if not session.is_valid():  # lost before there was a group to tell
-            group.fence("its lease ended while it joined")
-        group._watcher.start()
+            group.fence(
+                SelfFenced(place.replica, "its lease ended while it joined", may_return=True),
+                session,
+            )
         return group
 
     # Being in the group
+
+    @property
+    def holds(self) -> Kept | None:
+        """What this replica may be a source of, for all that this rank knows."""
+        return self.held or (self.unfinished.may_hold if self.unfinished else None)
 
     def check_open(self) -> None:
         """Raises: ClosedError: This seat was given up."""
@@ -131,27 +150,71 @@ class Group:
     def check(self) -> None:
         """Raises: SelfFenced, ClosedError: This seat is lost, or given up."""
         self.check_open()
-        if self._fenced_because is not None:
-            raise SelfFenced(self.seat.replica, self._fenced_because)
+        if self._lost is not None:
+            raise SelfFenced(*self._lost.args)
+
+    def check_final(self) -> None:
+        """Raises: SelfFenced, ClosedError: This seat is lost for good, or given up."""
+        self.check_open()
+        if self._lost is not None and not self._lost.may_return:
+            raise SelfFenced(*self._lost.args)
+
+    def await_seat(self, deadline: Deadline) -> None:
+        """Wait until this rank has its seat, if it lost it and may come back.
+
+        While etcd is away, until the deadline; while only peers are missing, for two TTLs: a
+        peer that lives has noticed by then, and one that died may never come.
+
+        Raises:
+            SelfFenced: It does not come back, or not in time.
+        """
+        with self._state:
+            while (lost := self._lost) is not None and not self.is_closed:
+                left_s = deadline.left_s()
+                if (since_s := self._alone_since_s) is not None:
+                    left_s = min(left_s, since_s + 2 * self._place.ttl_s - time.monotonic())
+                if not lost.may_return or left_s <= 0:
+                    raise SelfFenced(*lost.args)
+                self._state.wait(min(left_s, RETRY_S))
+        self.check_open()
+
+    def await_certainty(self, deadline: Deadline) -> None:
+        """Return when the lease is certainly alive: what was read until then counts.
+
+        A renewal that etcd acknowledges says that the lease has never ended, however long etcd
+        was away.
+
+        Raises:
+            SelfFenced: It has ended.
+        """
+        while not self.session.is_valid():
+            self.check()
+            deadline.check("etcd does not say whether this process still has its lease")
+            self._closing.wait(0.05)
+        self.check()
 
     @property
     def is_fenced(self) -> bool:
-        return self._fenced_because is not None
+        return self._lost is not None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether a peer closed its handle: an orderly end of the replica."""
-        return self.is_fenced and str(self._fenced_because).endswith(rules.CLOSED)
-
-    def fence(self, reason: str) -> None:
-        """Lose the seat. What this rank still has in the store goes, after its running call."""
-        if self._fenced_because is None and not self.is_closed:
-            self._fenced_because = reason
-            level = logging.INFO if reason.endswith(rules.CLOSED) else logging.WARNING
-            log.log(level, "replica %r: %s; this handle is fenced", self.seat.replica, reason)
-            if self._calling.acquire(blocking=False):
-                self._calling.release()
-                self.session.close()
+    def fence(self, lost: SelfFenced, session: Session | None = None) -> None:
+        """Lose the seat. What this rank still has in the store goes."""
+        with self._state:
+            if self._lost is not None or self.is_closed:
+                return
+            if session is not None and session is not self.session:
+                return  # of an earlier seat
+            self._lost, self._alone_since_s = lost, None
+            self._state.notify_all()
+        is_over = lost.reason.endswith(CLOSED)
+        level = logging.INFO if is_over else logging.WARNING
+        outlook = "it takes its seat again" if lost.may_return else "this handle is fenced"
+        log.log(level, "replica %r: %s; %s", self.seat.replica, lost.reason, outlook)
+        threading.Thread(
+            target=self._come_back if lost.may_return else self._let_go,
+            name=f"torch_ros seats {self.seat.replica}",
+            daemon=True,
+        ).start()
 
     def close(self) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -160,7 +223,10 @@ class Group:
         """
         if self.is_closed:
             return
-        self.is_closed = True
+        with self._state:
+            self.is_closed = True
+            self._closing.set()
+            self._state.notify_all()
         if self.seat.world_size > 1 and not self.is_fenced:
             try:
                 self._leave()
@@ -176,23 +242,106 @@ class Group:
         ranges = (*self.seat.own, self.seat.keys.holdings())
         run(settle("close", ranges, rule), self.kv, Deadline("close", LEAVE_S))
 
-    def _watch_over(self) -> None:
-        forever = Deadline(f"watching over replica {self.seat.replica!r}", math.inf)
-        ranges: tuple[Range, ...] = (one(self.seat.group), one(membership.follower(self.seat)))
+    def _watch(self) -> None:
+        threading.Thread(
+            target=self._watch_over,
+            args=(self.seat,),
+            name=f"torch_ros watches {self.seat.inst}",
+            daemon=True,
+        ).start()
+
+    def _watch_over(self, seat: Seat) -> None:
+        forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
+        ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
+
+        def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
+            def check() -> None:
+                self.check()
+                if self.seat is not seat:
+                    raise ClosedError("an earlier seat")
+
+            return run(settle("watch", ranges, rule), self.kv, forever, check=check)
+
         try:
-            reason = self.run(
-                settle("watch", ranges, partial(membership.watch_over, seat=self.seat)), forever
-            )
-            if not reason:
-                ranges = (*self.seat.own, self.seat.keys.holdings())
-                reason = self.run(
-                    settle("expel", ranges, partial(membership.expel, seat=self.seat)), forever
-                )
-            self.fence(reason)
+            lost = ask(ranges, partial(membership.watch_over, seat=seat))
+            if lost is None:
+                ranges = (*seat.own, seat.keys.holdings())
+                lost = ask(ranges, partial(membership.expel, seat=seat))
         except (ClosedError, SelfFenced):
-            pass
+            return
         except TorchRosError as error:
-            self.fence(f"it can no longer be watched over: {error}")
+            lost = SelfFenced(seat.replica, f"it cannot be watched over: {error}", may_return=True)
+        if self.seat is seat:
+            self.fence(lost)
+
+    def _let_go(self) -> None:
+        with self._calling:  # its ready record says to this rank how the running call ended
+            self.session.close()
+
+    def _come_back(self) -> None:
+        """Take this rank's seat again, for as long as that takes; until close."""
+        self.session.close()
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            pause_s = RETRY_S
+            try:
+                self._take_seat_again()
+            except SelfFenced as lost:
+                if not lost.may_return:
+                    with self._state:
+                        self._lost = lost
+                        self._state.notify_all()
+                    log.warning("%s", lost)
+                    return
+            except (StoreUnavailable, Contention, NotAvailable) as error:
+                log.info("replica %r cannot take its seat yet: %s", self.seat.replica, error)
+            except ClosedError:
+                return
+            else:
+                return
+
+    def _take_seat_again(self) -> None:
+        old, place = self.seat, self._place
+        lost: list[SelfFenced] = []
+
+        def on_lost(reason: str) -> None:
+            lost.append(SelfFenced(place.replica, reason, may_return=True))
+            self.fence(lost[-1], session)
+
+        self._alone_since_s = None
+        session = Session(self.kv, ttl_s=place.ttl_s, on_lost=on_lost, name=place.replica)
+
+        def check() -> None:
+            self.check_open()
+            if lost:
+                raise lost[-1]
+
+        with self._state:
+            self._alone_since_s = time.monotonic()
+            pending = self.unfinished.number if self.unfinished else self._pending
+            shard = msgspec.structs.replace(
+                place.shard, kept=self.held, ended=list(self._ended), pending=pending
+            )
+        try:
+            forever = Deadline(f"taking the seat of replica {place.replica!r} again", math.inf)
+            place = dataclasses.replace(place, shard=shard)
+            seat = _take_seat(self.kv, place, session, forever, left=old, check=check)
+        except BaseException:
+            session.close()
+            raise
+        with self._state:
+            if self.held != shard.kept:
+                lost.append(SelfFenced(place.replica, "it unpublished meanwhile", may_return=True))
+            is_seated = not (self.is_closed or lost)
+            if is_seated:
+                self.session, self.seat, self._lost = session, seat, None
+                self._state.notify_all()
+        if not is_seated:
+            session.close()
+            check()
+        log.warning("replica %r has its seat again, as %s", place.replica, seat.inst)
+        self._watch()
+        self.on_return()
 
     # Calls
 
@@ -206,28 +355,95 @@ class Group:
         steps = settle(deadline.what, ranges, rule)
         return run(steps, self.kv, deadline, check=self.check_open)
 
-    @contextmanager
-    def call(self, kind: Kind, asked: str, deadline: Deadline) -> Iterator[GroupCall]:
-        """The group's next call. An exception in the block ends it for all ranks."""
-        self.check()
-        assert self.unfinished is None, "the caller ends it first"
-        try:
-            with self._calling:
-                made = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
-                try:
-                    yield made
-                except BaseException as error:
-                    if isinstance(error, SelfFenced):
-                        self.fence(error.reason)
-                    made.give_up(error)
+    def make(self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]) -> T:
+        """The group's next call. `body` makes it, and makes it again if the seat was lost.
+
+        An exception that it raises ends the call for all ranks.
+        """
+        self.catch_up(deadline)
+        with self._calling:
+            call = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
+            self._pending = call.number
+            try:
+                return self._make(call, body)
+            except BaseException as error:
+                call.give_up(error)
+                raise
+            finally:
+                with self._state:
+                    self.calls_made += call.is_recorded
+                    if call.is_recorded and not call.has_ended:
+                        self.unfinished = call
+                    self._pending = 0
+
+    def _make(self, call: GroupCall, body: Callable[[GroupCall], T]) -> T:
+        while True:
+            self.await_seat(call.deadline)
+            call.seat, call.session = self.seat, self.session
+            try:
+                return body(call)
+            except SelfFenced as lost:
+                self.fence(lost, call.session)
+                if call.has_ended or not lost.may_return:
                     raise
-                finally:
-                    self.calls_made += made.is_recorded
-                    if made.is_recorded and not made.has_ended and not self.is_fenced:
-                        self.unfinished = made
-        finally:
-            if self.is_fenced:
-                self.session.close()
+
+    def catch_up(self, deadline: Deadline) -> None:
+        """Learn how a call ended that etcd's absence left open, as the peers have long known."""
+        if (call := self.unfinished) is not None:
+            self.await_seat(deadline)
+            call.end(deadline)
+            self.unfinished = None
+
+    def learn(self, call: Call, outcome: Outcome, seat: Seat) -> None:
+        """Note how a call ended.
+
+        Raises:
+            SelfFenced: The seat is lost. The end counts as unknown, since this rank may have told
+                its peers already what it knows; it finds the end among what they know.
+        """
+        with self._state:
+            self.check_open()
+            if self._lost is not None and self._lost.may_return:
+                raise SelfFenced(*self._lost.args)
+            if self.seat is not seat:
+                raise SelfFenced(seat.replica, "its seat was lost meanwhile", may_return=True)
+            self._ended.append(msgspec.structs.replace(call, outcome=outcome))
+            if outcome.failure is not None:
+                return
+            if call.kind == "unpublish":
+                self.held = None
+            elif outcome.is_source and call.ref is not None:
+                self.held = Kept(call.ref, call.number, outcome.said, call.kind == "publish")
+
+    # Copies in host memory
+
+    def host(
+        self, kept: Kept, seat: Seat, copy: str, call: int, shard: Shard, deadline: Deadline
+    ) -> bool:
+        """Offer this rank's part of a copy; whether the copy is now offered by all ranks."""
+        rule = partial(rules.copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
+        return self.run(settle("copy", rules.copied_ranges(seat, kept.ref, copy), rule), deadline)
+
+    def release(self, ref: VersionRef, seat: Seat, copy: str) -> None:
+        """Returns once the copy is not needed any more and nobody reads it.
+
+        Raises:
+            SelfFenced: The seat is lost, and with it what was offered under it.
+        """
+        rule = partial(rules.release, seat=seat, ref=ref, copy=copy)
+        forever = Deadline(f"keeping version {ref.version}", math.inf)
+        self.run(settle("release", rules.release_ranges(seat, ref, copy), rule), forever)
+
+    def forget(self) -> None:
+        """The owner takes its tensors back, whatever the store says; as if it had unpublished."""
+        with self._state:
+            if (kept := self.holds) is None:
+                return
+            asked = f"unpublish {kept.ref.version}"
+            call = Call(self.calls_made + 1, "unpublish", asked, self.seat.rank, kept.ref)
+            self.calls_made += 1
+            self._ended.append(msgspec.structs.replace(call, outcome=Outcome()))
+            self.held = self.unfinished = None
 
 
 class GroupCall:
@@ -236,19 +452,18 @@ class GroupCall:
     def __init__(
         self, group: Group, number: int, kind: Kind, asked: str, deadline: Deadline
     ) -> None:
-        self._group, self._number, self._kind = group, number, kind
-        self._asked, self._deadline = asked, deadline
+        self._group, self.number, self._kind = group, number, kind
+        self._asked, self.deadline = asked, deadline
+        self.seat, self.session = group.seat, group.session
         self._call: Call | None = None
-        self._guards: tuple[Created, ...] = ()
+        self._sources: set[str] = set()  # for which a reader record may be there
         self._failure: Failure | None = None
+        self.reroutes = 0
+        self._said = ""
         self.is_recorded = False  # the number is used up
         self.has_ended = False  # its outcome is known
-        self.may_hold: VersionRef | None = None
+        self.may_hold: Kept | None = None
         """What the group may be a source of because of this call, for all that is known."""
-
-    @property
-    def seat(self) -> Seat:
-        return self._group.seat
 
     @property
     def ref(self) -> VersionRef:
@@ -257,14 +472,22 @@ class GroupCall:
         return self._call.ref
 
     @property
-    def source(self) -> str:
+    def said(self) -> str:
+        """agree: what all ranks said, once it has ended."""
+        return self._said
+
+    @property
+    def found(self) -> VersionRef | None:
+        """update: the version to go to."""
         assert self._call is not None
-        return self._call.source
+        return self._call.ref
 
     def decide(
         self, ranges: tuple[Range, ...], effects: Callable[[View, Seat, Call], Step[Call]]
-    ) -> Call:
+    ) -> None:
         """What the group does in this call; the first rank that asks decides.
+
+        It may have ended already, well, when this rank had lost its seat: see `has_ended`.
 
         Raises:
             CallMismatch: The group's call is another one.
@@ -273,13 +496,13 @@ class GroupCall:
         seat, found = self.seat, None
         if seat.world_size > 1:
             # Most ranks come second: they need not read what the decision was made from.
-            look = partial(rules.look_up, seat=seat, number=self._number)
+            look = partial(rules.look_up, seat=seat, number=self.number)
             found = self._settle(seat.own, look)
         if found is None:
             rule = partial(
                 rules.decide,
                 seat=seat,
-                number=self._number,
+                number=self.number,
                 kind=self._kind,
                 asked=self._asked,
                 effects=lambda view, call: effects(view, seat, call),
@@ -288,7 +511,6 @@ class GroupCall:
         self._found(found)
         if found.outcome is not None:
             self._finish(found.outcome)
-        return found
 
     def _found(self, call: Call) -> None:
         self.is_recorded = True
@@ -296,13 +518,84 @@ class GroupCall:
             raise error
         self._call = call
 
-    def attach(self) -> list[Shard]:
-        """Announce this rank as a reader of the source; from now on its addresses are frozen."""
+    def decide_to_read(self, spec: Spec, floor: VersionRef | None, *, is_relay: bool) -> None:
+        """Decide which version, and claim a source of it."""
+        effects = partial(rules.replicate, spec=spec, floor=floor, is_relay=is_relay)
+        while not self.has_ended:
+            self.decide(spec_ranges(self.seat.keys), effects)
+            if self.has_ended:
+                return
+            assert self._call is not None
+            rule = partial(sources.claim, seat=self.seat, call=self._call)
+            claimed = self._settle(sources.source_ranges(self.seat, self.ref), rule)
+            if claimed is None:  # the version went away in between
+                continue
+            self._call = claimed
+            if claimed.outcome is not None:
+                self._finish(claimed.outcome)
+            return
+
+    def read(self, fetch: Callable[[Source], None]) -> None:
+        """`fetch` from the source that was claimed; if it is lost, from another.
+
+        Args:
+            fetch: Reads what is still missing. When it raises, nothing is in flight any more.
+
+        Raises:
+            SourceLost: The last source; no other is left.
+        """
         assert self._call is not None
-        ranges = rules.attach_ranges(self.seat, self._call)
-        rule = partial(rules.attach, seat=self.seat, call=self._call)
-        shards, self._guards = self._settle(ranges, rule)
-        return shards
+        call, tried = self._call, Counter[str]()
+        inst = call.source
+        while True:
+            try:
+                fetch(self._attach(inst))
+            except SourceLost as lost:
+                tried[inst] += 1
+                again = self._elsewhere(inst, tried, lost)
+                self.reroutes += 1
+                log.warning(
+                    "%s: lost %r (%s); going on from %r with what there is",
+                    self._asked,
+                    lost.replica,
+                    lost.what,
+                    replica_of(again),
+                )
+                inst = again
+            else:
+                return
+
+    def _attach(self, inst: str) -> Source:
+        assert self._call is not None
+        self._sources.add(inst)
+        rule = partial(sources.attach, seat=self.seat, call=self._call, source=inst)
+        ranges = sources.attach_ranges(self.seat, self._call, inst)
+        return self._settle(ranges, rule)
+
+    def _elsewhere(self, inst: str, tried: Counter[str], lost: SourceLost) -> str:
+        assert self._call is not None
+        kv, timeout_s = self._group.kv, min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
+        try:
+            lease_id, _ = kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
+            txn = sources.detached(self.seat, self._call, inst, lost.what, lease_id)
+            kv.commit(txn, timeout_s=timeout_s)
+        except StoreUnavailable as error:  # it holds the source up until this rank withdraws
+            log.info("%s: %s was not told: %s", self._asked, inst, error)
+        rule = partial(
+            sources.choose_again, seat=self.seat, call=self._call, tried=tried, lost=lost
+        )
+        again = self._settle(sources.source_ranges(self.seat, self.ref), rule)
+        if tried[again]:
+            self.deadline.check(str(lost))
+            time.sleep(RETRY_S)
+        return again
+
+    def is_there(self, source: Source) -> bool:
+        """Whether a source that makes no progress may still make some."""
+        assert self._call is not None
+        key = self.seat.keys.holding(self.ref.run, self.ref.version, source.inst)
+        rule = partial(sources.is_there, seat=self.seat, call=self._call, source=source)
+        return self._settle((*self.seat.own, one(key)), rule)
 
     def finish(
         self,
@@ -332,12 +625,13 @@ class GroupCall:
     ) -> Outcome:
         seat, call = self.seat, self._call
         assert call is not None
+        reads = rules.own_records(seat, call, self._sources)[1:]
+        ready = partial(rules.put_ready, seat=seat, call=call, value=value, reads=reads)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        ready = partial(rules.put_ready, seat=seat, call=call, value=value, guards=self._guards)
-        guarded = tuple(one(guard.key) for guard in self._guards)
-        # From here on a peer may complete the call without this rank hearing of it.
-        self.may_hold = call.ref
-        count = self._settle((*seat.own, mine, *guarded), ready)
+        if call.ref is not None:
+            # From here on a peer may complete the call without this rank hearing of it.
+            self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
+        count = self._settle((*seat.own, mine), ready)
         if isinstance(count, Outcome):
             return count
         if count >= seat.world_size:
@@ -356,7 +650,7 @@ class GroupCall:
             rules.outcome_ranges(seat, call),
             partial(rules.await_outcome, seat=seat, call=call),
         )
-        return run(ended, self._group.kv, self._deadline, check=self._group.check_open)
+        return run(ended, self._group.kv, self.deadline, check=self._group.check_open)
 
     def _ends_at(self, call: Call) -> tuple[Range, ...]:
         if call.ref is None:
@@ -364,28 +658,43 @@ class GroupCall:
         version = self.seat.keys.version(call.ref.run, call.ref.version)
         return (*self.seat.own, one(version), one(self.seat.holding(call.ref)))
 
-    def unpublish(self, ref: VersionRef) -> None:
-        """Returns once nobody reads `ref` from this replica."""
+    def unpublish(self, ref: VersionRef, copy: Callable[[str], Shard]) -> None:
+        """Returns once nobody reads `ref` from this replica.
+
+        Args:
+            copy: Makes this rank's part of the copy of that name in host memory, or says again
+                where it is.
+        """
         rule = partial(
-            rules.unpublish, seat=self.seat, number=self._number, asked=self._asked, ref=ref
+            rules.unpublish, seat=self.seat, number=self.number, asked=self._asked, ref=ref
         )
         while True:
             result = self._settle(rules.unpublish_ranges(self.seat, ref), rule)
             if isinstance(result, Outcome):
                 self.is_recorded = True
+                self._call = self._call or Call(
+                    self.number, "unpublish", self._asked, self.seat.rank, ref
+                )
                 self._finish(result)
                 return
             self._found(result)
+            if not result.copy:
+                continue
+            kept = self._group.holds
+            assert kept is not None
+            self._group.host(
+                kept, self.seat, result.copy, self.number, copy(result.copy), self.deadline
+            )
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
 
-        The caller's transfers have terminated.
+        The caller's transfers have terminated, and what it shows is void.
         """
         if self._group.is_closed:
             return
         self._failure = Failure.of(
-            error, replica=self.seat.replica, call=self._number, rank=self.seat.rank
+            error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
         )
         try:
             if not self.has_ended and not isinstance(error, SelfFenced):
@@ -400,18 +709,19 @@ class GroupCall:
     def end(self, deadline: Deadline) -> None:
         """Learn or make the end of a call that was given up while etcd was away."""
         assert self._failure is not None
+        self.seat, self.session = self._group.seat, self._group.session
         self._end(self._failure, deadline)
 
     def _abort(self, error: BaseException) -> Outcome:
         seat = self.seat
-        failure = Failure.of(error, replica=seat.replica, call=self._number, rank=seat.rank)
+        failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
         return self._end(failure, Deadline(f"giving up {self._asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(
             rules.abort,
             seat=self.seat,
-            number=self._number,
+            number=self.number,
             kind=self._kind,
             asked=self._asked,
             failure=failure,
@@ -423,14 +733,14 @@ class GroupCall:
 
     def _withdraw(self) -> None:
         if self._call is not None:
-            ranges = rules.own_records(self.seat, self._call)
+            ranges = rules.own_records(self.seat, self._call, self._sources)
             deadline = Deadline(f"cleaning up after {self._asked}", CLEAN_UP_S)
             run(settle(self._asked, ranges, rules.withdraw), self._group.kv, deadline)
 
     def _learn(self, outcome: Outcome) -> None:
-        self.has_ended = True
-        is_held = outcome.failure is None and outcome.is_source and self._call is not None
-        self.may_hold = self._call.ref if is_held and self._call else None
+        call = self._call or Call(self.number, self._kind, self._asked, self.seat.rank)
+        self._group.learn(call, outcome, self.seat)
+        self.has_ended, self.may_hold, self._said = True, None, outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._learn(outcome)
@@ -439,32 +749,68 @@ class GroupCall:
         return outcome
 
     def _settle(self, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
-        return self._group.run(settle(self._asked, ranges, rule), self._deadline)
+        return self._group.run(settle(self._asked, ranges, rule), self.deadline)
 
 
-def _take_seat(kv: KV, who: Applicant, deadline: Deadline) -> membership.Joined:
+def _take_seat(
+    kv: KV,
+    place: Place,
+    session: Session,
+    deadline: Deadline,
+    *,
+    left: Seat | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Seat:
+    """The seat of this rank in a complete group; `left`: the one it had before."""
+
     def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
-        return run(settle(deadline.what, ranges, rule), kv, deadline)
+        return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
 
-    shared = who.nonce
+    who = Applicant(
+        keys=place.keys,
+        replica=place.replica,
+        rank=place.rank,
+        world_size=place.world_size,
+        lease_id=session.lease_id,
+        shard=place.shard,
+        nonce=place.nonce or "",
+        is_shared=place.nonce is not None,
+        run=left.run if left else place.run_name,
+        fresh_run="",
+        datacenter=place.datacenter,
+        spot=place.spot,
+        retain=place.retain,
+        left_behind=left.nonce if left else "",
+        run_number=left.run_number if left else 0,
+    )
     while True:
-        nonce = shared or secrets.token_hex(4)
+        nonce = place.nonce or secrets.token_hex(4)
+        if left is not None:
+            nonce = f"{family(left.nonce)}.{secrets.token_hex(4)}"
         who = dataclasses.replace(who, nonce=nonce, fresh_run=f"run-{secrets.token_hex(4)}")
         found = ask((one(who.group),), partial(membership.find_group, who=who))
         if not found:
             if ask(membership.open_ranges(who), partial(membership.create_group, who=who)):
                 log.warning("replica %r was already there and is replaced", who.replica)
             found = nonce
-        ranges = (one(who.group), who.keys.shards(instance(who.replica, found)))
-        joined: membership.Joined | None = membership.Joined(found, "", is_complete=False)
+        ranges = membership.join_ranges(who, found)
+        joined: membership.Joined | None = membership.Joined(found, "", 0, is_complete=False)
         while joined is not None and not joined.is_complete:
             joined = ask(ranges, partial(membership.join, who=who, nonce=found))
         if joined is not None:
-            return joined
-        if shared:
+            break
+        if place.nonce is not None and left is None:
             raise SelfFenced(who.replica, "another incarnation took its name while it joined")
-
-
-def spec_ranges(keys: Keys) -> tuple[Range, ...]:
-    """What a version is resolved from."""
-    return (keys.runs(), keys.versions(), keys.holdings())
+    return Seat(
+        keys=place.keys,
+        replica=place.replica,
+        nonce=joined.nonce,
+        rank=place.rank,
+        world_size=place.world_size,
+        run=joined.run,
+        run_number=joined.run_number,
+        lease_id=session.lease_id,
+        datacenter=place.datacenter,
+        spot=place.spot,
+        drain_s=place.drain_s,
+    )

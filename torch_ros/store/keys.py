@@ -17,6 +17,26 @@ def instance(replica: str, nonce: str) -> str:
     return f"{_name(replica)}@{nonce}"
 
 
+def copy_of(inst: str, call: int) -> str:
+    """The name under which an incarnation offers a copy in host memory, made in its call `call`.
+
+    No replica can have it: a "+" in a replica's name is percent-encoded.
+    """
+    replica, _, nonce = inst.partition("@")
+    return f"{replica}+{call}@{nonce}"
+
+
+def is_of(inst: str, owner: str) -> bool:
+    """Whether `inst` is the incarnation `owner`, or a copy that it offers."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica.partition('+')[0]}@{nonce}" == owner
+
+
+def family(nonce: str) -> str:
+    """What the incarnations of one start have in common, however often they lost their seats."""
+    return nonce.partition(".")[0]
+
+
 def replica_of(inst: str) -> str:
     return unquote(inst.partition("@")[0])
 
@@ -62,6 +82,10 @@ class Keys:
     def decisions(self, inst: str) -> str:
         return f"{self._root}/decisions/{inst}"
 
+    def decisions_of(self, replica: str) -> Range:
+        """Of all its incarnations."""
+        return under(self.decisions(instance(replica, "")))
+
     def readies(self, inst: str, call: int) -> Range:
         return under(f"{self._root}/ready/{inst}/{call}/")
 
@@ -88,6 +112,9 @@ class Keys:
     def holdings(self, run: str | None = None) -> Range:
         return under(f"{self._root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
 
+    def holdings_of(self, run: str, version: int) -> Range:
+        return under(self.holding(run, version, ""))
+
     def holding(self, run: str, version: int, inst: str) -> str:
         return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{inst}"
 
@@ -96,14 +123,27 @@ class Keys:
     def readers(self) -> Range:
         return under(f"{self._root}/readers/")
 
+    def readers_for(self, run: str, version: int) -> Range:
+        return under(self._reads(run, version, ""))
+
     def readers_of(self, run: str, version: int, source: str) -> Range:
         return under(f"{self._reads(run, version, source)}/")
+
+    def readers_of_any(self, run: str, version: int, source: str) -> Range:
+        """Those of `source` and of every other incarnation of its replica."""
+        return under(f"{self._reads(run, version, source.partition('@')[0])}@")
 
     def reader_group(self, run: str, version: int, source: str, reader: str) -> str:
         return f"{self._reads(run, version, source)}/{reader}/group"
 
     def reader(self, run: str, version: int, source: str, reader: str, rank: int) -> str:
         return f"{self._reads(run, version, source)}/{reader}/{rank:06d}"
+
+    def suspects(self) -> Range:
+        return under(f"{self._root}/suspects/")
+
+    def suspect(self, source: str, reader: str) -> str:
+        return f"{self._root}/suspects/{source}/{reader}"
 
     def _reads(self, run: str, version: int, source: str) -> str:
         return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
@@ -128,3 +168,8 @@ def parse_reader(key: str) -> tuple[str, str, str]:
     """(source, reader, "group" or rank) of a `readers/` key."""
     *_, source, reader, who = key.split("/")
     return source, reader, who
+
+
+def parse_suspect(key: str) -> str:
+    """The source that a `suspects/` key is about."""
+    return key.split("/")[-2]

@@ -6,6 +6,7 @@ interleaved with others and with failures, in a simulation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -24,6 +25,17 @@ class Done(Generic[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class Act(Generic[T_co]):
+    """Commit `txn`; if it applied, `then` makes the answer of its reply. Else decide again.
+
+    Without `then` decide again in any case: it was a step on the way.
+    """
+
+    txn: Txn
+    then: Callable[[Reply], T_co] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Not yet. `reason` is for people; it ends up in logs and in DeadlineExceeded."""
 
@@ -32,14 +44,15 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Act(Generic[T_co]):
-    """Commit `txn`; if it applied, its reply is the answer, else decide again."""
+class WaitAtMost(Generic[T_co]):
+    """`wait`, but when the loop has waited `limit_s` in all, do `otherwise`."""
 
-    txn: Txn
-    then: Callable[[Reply], T_co]
+    wait: Wait
+    limit_s: float
+    otherwise: Act[T_co]
 
 
-Step = Done[T] | Wait | Act[T]
+Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
 
 
 def settle(what: str, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> Steps[T]:
@@ -49,17 +62,23 @@ def settle(what: str, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]
     own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
     of the view leaves no gap in which a change could be missed (I6).
     """
-    losses = 0
+    losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
         view: View = yield Read(ranges)
-        match rule(view):
+        step = rule(view)
+        if isinstance(step, WaitAtMost):
+            left_s = step.limit_s - waited_s
+            step = step.wait if left_s > 0 else step.otherwise
+        else:
+            left_s = math.inf
+        match step:
             case Done(value):
                 return value
             case Wait(reason, watched):
-                yield Watch(watched, view.rev, reason)
+                waited_s += yield Watch(watched, view.rev, reason, left_s)
             case Act(txn, then):
                 reply: Reply = yield Commit(txn)
-                if reply.applied:
+                if reply.applied and then is not None:
                     return then(reply)
-                losses += reply is not UNKNOWN
+                losses += not reply.applied and reply is not UNKNOWN
     raise Contention(what, ATTEMPTS_MAX)

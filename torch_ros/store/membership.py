@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,13 +11,16 @@ from torch_ros.errors import SelfFenced, UsageError
 from torch_ros.store import keys as k
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Step, Wait
-from torch_ros.store.records import Failure, Group, Run, Shard
-from torch_ros.store.rules import DELETES_MAX, Seat, own_group
+from torch_ros.store.records import Call, Decisions, Failure, Group, Holding, Kept, Run, Shard
+from torch_ros.store.records import Version as VersionRecord
+from torch_ros.store.rules import DELETES_MAX
+from torch_ros.store.seat import CALLS_KEPT, Seat, own_group
 from torch_ros.store.txn import (
     Count,
     Created,
     Delete,
     Empty,
+    Entry,
     Guard,
     NoneNewer,
     Op,
@@ -26,6 +30,7 @@ from torch_ros.store.txn import (
     View,
     one,
 )
+from torch_ros.store.versions import run_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,9 @@ class Applicant:
     fresh_run: str  # the name of a new run
     datacenter: str
     spot: bool
+    retain: tuple[str, ...] = ()
+    left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
+    run_number: int = 0  # of one that comes back
 
     @property
     def group(self) -> str:
@@ -56,24 +64,40 @@ class Joined:
 
     nonce: str
     run: str
+    run_number: int
     is_complete: bool
 
 
 def open_ranges(who: Applicant) -> tuple[Range, ...]:
-    return (who.keys.groups(), who.keys.runs(), who.keys.versions(), who.keys.holdings())
+    keys = who.keys
+    decisions = keys.decisions_of(who.replica)
+    return (keys.groups(), decisions, keys.runs(), keys.versions(), keys.holdings())
 
 
 def find_group(view: View, who: Applicant) -> Step[str]:
-    """The nonce of the group that waits for this rank; "": there is none."""
+    """The nonce of the group that waits for this rank; "": there is none.
+
+    Raises:
+        SelfFenced: It comes back, and another start of the replica has taken its name.
+    """
     entry = view.entries.get(who.group)
     group = Group.decode(entry.value) if entry else None
+    if group and who.left_behind:
+        require_own(group, who)
     return Done(group.nonce if group and _is_open_to(group, who) else "")
 
 
+def require_own(group: Group, who: Applicant) -> None:
+    if group.left is None and k.family(group.nonce) != k.family(who.left_behind):
+        raise SelfFenced(who.replica, f"another start has taken its name ({group.nonce})")
+
+
 def _is_open_to(group: Group, who: Applicant) -> bool:
-    if who.is_shared:
-        return group.nonce == who.nonce
-    return not group.is_complete and group.left is None
+    if group.is_complete or group.left is not None:
+        return False
+    if who.left_behind:
+        return k.family(group.nonce) == k.family(who.left_behind) and group.nonce != who.left_behind
+    return group.nonce == who.nonce if who.is_shared else "." not in group.nonce
 
 
 def create_group(view: View, who: Applicant) -> Step[bool]:
@@ -83,31 +107,29 @@ def create_group(view: View, who: Applicant) -> Step[bool]:
     """
     entry = view.entries.get(who.group)
     old = Group.decode(entry.value) if entry else None
-    if old and _is_open_to(old, who):
+    if old and who.left_behind:
+        require_own(old, who)
+    if old and (_is_open_to(old, who) or (who.is_shared and old.nonce == who.nonce)):
         return Done(value=False)  # a peer was faster
-    run, run_ops, guards = _choose_run(view, who)
-    ops: list[Op] = [
-        Put(
-            who.group,
-            Group(
-                who.nonce, who.world_size, run, spot=who.spot, datacenter=who.datacenter
-            ).encode(),
-            who.lease_id,
-        ),
-        *run_ops,
-    ]
+    run, run_ops, guards = _return_to_run(view, who) if who.left_behind else _choose_run(view, who)
+    group = Group(
+        who.nonce,
+        who.world_size,
+        run,
+        spot=who.spot,
+        datacenter=who.datacenter,
+        retain=list(who.retain),
+    )
+    ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops]
     if old:
         inst = k.instance(who.replica, old.nonce)
-        ops.append(Delete(one(who.keys.decisions(inst))))
-        ops += [
-            Delete(one(key))
-            for key, _ in view.within(who.keys.holdings())
-            if k.parse_holding(key).inst == inst
-        ]
-    return Act(
-        Txn((view.unchanged(who.group), *guards), tuple(ops)),
-        lambda _: old is not None and old.left is None,
-    )
+        decisions = who.keys.decisions(inst)
+        # What is decided meanwhile may bring a holding that would be left over.
+        guards = (*guards, view.unchanged(decisions))
+        ops.append(Delete(one(decisions)))
+        ops += [Delete(one(key)) for key in holdings_of(view, who.keys, inst)]
+    is_replaced = old is not None and old.left is None and not who.left_behind
+    return Act(Txn((view.unchanged(who.group), *guards), tuple(ops)), lambda _: is_replaced)
 
 
 def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
@@ -116,32 +138,47 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     A run lives while a group publishes in it or a holding is in it. When none lives, the records
     of dead ones are removed, so that a model used again starts with a clean slate.
     """
-    keys = who.keys
-    born = {k.parse_run(key): entry.create_rev for key, entry in view.within(keys.runs())}
+    keys, numbers = who.keys, run_numbers(view, who.keys)
     groups = [Group.decode(entry.value) for _, entry in view.within(keys.groups())]
     live = {group.run for group in groups if group.left is None}
     live |= {k.parse_holding(key).run for key, _ in view.within(keys.holdings())}
-    live &= born.keys()
+    live &= numbers.keys()
     if who.run is None and live:
-        name = max(live, key=lambda run: born[run])
-        return name, [], (Created(keys.run(name), born[name]),)
-    name = who.fresh_run if who.run in (None, "new") else who.run
+        name = max(live, key=lambda run: numbers[run])
+    else:
+        name = who.fresh_run if who.run in (None, "new") else who.run
     assert name is not None
     if name in live:
-        return name, [], (Created(keys.run(name), born[name]),)
-    made: list[Op] = [Put(keys.run(name), Run(f"{who.shard.host}:{who.shard.pid}").encode())]
+        return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
+    number = 1 + max(numbers.values(), default=0)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    made: list[Op] = [Put(keys.run(name), Run(by, number).encode())]
+    alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
     if live:
-        return name, [] if name in born else made, (view.unchanged(keys.run(name)),)
+        return name, made, (view.unchanged(keys.run(name)), alone)
     # etcd refuses a transaction that puts a key which it also deletes with a range.
     dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
     dead += [key for key, _ in view.within(keys.versions())]
     # Nobody has begun to use one meanwhile.
-    guards = (
-        Empty(keys.holdings()),
-        NoneNewer(keys.groups(), view.rev),
-        NoneNewer(keys.runs(), view.rev),
-    )
+    guards = (Empty(keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
+
+
+def _return_to_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
+    assert who.run is not None
+    ops, guards = _restored_run(view, who, who.run, who.run_number)
+    return who.run, ops, guards
+
+
+def _restored_run(
+    view: View, who: Applicant, run: str, number: int
+) -> tuple[list[Op], tuple[Guard, ...]]:
+    """The record of a run that was there before the store was wiped."""
+    key = who.keys.run(run)
+    if key in view.entries:
+        return [], (Created(key, view.entries[key].create_rev),)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    return [Put(key, Run(by, number).encode())], (view.unchanged(key),)
 
 
 def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
@@ -165,23 +202,85 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         holder = Shard.decode(taken.value)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
         return Wait(reason, (one(own), one(who.group)))
+    number = run_numbers(view, who.keys).get(group.run, who.run_number)
+    seated = Joined(nonce, group.run, number, is_complete=False)
     if taken is None:
-        seated = Joined(nonce, group.run, is_complete=False)
         txn = Txn(
             (view.unchanged(who.group), view.unchanged(own)),
             (Put(own, who.shard.encode(), who.lease_id), Count(seats)),
         )
         return Act(txn, lambda _: seated)
-    joined = Joined(nonce, group.run, is_complete=True)
+    joined = Joined(nonce, group.run, number, is_complete=True)
     if group.is_complete:
         return Done(joined)
-    there = [int(key.rpartition("/")[2]) for key, _ in view.within(seats)]
-    if len(there) < who.world_size:
-        reason = f"replica {who.replica!r} has ranks {there} of {who.world_size}"
+    shards = {int(key.rpartition("/")[2]): entry for key, entry in view.within(seats)}
+    if len(shards) < who.world_size:
+        reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
         return Wait(reason, (one(who.group),))
-    complete = msgspec.structs.replace(group, is_complete=True)
-    put = Put(who.group, complete.encode(), entry.lease_id)
-    return Act(Txn((view.unchanged(who.group),), (put,)), lambda _: joined)
+    complete = Put(
+        who.group, msgspec.structs.replace(group, is_complete=True).encode(), entry.lease_id
+    )
+    records = [Shard.decode(shards[rank].value) for rank in sorted(shards)]
+    ops, guards = _adopt(view, who, group, entry, records)
+    return Act(Txn((view.unchanged(who.group), *guards), (complete, *ops)), lambda _: joined)
+
+
+def join_ranges(who: Applicant, nonce: str) -> tuple[Range, ...]:
+    shards = who.keys.shards(k.instance(who.replica, nonce))
+    return (one(who.group), shards, who.keys.runs(), who.keys.versions())
+
+
+def adopted(shards: Sequence[Shard]) -> tuple[list[Call], Kept | None]:
+    """What a group knows whose ranks come back: the calls that ended, and what it holds.
+
+    A call of which one rank knows the end has ended for all. What the ranks that know most hold
+    is what the group holds, if the others hold it too or are in the middle of the call that
+    brought it: it ended well, so they had all done their parts.
+    """
+    calls = {call.number: call for shard in shards for call in shard.ended}
+    last = max(calls, default=0)
+    knowing = [shard for shard in shards if last in {call.number for call in shard.ended}]
+    kept = (knowing or shards)[0].kept
+    if kept is None:
+        return [calls[n] for n in sorted(calls)][-CALLS_KEPT:], None
+    agree = all(
+        shard.kept == kept or (shard not in knowing and shard.pending == kept.call)
+        for shard in shards
+    )
+    return [calls[n] for n in sorted(calls)][-CALLS_KEPT:], kept if agree else None
+
+
+def _adopt(
+    view: View, who: Applicant, group: Group, entry: Entry, shards: Sequence[Shard]
+) -> tuple[list[Op], tuple[Guard, ...]]:
+    """Write what the group brings along. Another version under the same number stays as it is."""
+    calls, kept = adopted(shards)
+    inst = k.instance(who.replica, group.nonce)
+    ops: list[Op] = []
+    guards: tuple[Guard, ...] = ()
+    if calls:
+        ops.append(Put(who.keys.decisions(inst), Decisions(calls).encode(), entry.lease_id))
+    if kept is None:
+        return ops, guards
+    ref = kept.ref
+    key = who.keys.version(ref.run, ref.version)
+    record = view.entries.get(key)
+    if record is not None and VersionRecord.decode(record.value).uid != ref.uid:
+        return ops, guards
+    run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
+    if record is None:
+        run_ops.append(Put(key, VersionRecord(ref.uid, kept.layout).encode()))
+    holding = Holding(
+        ref.uid,
+        kept.call,
+        "full",
+        group.world_size,
+        group.datacenter,
+        is_original=kept.is_original,
+        spot=group.spot,
+    )
+    put = Put(who.keys.holding(ref.run, ref.version, inst), holding.encode(), entry.lease_id)
+    return [*ops, *run_ops, put], (view.unchanged(key), *run_guards)
 
 
 def _refuse(view: View, who: Applicant, group: Group) -> Act[Joined | None]:
@@ -202,33 +301,35 @@ def _refuse(view: View, who: Applicant, group: Group) -> Act[Joined | None]:
     return Act(Txn((view.unchanged(who.group),), (put,)), fail)
 
 
-def watch_over(view: View, seat: Seat) -> Step[str]:
+def watch_over(view: View, seat: Seat) -> Step[SelfFenced | None]:
     """Rank r watches rank r + 1, not everyone everything. Returns once something has ended:
-    why this incarnation is no more, or "" when that rank is gone and `expel` is called for.
+    why this incarnation is no more, or None when that rank is gone and `expel` is called for.
     """
     try:
         own_group(view, seat)
     except SelfFenced as fenced:
-        return Done(fenced.reason)
+        return Done(fenced)
     key = follower(seat)
-    return Wait("", (one(seat.group), one(key))) if key in view.entries else Done("")
+    return Wait("", (one(seat.group), one(key))) if key in view.entries else Done(None)
 
 
 def follower(seat: Seat) -> str:
     return seat.keys.shard(seat.inst, (seat.rank + 1) % seat.world_size)
 
 
-def expel(view: View, seat: Seat) -> Step[str]:
+def expel(view: View, seat: Seat) -> Step[SelfFenced]:
     """Take a replica with a dead process out of the store, for everyone and at once (I7)."""
     try:
         own_group(view, seat)
-    except SelfFenced as fenced:
-        return Done(fenced.reason)
-    records = [seat.group, seat.decisions, *_holdings(view, seat)]
+    except SelfFenced as lost:
+        return Done(lost)
+    reason = f"rank {(seat.rank + 1) % seat.world_size} died, or lost its lease"
+    fenced = SelfFenced(seat.replica, reason, may_return=True)
+    records = [seat.group, seat.decisions, *holdings_of(view, seat.keys, seat.inst)]
     # A call that is decided meanwhile may bring another holding.
     guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     txn = Txn(guards, tuple(Delete(one(key)) for key in records))
-    return Act(txn, lambda _: f"rank {(seat.rank + 1) % seat.world_size} died")
+    return Act(txn, lambda _: fenced)
 
 
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
@@ -238,7 +339,8 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     except SelfFenced:
         return Done(None)
     left = msgspec.structs.replace(Group.decode(entry.value), left=seat.rank)
-    records = _holdings(view, seat)  # the decisions stay, for peers that wait for an outcome
+    records = holdings_of(view, seat.keys, seat.inst)
+    # The decisions stay, for peers that wait for an outcome.
     txn = Txn(
         (view.unchanged(seat.group), view.unchanged(seat.decisions)),
         (Put(seat.group, left.encode(), note_lease_id), *(Delete(one(key)) for key in records)),
@@ -246,6 +348,7 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     return Act(txn, lambda _: None)
 
 
-def _holdings(view: View, seat: Seat) -> list[str]:
-    held = (key for key, _ in view.within(seat.keys.holdings()))
-    return [key for key in held if k.parse_holding(key).inst == seat.inst]
+def holdings_of(view: View, keys: Keys, inst: str) -> list[str]:
+    """The holdings of an incarnation, and those of the copies that it offers."""
+    held = (key for key, _ in view.within(keys.holdings()))
+    return [key for key in held if k.is_of(k.parse_holding(key).inst, inst)]

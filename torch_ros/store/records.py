@@ -66,22 +66,16 @@ class Group(Record, frozen=True):
     is_complete: bool = False  # all ranks have joined
     spot: bool = False
     datacenter: str = "default"
+    retain: list[str] = []  # versions that shall not be lost
     refusal: Failure | None = None  # why this group can never be complete
     left: int | None = None  # the rank that closed its handle, and so ended this incarnation
 
 
-class Shard(Record, frozen=True):
-    """`shards/<inst>/<rank>`: how to reach one process. Written once."""
-
-    host: str
-    pid: int
-    card: bytes  # opaque here: what p2p needs to connect
-
-
 class Run(Record, frozen=True):
-    """`runs/<run>`; runs are ordered by create revision."""
+    """`runs/<run>`; ordered by number, so that the order survives a store that is wiped."""
 
     by: str
+    number: int
 
 
 class Version(Record, frozen=True):
@@ -95,11 +89,13 @@ class Holding(Record, frozen=True):
     """`holdings/<run>/<v>/<inst>`: a replica holds, or is filling, a version."""
 
     uid: str
-    call: int  # the group call that made it
+    call: int  # the group call that made it; what its processes show carries the same number
     state: Literal["filling", "full", "draining"]
     world_size: int
     datacenter: str = "default"
-    source: str = ""  # whom it fills from; empty: it publishes its own tensors
+    is_original: bool = False  # the publisher's own tensors
+    is_relay: bool = False  # while it fills, others may read the part that is there
+    spot: bool = False
 
 
 class Ready(Record, frozen=True):
@@ -114,10 +110,22 @@ class Reader(Record, frozen=True):
     call: int
 
 
+class Suspect(Record, frozen=True):
+    """`suspects/<source>/<reader>`: a transfer from that source failed a moment ago."""
+
+    reason: str
+
+
 class VersionRef(Record, frozen=True):
     run: str
     version: int
     uid: str
+    run_number: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer versions compare greater, across runs."""
+        return (self.run_number, self.version)
 
 
 Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
@@ -126,7 +134,7 @@ Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
 class Outcome(Record, frozen=True):
     failure: Failure | None = None
     is_source: bool = False  # the group now holds the version, and serves it
-    said: str = ""  # agree: what the ranks said, summarised
+    said: str = ""  # what the ranks said, summarised: of a version, the digest of its layout
 
 
 class Call(Record, frozen=True):
@@ -137,11 +145,35 @@ class Call(Record, frozen=True):
     asked: str  # the call as the ranks made it
     by: int  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
-    source: str = ""
+    source: str = ""  # replicate: whom the group claimed
+    copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     outcome: Outcome | None = None
+
+    def with_source(self, source: str) -> Call:
+        return msgspec.structs.replace(self, source=source)
 
 
 class Decisions(Record, frozen=True):
     """`decisions/<inst>`: the group's last calls."""
 
     calls: list[Call] = []
+
+
+class Kept(Record, frozen=True):
+    """What a replica holds, as one of its ranks knows it."""
+
+    ref: VersionRef
+    call: int
+    layout: str
+    is_original: bool
+
+
+class Shard(Record, frozen=True):
+    """`shards/<inst>/<rank>`: how to reach one process, and what it brings along. Written once."""
+
+    host: str
+    pid: int
+    card: bytes  # opaque here: what p2p needs to connect
+    kept: Kept | None = None  # of a rank that lost its seat and comes back
+    ended: list[Call] = []  # the calls whose end it knows
+    pending: int = 0  # the number of the call it is in the middle of

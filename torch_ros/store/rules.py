@@ -1,24 +1,23 @@
-"""What may happen to versions and to a group's calls. Pure: a view in, a step out.
+"""What may happen in a group's calls. Pure: a view in, a step out.
 
 No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with the invariants:
 
   I1  A replica never becomes full with bytes that differ from what was published.
-  I2  After unpublish returns, no read from that memory can end up in a full holding.
+  I2  After unpublish returns, no read from that memory can end up in a full holding or below a
+      progress counter.
   I3  All ranks of a group act on the same decision for the same call.
+  I4  A retained version stays available while any non-spot replica that holds it lives.
   I5  Repeating an operation whose reply was lost changes nothing.
   I6  Nobody who waits sleeps while what they wait for is there; every wait ends by its deadline.
   I7  Within the lease's TTL, a replica is offered to readers only while all its shards are alive.
-
-Places that later releases fill are marked "later:"; until then the options are refused at `open`.
+  I8  A source serves at most one reader at a time in a burst without failures.
 """
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -27,290 +26,46 @@ from torch_ros.errors import (
     CallMismatch,
     ManifestMismatch,
     SelfFenced,
-    SourceLost,
     TorchRosError,
     UsageError,
     VersionConflict,
-    VersionNotFound,
 )
 from torch_ros.store import keys as k
-from torch_ros.store.keys import Keys
-from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
 from torch_ros.store.records import (
     Call,
-    Decisions,
     Failure,
-    Group,
     Holding,
+    Kept,
     Kind,
     Outcome,
-    Reader,
     Ready,
+    Run,
     Shard,
     Version,
     VersionRef,
 )
+from torch_ros.store.seat import CALLS_KEPT, Seat, find, group_txn, own_group, recorded
 from torch_ros.store.txn import (
     Count,
-    Created,
     Delete,
     Empty,
-    Entry,
-    Get,
     Guard,
     NoneNewer,
     Op,
     Put,
     Range,
+    Reply,
     Txn,
     View,
     one,
 )
+from torch_ros.store.versions import Spec, keeping, keeping_ranges, newer, published, resolve
 
-CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
-CLOSED = "closed its handle"  # an orderly end
 DELETES_MAX = 64  # per transaction; etcd allows 128 operations
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """One process's place in the group of a replica."""
-
-    keys: Keys
-    replica: str
-    nonce: str
-    rank: int
-    world_size: int
-    run: str
-    lease_id: int
-    datacenter: str
-
-    @property
-    def inst(self) -> str:
-        return k.instance(self.replica, self.nonce)
-
-    @property
-    def group(self) -> str:
-        return self.keys.group(self.replica)
-
-    @property
-    def decisions(self) -> str:
-        return self.keys.decisions(self.inst)
-
-    @property
-    def own(self) -> tuple[Range, ...]:
-        """What every step of a call looks at."""
-        return (one(self.group), one(self.decisions))
-
-    def holding(self, ref: VersionRef) -> str:
-        return self.keys.holding(ref.run, ref.version, self.inst)
-
-
-# Versions: what `latest` means
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Which version: an absolute number, or the `back`-th newest that is available."""
-
-    absolute: int | None = None
-    back: int = 0
-
-    @classmethod
-    def parse(cls, version: int | str) -> Spec:
-        if isinstance(version, int) and not isinstance(version, bool):
-            return cls(absolute=check_version(version))
-        if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-(\d{1,9}))?", version)):
-            return cls(back=int(m[1] or 0))
-        raise UsageError(f"version {version!r}: expected a number >= 0, 'latest' or 'latest-<k>'")
-
-    def __str__(self) -> str:
-        if self.absolute is not None:
-            return str(self.absolute)
-        return f"latest-{self.back}" if self.back else "latest"
-
-
-def check_version(version: object) -> int:
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise UsageError(f"version {version!r}: expected an int, found {type(version).__name__}")
-    if not 0 <= version <= k.VERSION_MAX:
-        raise UsageError(f"version {version}: expected 0 <= version <= {k.VERSION_MAX}")
-    return version
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that can be read now, and from whom."""
-
-    ref: VersionRef
-    order: tuple[int, int]  # newer versions compare greater, across runs
-    holdings: Mapping[str, Holding]  # inst -> its full holding
-
-
-def offered(view: View, keys: Keys) -> list[list[Offer]]:
-    """The available versions: runs from the newest, versions from the newest, none empty."""
-    full: dict[tuple[str, int], dict[str, Holding]] = {}
-    for key, entry in view.within(keys.holdings()):
-        holding, where = Holding.decode(entry.value), k.parse_holding(key)
-        if holding.state == "full":
-            full.setdefault((where.run, where.version), {})[where.inst] = holding
-    by_run: dict[str, list[Offer]] = {}
-    for key, entry in view.within(keys.versions()):
-        run, number = k.parse_version(key)
-        uid = Version.decode(entry.value).uid
-        holdings = {i: h for i, h in full.get((run, number), {}).items() if h.uid == uid}
-        if holdings:
-            order = (_born(view, keys, run), number)
-            by_run.setdefault(run, []).append(Offer(VersionRef(run, number, uid), order, holdings))
-    runs = sorted(by_run.values(), key=lambda offers: offers[0].order[0], reverse=True)
-    return [sorted(offers, key=lambda offer: offer.order, reverse=True) for offers in runs]
-
-
-def listing(view: View, keys: Keys) -> dict[int, set[str]]:
-    """The available versions of the newest run that has one, and the replicas that hold them."""
-    newest = next(iter(offered(view, keys)), [])
-    return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
-
-
-def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None) -> Offer | Wait:
-    """The version that `spec` means now, never one older than `floor`.
-
-    Raises:
-        VersionNotFound: An absolute version that is gone; waiting would not bring it back.
-    """
-    newest = next(iter(offered(view, keys)), [])
-    if spec.absolute is None:
-        return _relative(view, keys, spec, newest, floor)
-    for offer in newest:
-        if offer.ref.version == spec.absolute:
-            return offer
-    run = newest[0].ref.run if newest else _newest_run(view, keys)
-    published = [k.parse_version(key)[1] for key, _ in _published(view, keys, run)]
-    is_coming = any(
-        k.parse_holding(key).version == spec.absolute
-        and Holding.decode(entry.value).state == "filling"
-        for key, entry in view.within(keys.holdings(run))
-    )
-    if is_coming or spec.absolute > max(published, default=-1):
-        return _wait_for_version(view, keys, f"version {spec.absolute} is not published yet")
-    there = sorted(offer.ref.version for offer in newest)
-    reason = f"it was published before and no replica holds it now; available: {there or 'none'}"
-    raise VersionNotFound(keys.model, str(spec.absolute), reason)
-
-
-def _published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
-    """The version records of a run, less those of publications that never came to be."""
-    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
-    for key, entry in view.within(keys.versions(run)):
-        if Version.decode(entry.value).layout or k.parse_version(key)[1] in held:
-            yield key, entry
-
-
-def _relative(
-    view: View, keys: Keys, spec: Spec, newest: list[Offer], floor: VersionRef | None
-) -> Offer | Wait:
-    if len(newest) <= spec.back:
-        have = f"{len(newest)} available" if newest else "none is available yet"
-        return _wait_for_version(view, keys, f"{spec} of model {keys.model!r}: {have}")
-    offer = newest[spec.back]
-    if floor is not None and offer.order < (_born(view, keys, floor.run), floor.version):
-        return _wait_for_version(
-            view, keys, f"{spec}: version {floor.version} is not available again"
-        )
-    return offer
-
-
-def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
-    # Every publication writes its version's record when it begins. Holdings change far more
-    # often; they matter only while somebody fills one, which may make a version available.
-    is_filling = any(
-        Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
-    )
-    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_filling else ())))
-
-
-def _newest_run(view: View, keys: Keys) -> str:
-    runs = {k.parse_run(key): entry.create_rev for key, entry in view.within(keys.runs())}
-    return max(runs, key=lambda run: runs[run], default="")
-
-
-def _born(view: View, keys: Keys, run: str) -> int:
-    entry = view.entries.get(keys.run(run))
-    return entry.create_rev if entry else 0
-
-
-def choose_source(view: View, seat: Seat, offer: Offer) -> str:
-    """The full holder with the fewest readers, in this datacenter if there is one (I8).
-
-    Ties are broken by a hash of both names, so that a burst spreads over equal sources.
-    later: filling holders in birth order, and suspects.
-    """
-    readers = Counter(
-        source
-        for source, _, who in (k.parse_reader(key) for key, _ in view.within(seat.keys.readers()))
-        if who == "group"
-    )
-    return min(
-        offer.holdings,
-        key=lambda inst: (
-            offer.holdings[inst].datacenter != seat.datacenter,
-            readers[inst],
-            zlib.crc32(f"{seat.inst} {inst}".encode()),
-        ),
-    )
-
-
 # Calls of a group
-
-
-def own_group(view: View, seat: Seat) -> Entry:
-    """The group's record. Its lease is the anchor: all group-level records hang on it.
-
-    Raises:
-        SelfFenced: This incarnation is no longer the living one.
-    """
-    entry = view.entries.get(seat.group)
-    if entry is None:
-        reason = "its group record is gone (a rank died, or etcd lost its lease)"
-        raise SelfFenced(seat.replica, reason)
-    group = Group.decode(entry.value)
-    if group.nonce != seat.nonce:
-        raise SelfFenced(seat.replica, f"another incarnation ({group.nonce}) has taken its name")
-    if group.left is not None:
-        raise SelfFenced(seat.replica, f"rank {group.left} {CLOSED}")
-    return entry
-
-
-def find(view: View, seat: Seat, number: int) -> Call | None:
-    return next((call for call in _calls(view, seat) if call.number == number), None)
-
-
-def _calls(view: View, seat: Seat) -> list[Call]:
-    entry = view.entries.get(seat.decisions)
-    return Decisions.decode(entry.value).calls if entry else []
-
-
-def _record(view: View, seat: Seat, call: Call) -> Put:
-    calls = [c for c in _calls(view, seat) if c.number != call.number] + [call]
-    return Put(
-        seat.decisions,
-        Decisions(calls[-CALLS_KEPT:]).encode(),
-        own_group(view, seat).lease_id,
-    )
-
-
-def _group_txn(
-    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
-) -> Txn:
-    """A transaction that writes `call` and everything that comes with it, or nothing (I3)."""
-    own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
-    return Txn((*own, *guards), (_record(view, seat, call), *ops))
-
-
-def _recorded(
-    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
-) -> Act[Call]:
-    return Act(_group_txn(view, seat, call, guards, ops), lambda _: call)
 
 
 def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
@@ -342,7 +97,7 @@ def decide(
         step = effects(view, call)
     except TorchRosError as error:
         failure = Failure.of(error, replica=seat.replica, call=number, rank=seat.rank)
-        return _recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
+        return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
     if isinstance(step, Wait):
         return Wait(step.reason, (*seat.own, *step.ranges))
     return step
@@ -359,19 +114,19 @@ def mismatch(seat: Seat, call: Call, asked: str) -> CallMismatch | None:
 
 def agree(view: View, seat: Seat, call: Call) -> Step[Call]:
     """A call of which only the outcome matters: did every rank pass its checks?"""
-    return _recorded(view, seat, call)
+    return recorded(view, seat, call)
 
 
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
     """Would `publish` be refused, once this replica has given up what it holds?"""
     _refuse_old(view, seat, version)
     _fellow_publisher(view, seat, version)
-    return _recorded(view, seat, call)
+    return recorded(view, seat, call)
 
 
 def _refuse_old(view: View, seat: Seat, version: int) -> None:
-    published = _published(view, seat.keys, seat.run)
-    newest = max((k.parse_version(key)[1] for key, _ in published), default=-1)
+    there = published(view, seat.keys, seat.run)
+    newest = max((k.parse_version(key)[1] for key, _ in there), default=-1)
     if newest > version:
         raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
 
@@ -395,9 +150,9 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
         for old, _ in view.within(keys.versions(run))
         if old != key and k.parse_version(old)[1] not in held
     ][:DELETES_MAX]
-    ref = VersionRef(run, version, record.uid)
-    holding = Holding(record.uid, call.number, "filling", seat.world_size, seat.datacenter)
-    return _recorded(
+    ref = VersionRef(run, version, record.uid, seat.run_number)
+    holding = _filling(seat, call, ref, is_original=True)
+    return recorded(
         view,
         seat,
         msgspec.structs.replace(call, ref=ref),
@@ -427,7 +182,7 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
         for key, entry in view.within(seat.keys.holdings(seat.run))
         if (where := k.parse_holding(key)).version == version and where.inst != seat.inst
     }
-    publishers = [key for key, holding in others.items() if not holding.source]
+    publishers = [key for key, holding in others.items() if holding.is_original]
     if others and not publishers:
         reason = "replicas that read it earlier still hold it, and these bytes may be others"
         raise VersionConflict(seat.keys.model, version, seat.run, reason)
@@ -444,28 +199,36 @@ def _refuse_second(view: View, seat: Seat) -> None:
 
 
 def replicate(
-    view: View, seat: Seat, call: Call, spec: Spec, floor: VersionRef | None
+    view: View, seat: Seat, call: Call, spec: Spec, floor: VersionRef | None, *, is_relay: bool
 ) -> Step[Call]:
-    """Resolve the version, choose and claim a source, announce the filling holding: at once."""
+    """Resolve the version and announce the filling holding; `sources.claim` comes next.
+
+    The holding's create revision is this replica's place in the birth order.
+    """
     offer = resolve(view, seat.keys, spec, floor)
     if isinstance(offer, Wait):
         return offer
     _refuse_second(view, seat)
-    ref, source = offer.ref, choose_source(view, seat, offer)
-    holding = Holding(ref.uid, call.number, "filling", seat.world_size, seat.datacenter, source)
-    claim = Put(
-        seat.keys.reader_group(ref.run, ref.version, source, seat.inst),
-        Reader(call.number).encode(),
-        own_group(view, seat).lease_id,
-    )
-    decided = msgspec.structs.replace(call, ref=ref, source=source)
-    return _recorded(
-        view,
-        seat,
-        decided,
-        # Still full: a source that began to drain meanwhile must not get a new reader.
-        (view.unchanged(seat.keys.holding(ref.run, ref.version, source)),),
-        (_held(view, seat, ref, holding), claim),
+    ref = offer.ref
+    holding = _filling(seat, call, ref, is_relay=is_relay)
+    # Somebody has it now: a version must not be decided on that has just gone.
+    guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
+    decided = msgspec.structs.replace(call, ref=ref)
+    return recorded(view, seat, decided, (guard,), (_held(view, seat, ref, holding),))
+
+
+def _filling(
+    seat: Seat, call: Call, ref: VersionRef, *, is_original: bool = False, is_relay: bool = False
+) -> Holding:
+    return Holding(
+        ref.uid,
+        call.number,
+        "filling",
+        seat.world_size,
+        seat.datacenter,
+        is_original=is_original,
+        is_relay=is_relay,
+        spot=seat.spot,
     )
 
 
@@ -473,21 +236,7 @@ def update(view: View, seat: Seat, call: Call, spec: Spec, held: VersionRef) -> 
     """Whether to go to another version; written down, so that all ranks do the same (I3)."""
     offer = newer(view, seat.keys, spec, held)
     ref = offer.ref if offer else None
-    return _recorded(view, seat, msgspec.structs.replace(call, ref=ref, outcome=Outcome()))
-
-
-def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> Offer | None:
-    """What `spec` means now, if that is newer than `held` (absolute: another one). Never waits."""
-    if spec.absolute == held.version:
-        return None
-    offer = resolve(view, keys, spec)
-    return offer if isinstance(offer, Offer) and _is_wanted(view, keys, offer, spec, held) else None
-
-
-def _is_wanted(view: View, keys: Keys, offer: Offer, spec: Spec, held: VersionRef) -> bool:
-    if spec.absolute is not None:
-        return offer.ref != held
-    return offer.order > (_born(view, keys, held.run), held.version)
+    return recorded(view, seat, msgspec.structs.replace(call, ref=ref, outcome=Outcome()))
 
 
 def _held(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:
@@ -497,84 +246,17 @@ def _held(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:
 # A rank's part in a call, and the call's end
 
 
-def attach(view: View, seat: Seat, call: Call) -> Step[tuple[list[Shard], tuple[Created, ...]]]:
-    """Announce that this rank reads from the source; then learn how to reach its processes.
-
-    Addresses are read after the record is there: they cannot change while it is.
-    Returns the source's shards and the guards under which bytes read from it count.
-
-    Raises:
-        SourceLost: The source, or one of its processes, is gone.
-    """
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is not None and current.outcome is not None and current.outcome.failure is not None:
-        raise current.outcome.failure.error()  # a peer gave up
-    ref, keys = call.ref, seat.keys
-    assert ref is not None
-    claim = view.entries.get(keys.reader_group(ref.run, ref.version, call.source, seat.inst))
-    source_key = keys.holding(ref.run, ref.version, call.source)
-    source, own = view.entries.get(source_key), view.entries.get(seat.holding(ref))
-    if claim is None or source is None or own is None:
-        raise SourceLost(k.replica_of(call.source), "it left before it was read", 0, 0)
-    source_size = Holding.decode(source.value).world_size
-    key = keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank)
-    still = (
-        Created(seat.holding(ref), own.create_rev),
-        # A source that was fenced lets its owner mutate without draining us.
-        Created(source_key, source.create_rev),
-    )
-
-    def learn(
-        shards: Mapping[str, Entry], record_rev: int
-    ) -> tuple[list[Shard], tuple[Created, ...]]:
-        if len(shards) < source_size:
-            reason = f"{len(shards)} of its {source_size} processes are alive"
-            raise SourceLost(k.replica_of(call.source), reason, 0, 0)
-        records = [Shard.decode(shards[key].value) for key in sorted(shards)]
-        return records, (Created(key, record_rev), *still)
-
-    record = view.entries.get(key)
-    if record is not None:  # put before, and the reply was lost
-        return Done(learn(dict(view.within(keys.shards(call.source))), record.create_rev))
-    txn = Txn(
-        (view.unchanged(seat.group), view.unchanged(key), *still),
-        (
-            Put(key, Reader(call.number).encode(), seat.lease_id),
-            Get(keys.shards(call.source)),
-        ),
-    )
-    return Act(txn, lambda reply: learn(_entries(reply.results[0]), reply.rev))
-
-
-def attach_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
-    ref, keys = call.ref, seat.keys
-    assert ref is not None
-    return (
-        *seat.own,
-        keys.shards(call.source),
-        one(keys.holding(ref.run, ref.version, call.source)),
-        one(seat.holding(ref)),
-        one(keys.reader_group(ref.run, ref.version, call.source, seat.inst)),
-        one(keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank)),
-    )
-
-
-def _entries(result: Mapping[str, Entry] | int) -> Mapping[str, Entry]:
-    assert not isinstance(result, int)
-    return result
-
-
-def own_records(seat: Seat, call: Call) -> tuple[Range, ...]:
+def own_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
     """What this rank may have in the store because of `call`, besides the group's records."""
     ready = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-    if call.ref is None or not call.source:
-        return (ready,)
     ref = call.ref
-    return (
-        ready,
-        one(seat.keys.reader(ref.run, ref.version, call.source, seat.inst, seat.rank)),
+    if ref is None:
+        return (ready,)
+    reads = (
+        one(seat.keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))
+        for source in sorted(sources)
     )
+    return (ready, *reads)
 
 
 def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
@@ -590,15 +272,13 @@ def withdraw(view: View) -> Step[None]:
 
 
 def put_ready(
-    view: View, seat: Seat, call: Call, value: str, guards: tuple[Created, ...]
+    view: View, seat: Seat, call: Call, value: str, reads: tuple[Range, ...]
 ) -> Step[int | Outcome]:
     """This rank has done its part. Returns how many have, counted with it, or the outcome.
 
     Args:
-        guards: The records under which what was read counts.
-
-    Raises:
-        SourceLost: One of them is gone: what was read may have been written to meanwhile (I1).
+        reads: Its reader records, which go now: every byte it read is certified by what the
+            source showed after it had landed.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -607,24 +287,17 @@ def put_ready(
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
     if key in view.entries:  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
-    for guard in guards:
-        kept = view.entries.get(guard.key)
-        if kept is None or kept.create_rev != guard.create_rev:
-            reason = "it left, or was replaced, while it was read"
-            raise SourceLost(k.replica_of(call.source), reason, 0, 0)
     ops: tuple[Op, ...] = (
         Put(key, Ready(value).encode(), seat.lease_id),
-        *(Delete(record) for record in own_records(seat, call)[1:]),
+        *map(Delete, reads),
         Count(seat.keys.readies(seat.inst, call.number)),
     )
-    return Act(
-        Txn((view.unchanged(seat.group), *guards), ops), lambda reply: _count(reply.results[0])
-    )
 
+    def count(reply: Reply) -> int:
+        assert isinstance(reply.results[0], int)
+        return reply.results[0]
 
-def _count(result: Mapping[str, Entry] | int) -> int:
-    assert isinstance(result, int)
-    return result
+    return Act(Txn((view.unchanged(seat.group),), ops), count)
 
 
 def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
@@ -719,7 +392,8 @@ def complete(
     if not expected:
         key = seat.keys.version(ref.run, ref.version)
         ops.append(Put(key, Version(ref.uid, layout).encode()))
-    return _end(view, seat, current, Outcome(is_source=True), guards, tuple(ops))
+    outcome = Outcome(is_source=True, said=layout)
+    return _end(view, seat, current, outcome, guards, tuple(ops))
 
 
 def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:
@@ -754,13 +428,13 @@ def _end(
         ref = call.ref
         claim = seat.keys.reader_group(ref.run, ref.version, call.source, seat.inst)
         tidy.append(Delete(one(claim)))
-    return Act(_group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
+    return Act(group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
 
 
 def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
     """What takes back the effects of a decision that did not come to a good end."""
     if call.ref is not None and call.kind in ("publish", "replicate"):
-        # later: a filling holding that has readers of its own drains them first.
+        # Its readers notice: what its ranks show names no call any more.
         return (Delete(one(seat.holding(call.ref))),)
     return ()
 
@@ -779,14 +453,19 @@ def abort(
 def unpublish(
     view: View, seat: Seat, number: int, asked: str, ref: VersionRef
 ) -> Step[Call | Outcome]:
-    """Take the holding out of what is offered, wait for its readers, delete it (I2).
+    """Take the holding out of what is offered, wait for its readers, delete it (I2, I4).
 
     Without readers that is one transaction, guarded on there being none. Only the rank that
-    decided watches the readers; the others wait for the outcome.
-    later: a drain that takes too long evicts its readers; retained versions need a witness.
+    decided watches the readers; the others wait for the outcome. Readers of an earlier
+    incarnation count too: they read the same memory. After `drain_s` it ends without them; each
+    rank then voids what it shows before its owner may write, so what they still read does not
+    count for them.
+
+    Returns the call when it is another one than asked for, or when a copy has to be made first
+    (`copied`), because this is the last that counts of a version that is retained.
     """
     own_group(view, seat)
-    readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
+    readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
     reading = [k.parse_reader(key) for key, _ in view.within(readers)]
     own_key = seat.holding(ref)
     call = find(view, seat, number)
@@ -794,35 +473,117 @@ def unpublish(
         return Done(call)
     if call is not None and call.outcome is not None:
         return Done(call.outcome)
-    if call is not None and call.by != seat.rank:
-        return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
     fresh = call is None
     call = call or Call(number, "unpublish", asked, seat.rank, ref)
     if own_key not in view.entries:
         return _end(view, seat, call, Outcome())
-    guards = (view.unchanged(own_key),)
+    keep = keeping(view, seat.keys, ref, seat.inst)
+    is_last = keep.is_needed and not seat.spot
+    if is_last and not call.copy:
+        call = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, number))
+        return recorded(view, seat, call)
+    if call.copy and seat.keys.holding(ref.run, ref.version, call.copy) not in view.entries:
+        return Done(call)
+    if call.by != seat.rank:
+        return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
+    if is_last:
+        reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
+        return Wait(reason, (*seat.own, *keeping_ranges(seat.keys)))
+    guards = (view.unchanged(own_key), *(() if seat.spot else keep.guards))
+    gone = (Delete(one(own_key)),)
     if not reading:
-        gone = (Delete(one(own_key)),)
         return _end(view, seat, call, Outcome(), (*guards, Empty(readers)), gone)
     holding = Holding.decode(view.entries[own_key].value)
     if fresh or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
-        return _recorded(view, seat, call, guards, (_held(view, seat, ref, draining),))
+        return recorded(view, seat, call, guards, (_held(view, seat, ref, draining),))
     who = sorted({k.replica_of(reader) for _, reader, _ in reading})
-    return Wait(
-        f"version {ref.version} is still read by {', '.join(who)} ({len(reading)} records)",
-        (*seat.own, readers),
-    )
-
-
-def unread(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
-    """Wait until nobody reads `ref` from this incarnation, which is over."""
-    readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
-    if reading := list(view.within(readers)):
-        return Wait(f"version {ref.version} has {len(reading)} reader records", (readers,))
-    return Done(None)
+    reason = f"version {ref.version} is still read by {', '.join(who)} ({len(reading)} records)"
+    wait = Wait(reason, (*seat.own, readers))
+    return WaitAtMost(wait, seat.drain_s, _end(view, seat, call, Outcome(), guards, gone))
 
 
 def unpublish_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
-    readers = seat.keys.readers_of(ref.run, ref.version, seat.inst)
-    return (*seat.own, one(seat.holding(ref)), readers)
+    readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
+    return (*seat.own, *keeping_ranges(seat.keys), readers)
+
+
+# Copies in host memory, of versions that are retained
+
+
+def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shard) -> Step[bool]:
+    """This rank's part of the copy is there; returns once the whole copy is offered.
+
+    It is an incarnation of its own, so that its readers do not hold up the drain of the tensors
+    that it was made from. The last rank offers it. False: it is of no use any more.
+    """
+    anchor = own_group(view, seat).lease_id
+    keys, ref = seat.keys, kept.ref
+    key, version = keys.holding(ref.run, ref.version, copy), keys.version(ref.run, ref.version)
+    if key in view.entries:
+        return Done(value=True)
+    record, unpublishing = view.entries.get(version), find(view, seat, call)
+    if record is not None and Version.decode(record.value).uid != ref.uid:
+        return Done(value=False)
+    if unpublishing is not None and unpublishing.outcome is not None:
+        return Done(value=False)
+    own = keys.shard(copy, seat.rank)
+    if own not in view.entries:
+        put = Put(own, shard.encode(), seat.lease_id)
+        return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
+    there = sum(1 for _ in view.within(keys.shards(copy)))
+    if there < seat.world_size:
+        reason = f"{there} of {seat.world_size} ranks have copied version {ref.version}"
+        return Wait(reason, (*seat.own, keys.shards(copy), one(key)))
+    holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
+    ops: list[Op] = [Put(key, holding.encode(), anchor)]
+    if record is None:  # the store was wiped since
+        ops.append(Put(version, Version(ref.uid, kept.layout).encode()))
+    run = keys.run(ref.run)
+    if run not in view.entries:
+        ops.append(Put(run, Run(seat.inst, ref.run_number).encode()))
+    guards = (*map(view.unchanged, (seat.group, key, version)), view.unchanged(run))
+    return Act(Txn(guards, tuple(ops)), lambda _: True)
+
+
+def copied_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:
+    keys = seat.keys
+    return (
+        *seat.own,
+        one(keys.run(ref.run)),
+        one(keys.version(ref.run, ref.version)),
+        one(keys.holding(ref.run, ref.version, copy)),
+        keys.shards(copy),
+    )
+
+
+def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
+    """Give a copy up once another replica has the version, or nobody retains it any more (I4).
+
+    Every rank runs this; it returns when the copy is not offered and nobody reads it.
+    """
+    own_group(view, seat)
+    keys = seat.keys
+    key = keys.holding(ref.run, ref.version, copy)
+    entry = view.entries.get(key)
+    if entry is None:
+        return Done(None)
+    holding, keep = Holding.decode(entry.value), keeping(view, keys, ref, copy)
+    if keep.is_needed and holding.state == "full":
+        return Wait("", (one(seat.group), keys.groups(), keys.holdings()))
+    state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
+    if holding.state != state:
+        put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
+        return Act(Txn((view.unchanged(key), *keep.guards), (put,)), None)
+    readers = keys.readers_of(ref.run, ref.version, copy)
+    gone = (Delete(one(key)), Delete(keys.shards(copy)))
+    guards = (view.unchanged(key), *keep.guards)
+    if not any(True for _ in view.within(readers)):
+        return Act(Txn((*guards, Empty(readers)), gone), lambda _: None)
+    wait = Wait("", (one(seat.group), keys.groups(), keys.holdings(), readers))
+    return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
+
+
+def release_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:
+    readers = seat.keys.readers_of(ref.run, ref.version, copy)
+    return (*seat.own, *keeping_ranges(seat.keys), readers)

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2
+LOOK_S = 2.0  # a wait looks this often whether this process may still go on, and at the store
 REMIND_S = 10.0  # a wait says so this often
 
 
@@ -49,7 +50,7 @@ def run(
         DeadlineExceeded: With the last reason for waiting.
         StoreUnavailable: etcd did not answer before the deadline.
     """
-    reply: View | Reply | None = None
+    reply: View | Reply | float | None = None
     while True:
         check()
         try:
@@ -61,10 +62,9 @@ def run(
 
 def _perform(
     request: Request, kv: KV, deadline: Deadline, check: Callable[[], None]
-) -> View | Reply | None:
+) -> View | Reply | float:
     if isinstance(request, Watch):
-        _wait(request, kv, deadline, check)
-        return None
+        return _wait(request, kv, deadline, check)
     outage = False
     while True:
         # At least one try, and a short one at that, even when the time is over: what a call
@@ -88,12 +88,17 @@ def _perform(
                 return UNKNOWN
 
 
-def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None]) -> None:
+def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None]) -> float:
+    """Seconds waited. Returns to look again from time to time, whatever happened."""
+    started_s = reminded_s = time.monotonic()
     while True:
         deadline.check(watch.reason)
-        if kv.wait(watch, timeout_s=min(deadline.left_s(), REMIND_S)):
-            return
+        waited_s = time.monotonic() - started_s
+        slice_s = min(deadline.left_s(), watch.limit_s - waited_s, LOOK_S, REMIND_S)
+        if slice_s <= 0 or kv.wait(watch, timeout_s=slice_s):
+            return time.monotonic() - started_s
         check()
-        if watch.reason and deadline.left_s() > 0:
-            waited_s = deadline.timeout_s - deadline.left_s()
-            log.info("%s: waiting for %.0f s: %s", deadline.what, waited_s, watch.reason)
+        if watch.reason and deadline.left_s() > 0 and time.monotonic() - reminded_s >= REMIND_S:
+            total_s = deadline.timeout_s - deadline.left_s()
+            log.info("%s: waiting for %.0f s: %s", deadline.what, total_s, watch.reason)
+            return time.monotonic() - started_s

@@ -6,6 +6,7 @@ changed it, a transaction is guards and operations, applied whole or not at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -159,7 +160,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Request. Reply: None, once something in `ranges` may have changed after `after_rev`.
+    """Request. Reply: the seconds waited, until something in `ranges` may have changed after
+    `after_rev`, or `limit_s` were over.
 
     May come early (a broken connection, a compacted revision), never late. `reason` is for
     people: it says what is waited for, in logs and in DeadlineExceeded.
@@ -168,6 +170,7 @@ class Watch:
     ranges: tuple[Range, ...]
     after_rev: int
     reason: str
+    limit_s: float = math.inf
 
 
 Request = Read | Commit | Watch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -87,6 +89,18 @@ def build(
             chunks.append(ChunkRecord(index, chunk.offsets, sizes, strides, tensor.spread))
             memory.append(chunk.tensor)
     return Layout(tuple(records), tuple(chunks)), memory
+
+
+def packed(layout: Layout) -> Layout:
+    """The same chunks, each contiguous in memory of its own."""
+    chunks = (
+        msgspec.structs.replace(chunk, strides=_contiguous(chunk.sizes)) for chunk in layout.chunks
+    )
+    return Layout(layout.tensors, tuple(chunks))
+
+
+def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,111 @@
+"""One process's place in a replica's group, and how the group writes its decisions. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_ros.errors import SelfFenced
+from torch_ros.store import keys as k
+from torch_ros.store.keys import Keys
+from torch_ros.store.loops import Act
+from torch_ros.store.records import Call, Decisions, Group, VersionRef
+from torch_ros.store.txn import Delete, Entry, Guard, Op, Put, Range, Txn, View, one
+
+CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
+CLOSED = "closed its handle"  # an orderly end
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in one incarnation of a replica."""
+
+    keys: Keys
+    replica: str
+    nonce: str
+    rank: int
+    world_size: int
+    run: str
+    run_number: int
+    lease_id: int
+    datacenter: str
+    spot: bool
+    drain_s: float  # how long readers may finish before the source goes on without them
+
+    @property
+    def inst(self) -> str:
+        return k.instance(self.replica, self.nonce)
+
+    @property
+    def group(self) -> str:
+        return self.keys.group(self.replica)
+
+    @property
+    def decisions(self) -> str:
+        return self.keys.decisions(self.inst)
+
+    @property
+    def own(self) -> tuple[Range, ...]:
+        """What every step of a call looks at."""
+        return (one(self.group), one(self.decisions))
+
+    def holding(self, ref: VersionRef) -> str:
+        return self.keys.holding(ref.run, ref.version, self.inst)
+
+    def taken_back(self, view: View, call: Call) -> Txn:
+        """Undo a decision to replicate that no rank has acted on."""
+        assert call.ref is not None
+        calls = [c for c in calls_of(view, self) if c.number != call.number]
+        return Txn(
+            (view.unchanged(self.group), view.unchanged(self.decisions)),
+            (
+                Put(self.decisions, Decisions(calls).encode(), own_group(view, self).lease_id),
+                Delete(one(self.holding(call.ref))),
+            ),
+        )
+
+
+def own_group(view: View, seat: Seat) -> Entry:
+    """The group's record. Its lease is the anchor: all group-level records hang on it.
+
+    Raises:
+        SelfFenced: This incarnation is no longer the living one.
+    """
+    entry = view.entries.get(seat.group)
+    if entry is None:
+        reason = "its group record is gone (a rank died, or etcd lost its lease)"
+        raise SelfFenced(seat.replica, reason, may_return=True)
+    group = Group.decode(entry.value)
+    if group.nonce != seat.nonce:
+        is_own = k.family(group.nonce) == k.family(seat.nonce)
+        whose = "its ranks take their seats again" if is_own else "another start has taken its name"
+        raise SelfFenced(seat.replica, f"{whose} ({group.nonce})", may_return=is_own)
+    if group.left is not None:
+        raise SelfFenced(seat.replica, f"rank {group.left} {CLOSED}")
+    return entry
+
+
+def find(view: View, seat: Seat, number: int) -> Call | None:
+    return next((call for call in calls_of(view, seat) if call.number == number), None)
+
+
+def calls_of(view: View, seat: Seat) -> list[Call]:
+    entry = view.entries.get(seat.decisions)
+    return Decisions.decode(entry.value).calls if entry else []
+
+
+def group_txn(
+    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
+) -> Txn:
+    """A transaction that writes `call` and everything that comes with it, or nothing (I3)."""
+    calls = [c for c in calls_of(view, seat) if c.number != call.number] + [call]
+    record = Put(
+        seat.decisions, Decisions(calls[-CALLS_KEPT:]).encode(), own_group(view, seat).lease_id
+    )
+    own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
+    return Txn((*own, *guards), (record, *ops))
+
+
+def recorded(
+    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
+) -> Act[Call]:
+    return Act(group_txn(view, seat, call, guards, ops), lambda _: call)

@@ -1,0 +1,287 @@
+"""Whom a replica reads from. Pure.
+
+Birth order is the topology: a filling holding is created in the transaction that decides the call,
+so create revisions order all newcomers of a version without a conflict, and the k-th of those that
+have no source yet takes the k-th free holding that is older than itself, full or still filling. A
+burst so forms chains in which each source feeds one reader (TensorHub calls it a relay, and has a
+server decide it). Only full or older sources are ever read from, so nobody reads, by whatever
+detour, from itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_ros.errors import SourceLost
+from torch_ros.store import keys as k
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.records import Call, Holding, Reader, Shard, Suspect, VersionRef
+from torch_ros.store.seat import Seat, find, own_group, recorded
+from torch_ros.store.txn import Delete, Empty, Entry, Get, Put, Range, Txn, View, one
+
+DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
+TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who is read from, as it was when the reader record was put."""
+
+    inst: str
+    call: int  # the number that its processes show with what they have
+    is_full: bool
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    holding: Holding
+    entry: Entry
+    readers: int
+    depth: int
+
+
+def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
+    """What a source is chosen from."""
+    keys = seat.keys
+    return (
+        *seat.own,
+        keys.holdings_of(ref.run, ref.version),
+        keys.readers_for(ref.run, ref.version),
+        keys.suspects(),
+    )
+
+
+def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
+    """The group's first source, chosen by the rank that decided the call.
+
+    Returns the call with its source; None: nobody has the version any more and the decision is
+    taken back, so decide again. Guarded on the source's holding being what it was and, if it was
+    free, on nobody having claimed it meanwhile (I8).
+    """
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is None:
+        return Done(None)
+    if current.source or current.outcome is not None:
+        return Done(current)
+    if current.by != seat.rank:
+        return Wait(f"rank {current.by} chooses a source", seat.own)
+    ref = current.ref
+    assert ref is not None
+    candidates = _candidates(view, seat, ref)
+    if not candidates:
+        return Act(seat.taken_back(view, current), lambda _: None)
+    choice = _predicted(view, seat, ref, candidates)
+    found = candidates[choice]
+    readers = seat.keys.readers_of(ref.run, ref.version, choice)
+    claimed = Put(
+        seat.keys.reader_group(ref.run, ref.version, choice, seat.inst),
+        Reader(current.number).encode(),
+        own_group(view, seat).lease_id,
+    )
+    guards = (
+        view.unchanged(seat.keys.holding(ref.run, ref.version, choice)),
+        *(() if found.readers else (Empty(readers),)),
+    )
+    return recorded(view, seat, current.with_source(choice), guards, (claimed,))
+
+
+def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
+    """Everybody who could be read from: full, or a relay that is older than this replica."""
+    keys = seat.keys
+    holdings = {
+        k.parse_holding(key).inst: (Holding.decode(entry.value), entry)
+        for key, entry in view.within(keys.holdings_of(ref.run, ref.version))
+    }
+    own = view.entries.get(seat.holding(ref))
+    sources: dict[str, str] = {}  # reader -> whom it reads from
+    readers: dict[str, set[str]] = {}
+    for key, _ in view.within(keys.readers_for(ref.run, ref.version)):
+        source, reader, _ = k.parse_reader(key)
+        readers.setdefault(source, set()).add(reader)
+        sources[reader] = source
+    return {
+        inst: _Candidate(holding, entry, len(readers.get(inst, ())), _depth(inst, sources))
+        for inst, (holding, entry) in holdings.items()
+        if holding.uid == ref.uid
+        and not k.is_of(inst, seat.inst)
+        and (
+            holding.state == "full"
+            or (
+                holding.state == "filling"
+                and holding.is_relay
+                and own is not None
+                and entry.create_rev < own.create_rev
+            )
+        )
+    }
+
+
+def _depth(inst: str, sources: Mapping[str, str]) -> int:
+    depth = 0
+    while (inst := sources.get(inst, "")) and depth < DEPTH_MAX:
+        depth += 1
+    return depth
+
+
+def _predicted(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str:
+    """The k-th free candidate, if this is the k-th that is looking for one; else the best."""
+    own = view.entries[seat.holding(ref)]
+    has_source = {
+        reader
+        for key, _ in view.within(seat.keys.readers_for(ref.run, ref.version))
+        for _, reader, _ in [k.parse_reader(key)]
+    }
+    before = sum(
+        entry.create_rev < own.create_rev
+        and Holding.decode(entry.value).state == "filling"
+        and k.parse_holding(key).inst not in has_source
+        for key, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
+    )
+    suspected = _suspected(view, seat)
+    free = [
+        inst
+        for inst, found in candidates.items()
+        if not found.readers and inst not in suspected and found.depth < DEPTH_MAX
+    ]
+    # Sources of the own datacenter first; among those a full one starts at once.
+    free.sort(
+        key=lambda inst: (
+            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].holding.state != "full",
+            candidates[inst].entry.create_rev,
+        )
+    )
+    return free[before] if before < len(free) else _best(candidates, suspected, seat, {})
+
+
+def _suspected(view: View, seat: Seat) -> set[str]:
+    return {k.parse_suspect(key) for key, _ in view.within(seat.keys.suspects())}
+
+
+def _best(
+    candidates: Mapping[str, _Candidate],
+    suspected: set[str],
+    seat: Seat,
+    tried: Mapping[str, int],
+) -> str:
+    """A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer."""
+    return min(
+        candidates,
+        key=lambda inst: (
+            tried.get(inst, 0),
+            inst in suspected,
+            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].depth >= DEPTH_MAX,
+            candidates[inst].readers,
+            candidates[inst].holding.state != "full",
+            candidates[inst].entry.create_rev,
+        ),
+    )
+
+
+def choose_again(
+    view: View, seat: Seat, call: Call, tried: Mapping[str, int], lost: SourceLost
+) -> Step[str]:
+    """Another source for this rank, whose last one was `lost`. Ranks need not choose the same.
+
+    Raises:
+        SourceLost: There is none, or the peers have ended the call.
+    """
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    candidates = {
+        inst: found
+        for inst, found in _candidates(view, seat, call.ref).items()
+        if tried.get(inst, 0) < TRIES_MAX
+    }
+    if not candidates:
+        raise lost
+    return Done(_best(candidates, _suspected(view, seat), seat, tried))
+
+
+def raise_if_ended(view: View, seat: Seat, call: Call) -> None:
+    current = find(view, seat, call.number)
+    if current is not None and current.outcome is not None and current.outcome.failure is not None:
+        raise current.outcome.failure.error()  # a peer gave up
+
+
+def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    return (
+        *seat.own,
+        one(keys.holding(ref.run, ref.version, source)),
+        one(seat.holding(ref)),
+        one(keys.reader_group(ref.run, ref.version, source, seat.inst)),
+        one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)),
+        keys.shards(source),
+    )
+
+
+def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
+    """Announce that this rank reads from `source`; then learn how to reach its processes.
+
+    One that began to drain after the group claimed it waits for the group.
+
+    Raises:
+        SourceLost: The source, or one of its processes, is gone (I7).
+    """
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    entry = view.entries.get(keys.holding(ref.run, ref.version, source))
+    holding = Holding.decode(entry.value) if entry else None
+    is_claimed = keys.reader_group(ref.run, ref.version, source, seat.inst) in view.entries
+    is_waiting = holding is not None and holding.state == "draining" and is_claimed
+    if holding is None or not (is_waiting or source in _candidates(view, seat, ref)):
+        raise SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+
+    def learn(shards: Mapping[str, Entry]) -> Source:
+        if len(shards) < holding.world_size:
+            reason = f"{len(shards)} of its {holding.world_size} processes are alive"
+            raise SourceLost(k.replica_of(source), reason, 0, 0)
+        records = tuple(Shard.decode(shards[key].value) for key in sorted(shards))
+        return Source(source, holding.call, holding.state != "filling", records)
+
+    key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
+    if key in view.entries:  # put before, and the reply was lost
+        return Done(learn(dict(view.within(keys.shards(source)))))
+    txn = Txn(
+        (view.unchanged(keys.holding(ref.run, ref.version, source)), view.unchanged(key)),
+        (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),
+    )
+
+    def learned(results: tuple[Mapping[str, Entry] | int, ...]) -> Source:
+        assert not isinstance(results[0], int)
+        return learn(results[0])
+
+    return Act(txn, lambda reply: learned(reply.results))
+
+
+def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
+    """Whether a source that makes no progress may still make some."""
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    entry = view.entries.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
+    return Done(entry is not None and Holding.decode(entry.value).call == source.call)
+
+
+def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:
+    """Leave a source that failed: others shall prefer another one for a while (I8, load only)."""
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    return Txn(
+        ops=(
+            Delete(one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))),
+            Delete(one(keys.reader_group(ref.run, ref.version, source, seat.inst))),
+            Put(keys.suspect(source, seat.inst), Suspect(reason).encode(), suspect_lease_id),
+        )
+    )

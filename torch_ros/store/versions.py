@@ -1,0 +1,226 @@
+"""Which versions there are, what `latest` means, and which must not be lost. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch_ros.errors import UsageError, VersionNotFound
+from torch_ros.store import keys as k
+from torch_ros.store.keys import Keys
+from torch_ros.store.loops import Wait
+from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
+from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, View
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which version: an absolute number, or the `back`-th newest that is available."""
+
+    absolute: int | None = None
+    back: int = 0
+
+    @classmethod
+    def parse(cls, version: int | str) -> Spec:
+        if isinstance(version, int) and not isinstance(version, bool):
+            return cls(absolute=check_version(version))
+        if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-(\d{1,9}))?", version)):
+            return cls(back=int(m[1] or 0))
+        raise UsageError(f"version {version!r}: expected a number >= 0, 'latest' or 'latest-<k>'")
+
+    def __str__(self) -> str:
+        if self.absolute is not None:
+            return str(self.absolute)
+        return f"latest-{self.back}" if self.back else "latest"
+
+
+def check_version(version: object) -> int:
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise UsageError(f"version {version!r}: expected an int, found {type(version).__name__}")
+    if not 0 <= version <= k.VERSION_MAX:
+        raise UsageError(f"version {version}: expected 0 <= version <= {k.VERSION_MAX}")
+    return version
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that can be read now, and from whom."""
+
+    ref: VersionRef
+    holdings: Mapping[str, Holding]  # inst -> its full holding
+
+
+def spec_ranges(keys: Keys) -> tuple[Range, ...]:
+    """What a version is resolved from."""
+    return (keys.runs(), keys.versions(), keys.holdings())
+
+
+def run_numbers(view: View, keys: Keys) -> dict[str, int]:
+    """The runs and their numbers; newer ones have greater numbers."""
+    return {
+        k.parse_run(key): Run.decode(entry.value).number for key, entry in view.within(keys.runs())
+    }
+
+
+def offered(view: View, keys: Keys) -> list[list[Offer]]:
+    """The available versions: runs from the newest, versions from the newest, none empty."""
+    numbers = run_numbers(view, keys)
+    full: dict[tuple[str, int], dict[str, Holding]] = {}
+    for key, entry in view.within(keys.holdings()):
+        holding, where = Holding.decode(entry.value), k.parse_holding(key)
+        if holding.state == "full":
+            full.setdefault((where.run, where.version), {})[where.inst] = holding
+    by_run: dict[str, list[Offer]] = {}
+    for key, entry in view.within(keys.versions()):
+        run, number = k.parse_version(key)
+        uid = Version.decode(entry.value).uid
+        holdings = {i: h for i, h in full.get((run, number), {}).items() if h.uid == uid}
+        if holdings:
+            ref = VersionRef(run, number, uid, numbers.get(run, 0))
+            by_run.setdefault(run, []).append(Offer(ref, holdings))
+    runs = sorted(by_run.values(), key=lambda offers: offers[0].ref.run_number, reverse=True)
+    return [sorted(offers, key=lambda offer: offer.ref.order, reverse=True) for offers in runs]
+
+
+def listing(view: View, keys: Keys) -> dict[int, set[str]]:
+    """The available versions of the newest run that has one, and the replicas that hold them."""
+    newest = next(iter(offered(view, keys)), [])
+    return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
+
+
+def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None) -> Offer | Wait:
+    """The version that `spec` means now, never one older than `floor`.
+
+    Raises:
+        VersionNotFound: An absolute version that is gone; waiting would not bring it back.
+    """
+    newest = next(iter(offered(view, keys)), [])
+    if spec.absolute is None:
+        return _relative(view, keys, spec, newest, floor)
+    for offer in newest:
+        if offer.ref.version == spec.absolute:
+            return offer
+    run = newest[0].ref.run if newest else _newest_run(view, keys)
+    there = [k.parse_version(key)[1] for key, _ in published(view, keys, run)]
+    is_coming = any(
+        k.parse_holding(key).version == spec.absolute
+        and Holding.decode(entry.value).state == "filling"
+        for key, entry in view.within(keys.holdings(run))
+    )
+    if is_coming or spec.absolute > max(there, default=-1):
+        return _wait_for_version(view, keys, f"version {spec.absolute} is not published yet")
+    available = sorted(offer.ref.version for offer in newest)
+    found = available or "none"
+    reason = f"it was published before and no replica holds it now; available: {found}"
+    raise VersionNotFound(keys.model, str(spec.absolute), reason)
+
+
+def published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
+    """The version records of a run, less those of publications that never came to be."""
+    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
+    for key, entry in view.within(keys.versions(run)):
+        if Version.decode(entry.value).layout or k.parse_version(key)[1] in held:
+            yield key, entry
+
+
+def _relative(
+    view: View, keys: Keys, spec: Spec, newest: list[Offer], floor: VersionRef | None
+) -> Offer | Wait:
+    if len(newest) <= spec.back:
+        have = f"{len(newest)} available" if newest else "none is available yet"
+        return _wait_for_version(view, keys, f"{spec} of model {keys.model!r}: {have}")
+    offer = newest[spec.back]
+    if floor is not None and offer.ref.order < floor.order:
+        reason = f"{spec}: version {floor.version} is not available again"
+        return _wait_for_version(view, keys, reason)
+    return offer
+
+
+def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
+    # Every publication writes its version's record when it begins. Holdings change far more
+    # often; they matter only while somebody fills one, which may make a version available.
+    is_filling = any(
+        Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
+    )
+    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_filling else ())))
+
+
+def _newest_run(view: View, keys: Keys) -> str:
+    numbers = run_numbers(view, keys)
+    return max(numbers, key=lambda run: numbers[run], default="")
+
+
+def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> Offer | None:
+    """What `spec` means now, if that is newer than `held` (absolute: another one). Never waits."""
+    if spec.absolute == held.version:
+        return None
+    offer = resolve(view, keys, spec)
+    if isinstance(offer, Wait):
+        return None
+    is_wanted = offer.ref != held if spec.absolute is not None else offer.ref.order > held.order
+    return offer if is_wanted else None
+
+
+# Retention
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Whether a copy of a version may go, and what makes that true."""
+
+    is_needed: bool  # it is the last one that counts of a version that is retained
+    guards: tuple[Guard, ...]  # under which the answer holds
+
+
+def keeping_ranges(keys: Keys) -> tuple[Range, ...]:
+    return (*spec_ranges(keys), keys.groups(), keys.suspects())
+
+
+def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
+    """Would the version be lost to those that retain it, if `inst` dropped its copy (I4)?
+
+    A witness is another holding of the same content that is full, not on a spot replica and not
+    suspected; dropping is guarded on the witness staying as it is. Of a version that nobody
+    retains, it is guarded on nobody beginning to: neither by joining, nor because the newer
+    versions go, which would make this one `latest` again.
+    """
+    keepers = _keepers(view, keys)
+    suspected = {k.parse_suspect(key) for key, _ in view.within(keys.suspects())}
+    for key in keepers.get(ref, ()):
+        if (other := k.parse_holding(key).inst) != inst and other not in suspected:
+            return Keeping(is_needed=False, guards=(view.unchanged(key),))
+    specs = [
+        Spec.parse(_number(text))
+        for _, entry in view.within(keys.groups())
+        for text in Group.decode(entry.value).retain
+    ]
+    if not specs:
+        return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
+    there = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
+    newest = [r for r in there if r.run_number == there[0].run_number]
+    retained = {newest[s.back] for s in specs if s.absolute is None and s.back < len(newest)}
+    absolute = {spec.absolute for spec in specs if spec.absolute is not None}
+    retained |= {r for r in newest if r.version in absolute}
+    if ref in retained:
+        return Keeping(is_needed=True, guards=())
+    above = newest[: 1 + max((spec.back for spec in specs), default=0)]
+    stays = tuple(view.unchanged(keepers[r][0]) for r in above if r in keepers)
+    return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev), *stays))
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _keepers(view: View, keys: Keys) -> dict[VersionRef, list[str]]:
+    """The full holdings that count for retention, by version."""
+    numbers = run_numbers(view, keys)
+    found: dict[VersionRef, list[str]] = {}
+    for key, entry in view.within(keys.holdings()):
+        holding, where = Holding.decode(entry.value), k.parse_holding(key)
+        if holding.state == "full" and not holding.spot:
+            number = numbers.get(where.run, 0)
+            ref = VersionRef(where.run, where.version, holding.uid, number)
+            found.setdefault(ref, []).append(key)
+    return found
