@@ -145,7 +145,7 @@ def test_the_url_says_where_and_who(opened, url, etcd_endpoint):
         ("/", "name of the job"),
         ("/job?rank=0", "world_size is neither"),
         ("/job?world_size=1", "rank is neither"),
-        ("/job?rank=0&world_size=2&tll_s=3", "tll_s=3"),
+        ("/job?rank=0&world_size=2&tll_s=3", "'tll_s' is no option"),
         ("/job?rank=0&world_size=2&ttl_s=x", "ttl_s is 'x'"),
         ("/job?rank=0&world_size=2&ttl_s=0", "ttl_s is 0"),
         ("/job?rank=zero&world_size=2", "rank is 'zero'"),

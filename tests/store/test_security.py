@@ -22,6 +22,7 @@ from pyetcd import etcdrpc as rpc
 
 import torch_ros
 from torch_ros.errors import AccessDenied, StoreUnavailable, UsageError
+from torch_ros.store import rendezvous
 from torch_ros.store.endpoint import OPTIONS, connect
 from torch_ros.store.etcd import EtcdKV, User
 from torch_ros.store.session import Session
@@ -599,3 +600,20 @@ def test_a_password_without_tls_is_worth_a_warning(shared_users, caplog):
     connect(shared_users.endpoint(), timeout_s=5).close()
     assert "the password of user 'ros' goes to" in caplog.text
     assert "unencrypted" in caplog.text
+
+
+# torch.distributed
+
+
+def test_torch_finds_its_store_over_tls(tls_etcd, certificates):
+    endpoint = f"etcds://{tls_etcd}{certificates.options(ca='ca.pem')}"
+    urls = (
+        f"{endpoint}&rank=0&world_size=1".replace("?", "/job?"),
+        f"{rendezvous.url_of(endpoint, 'job')}&rank=0&world_size=1",
+    )
+    stores = [next(torch.distributed.rendezvous(url))[0] for url in urls]
+    stores[0].set("k", "v")
+    assert stores[1].get("k") == b"v"
+    for store in stores:
+        assert store.endpoint.startswith("etcds://")
+        store.close()

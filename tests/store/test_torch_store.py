@@ -648,6 +648,40 @@ def test_a_store_may_be_opened_before_etcd_runs(etcd_server, opened):
     future.result(20).set("k", "v")
 
 
+ROUNDS = 40
+
+
+@pytest.mark.timeout(120)
+def test_barriers_go_on_when_the_leader_is_killed_and_count_everybody_once(etcd_cluster, opened):
+    name, hosts = unique(), etcd_cluster.hosts
+    # Each begins with another member, so that one of them loses its connection as well.
+    endpoints = [",".join(hosts[first:] + hosts[:first]) for first in range(len(hosts))]
+    stores = [opened(f"etcd://{each}", name, timeout=timedelta(seconds=60)) for each in endpoints]
+
+    def arrive(store):
+        """The sums that this rank saw, and when it was through each barrier."""
+        sums, times_s = [], []
+        for index in range(ROUNDS):
+            sums.append(store.add("arrived", 1))
+            if sums[-1] == len(hosts) * (index + 1):
+                store.set(f"all/{index}", b"")
+            store.wait([f"all/{index}"])
+            times_s.append(time.monotonic())
+        return sums, times_s
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        ranks = [pool.submit(arrive, store) for store in stores]
+        stores[0].wait([f"all/{ROUNDS // 4}"])
+        killed_s = time.monotonic()
+        etcd_cluster.kill(etcd_cluster.leader())
+        sums, times_s = zip(*(rank.result() for rank in ranks), strict=True)
+
+    assert sorted(itertools.chain(*sums)) == list(range(1, len(hosts) * ROUNDS + 1))
+    assert all(times[-1] > killed_s for times in times_s)
+    pauses_s = [after - before for times in times_s for before, after in itertools.pairwise(times)]
+    assert 0.2 < max(pauses_s) < 30  # nothing goes without a leader, and then it all does
+
+
 # What is in etcd
 
 

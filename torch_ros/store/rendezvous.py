@@ -14,9 +14,11 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urls
 from torch.distributed import Store  # type: ignore[attr-defined]  # at run time only
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from torch_ros.store import endpoint as endpoints
 from torch_ros.store.torch_store import TIMEOUT, TTL_S, EtcdStore
 
 SCHEMES = ("etcd", "etcds")
+OPTIONS = {"rank", "world_size", "timeout_s", "ttl_s", *endpoints.OPTIONS}
 URL_VARIABLE = "TORCH_ROS_INIT_METHOD"
 
 _registered = False
@@ -46,14 +48,14 @@ def url_of(endpoint: str, job: str) -> str:
 def open_store(
     url: str, timeout: timedelta = TIMEOUT, **_: object
 ) -> Iterator[tuple[Store, int, int]]:
-    """What torch calls for ``etcd://host:port[,host:port]/JOB[?timeout_s=..][&ttl_s=..]``.
+    """What torch calls for ``etcd[s]://host:port[,host:port]/JOB[?timeout_s=..][&ttl_s=..]``.
 
     All processes that name the same JOB are one group; a job that starts again within `ttl_s` must
     have another name. Without hosts and JOB, ``etcd://``, they are those of TORCH_ROS_INIT_METHOD,
     which is set in what ``torchrun --rdzv-backend=torch-ros`` runs. Rank and world size are
     arguments of `init_process_group`, or the environment variables RANK and WORLD_SIZE.
 
-    Options, besides those that belong to the endpoint:
+    Options, besides those of the endpoint (`ca` and the like):
         timeout_s: How long etcd may take to answer at first; without it, the group's timeout.
         ttl_s: How long the job's keys stay without any process.
 
@@ -62,6 +64,8 @@ def open_store(
         DistNetworkError: etcd did not answer.
     """
     parts, options = _parsed(url)
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise _error(url, f"{unknown[0]!r} is no option; these are: {', '.join(sorted(OPTIONS))}")
     job = unquote(parts.path.strip("/"))
     if not job:
         raise _error(url, "the name of the job is missing; it stands behind the hosts and a slash")
