@@ -7,6 +7,7 @@ import sys
 import uuid
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
@@ -114,6 +115,29 @@ def test_a_group_by_url_with_ranks_from_the_environment(ranks, url):
 def test_a_group_on_a_store(ranks, etcd_endpoint):
     name = uuid.uuid4().hex
     ranks(lambda rank: {"store": [etcd_endpoint, name], "rank": rank, "world_size": 2})
+
+
+NCCL = """
+import sys
+import torch, torch.distributed as dist
+import torch_ros.store.rendezvous
+
+rank = int(sys.argv[2])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method=sys.argv[1], rank=rank, world_size=int(sys.argv[3]))
+total = torch.ones(1, device="cuda")
+dist.all_reduce(total)
+assert total.item() == dist.get_world_size()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_meets_in_etcd(url):
+    size = min(2, torch.cuda.device_count())
+    command = [sys.executable, "-c", NCCL, url]
+    ranks = [subprocess.Popen([*command, str(rank), str(size)]) for rank in range(size)]
+    assert [rank.wait(90) for rank in ranks] == [0] * size
 
 
 # What torch calls

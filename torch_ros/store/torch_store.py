@@ -97,7 +97,8 @@ class EtcdStore(Store):
     outlive the client that wrote them, and vanish `ttl_s` after the last one was closed or died.
     A job that starts again sooner must use another prefix, or finds what its predecessor left. If
     the lease ends under a client (etcd was out of reach of all clients for longer than `ttl_s`),
-    its next call raises DistNetworkError.
+    its next call raises DistNetworkError. A client leaves by `close` or at exit, not when nobody
+    refers to it any more: torch keeps only what C++ has of a store.
 
     Thread-safe; reads take no lock, and any number of threads may wait at once. A write is applied
     once, also when its reply is lost and it is sent again. Not usable in a child of ``fork()``:
@@ -107,8 +108,8 @@ class EtcdStore(Store):
     does not pass them on to stores written in Python.
 
     Args:
-        endpoint: "etcd://host:port[,host:port]", members of one cluster; "local" and "memory://"
-            as in `torch_ros.open`.
+        endpoint: "etcd://host:port[,host:port]", members of one cluster, or any other endpoint
+            that `torch_ros.open` takes.
         prefix: Any text; names the store within the etcd, as an address does a TCPStore.
         timeout: How long opening, and later every call, may take; `set_timeout` changes it. A call
             that waits for a key raises DistStoreError after it, any other DistNetworkError when
@@ -118,6 +119,7 @@ class EtcdStore(Store):
 
     Raises:
         UsageError: An argument is not as above.
+        AccessDenied: etcd does not let this process in.
         DistNetworkError: etcd did not answer within `timeout`.
 
     Cost: one round trip to etcd for `check`, `get` of what is there, `set`, `multi_set` and
