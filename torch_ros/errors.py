@@ -13,6 +13,7 @@
   * PeerError          another process failed and nothing else was left to try
     * TransferFailed     one transfer between two agents
     * SourceLost         a replica vanished while it was read
+    * CorruptWeights     what was read is not what was published
     * CallAborted        another rank of this group gave up on the call
   * SelfFenced         this process lost its place; its shards are no longer visible
   * BackendError       etcd or the fabric did not answer
@@ -193,6 +194,24 @@ class SourceLost(PeerError):
         return (
             f"lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
             f"{self.bytes_total} bytes, and no other replica has the version; call again later"
+        )
+
+
+class CorruptWeights(PeerError):
+    """Digests disagree: what this replica read is not what was published.
+
+    Other sources were tried. The tensors' content is undefined; nothing is held.
+    """
+
+    def __init__(self, model: str, version: int, fqn: str, source: str) -> None:
+        super().__init__(model, version, fqn, source)
+        self.model, self.version, self.fqn, self.source = model, version, fqn, source
+
+    def __str__(self) -> str:
+        return (
+            f"tensor {self.fqn!r} of model {self.model!r} version {self.version}, read from "
+            f"replica {self.source!r}, is not what was published; publish a new version, and look "
+            "for tensors that are written to while published (open with check_contract=True)"
         )
 
 

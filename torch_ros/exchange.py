@@ -19,8 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -30,6 +30,7 @@ import numpy.typing as npt
 from torch_ros.errors import PeerError, TransferFailed
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
 from torch_ros.store.run import Deadline
+from torch_ros.weights.digest import Depth
 from torch_ros.weights.manifest import Layout, Manifest
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,15 @@ ATTACHED_MAX = 256  # registrations known of one peer
 READ_BYTES = 32 << 20  # of one read: on one host a read is a copy that this process waits for
 FLIGHT = 2  # reads in flight at a time
 POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What a process knows of the content that it shows."""
+
+    depth: Depth = "off"
+    chunks: tuple[int, ...] = ()  # of each chunk that it has, or nothing
+    totals: Mapping[str, int] = field(default_factory=dict)  # of each whole tensor, or nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,16 @@ class Offer:
         if self.manifest != manifest:
             self._post(manifest)
         return manifest
+
+    def show_digests(self, digests: Digests) -> None:
+        """Say what the content of the same tensors is now."""
+        manifest = self.manifest
+        assert manifest is not None
+        now = msgspec.structs.replace(
+            manifest, depth=digests.depth, digests=digests.chunks, totals=dict(digests.totals)
+        )
+        if now != manifest:
+            self._post(now)
 
     def _post(self, manifest: Manifest) -> None:
         content = manifest.encode()

@@ -16,16 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torch_ros.errors import (
     BackendError,
     ClosedError,
     ContractBroken,
+    CorruptWeights,
     PeerError,
     SelfFenced,
     SourceLost,
@@ -33,12 +35,12 @@ from torch_ros.errors import (
     TransferFailed,
     UsageError,
 )
-from torch_ros.exchange import EVERYTHING, Intake, Offer
+from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
 from torch_ros.hostcopy import HostCopy
 from torch_ros.identity import identify
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.transport import HOST, Region, Transport
-from torch_ros.reading import Progress, Reading, connect
+from torch_ros.reading import Feed, Progress, Reading, connect
 from torch_ros.store import rules
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
@@ -51,6 +53,7 @@ from torch_ros.store.seat import Seat, own_group
 from torch_ros.store.sources import Source
 from torch_ros.store.txn import View
 from torch_ros.store.versions import Spec, check_version, listing, newer, resolve, spec_ranges
+from torch_ros.weights.digest import Depth, chunk_digests, first_difference, totals
 from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Layout, Manifest, logical, logical_digest
 
@@ -59,6 +62,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
 DEFAULT_ENDPOINT = "local"
+HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
 # so its tensors must stay.
@@ -79,6 +83,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     timeout_s: float = 300.0,
     ttl_s: int = 10,
     drain_s: float = 60.0,
+    digests: Depth = "off",
+    check_contract: bool = False,
     staging_bytes: int = 4 << 20,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
@@ -108,6 +114,12 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         ttl_s: Seconds after which a dead process's records vanish from etcd.
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
             source, or fail.
+        digests: Of the content of what is published, and of what was read: "full" finds every
+            flipped bit and every element in a wrong place, at a few GB/s per thread; "sampled"
+            looks at 1/64 of it; "off" trusts. What was published with digests is verified by
+            replicas that are opened with either, to the depth of the publisher.
+        check_contract: For debugging. Also digest what is published when it is unpublished, and
+            raise ContractBroken if it was written to in between.
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
 
@@ -118,6 +130,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     """
     if not model:
         raise UsageError("model '': expected a name")
+    if digests not in get_args(Depth):
+        raise UsageError(f"digests={digests!r}: expected one of {', '.join(get_args(Depth))}")
     retained = tuple(str(Spec.parse(version)) for version in retain)
     if ttl_s < 2:  # etcd's own minimum at its default election timeout
         raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
@@ -149,7 +163,17 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             transport.close()
         kv.close()
         raise
-    handle = ShardHandle(model, group, transport, offer, timeout_s, staging_bytes)
+    depth: Depth = "full" if check_contract and digests == "off" else digests
+    handle = ShardHandle(
+        model,
+        group,
+        transport,
+        offer,
+        timeout_s=timeout_s,
+        staging_bytes=staging_bytes,
+        depth=depth,
+        check_contract=check_contract,
+    )
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle
 
@@ -247,10 +271,13 @@ class _Filling:
         self.registered: _Registered | None = None
         self.progress: Progress | None = None
         self.source = ""
+        self.sources: list[str] = []  # instances
+        self.expected = Digests()
 
     def start(self, ref: VersionRef) -> None:
         """Another version than before: nothing of it is here."""
         self.ref, self.registered, self.progress = ref, None, None
+        self.expected = Digests()
 
 
 class ShardHandle:
@@ -281,10 +308,15 @@ class ShardHandle:
         group: Group,
         transport: Transport,
         offer: Offer,
+        *,
         timeout_s: float,
         staging_bytes: int,
+        depth: Depth,
+        check_contract: bool,
     ) -> None:
         self.model = model
+        self._depth, self._checks_contract = depth, check_contract
+        self._digests = Digests()
         self._group, self._transport, self._offer = group, transport, offer
         self._timeout_s, self._staging_bytes = timeout_s, staging_bytes
         self._intake = Intake(transport)
@@ -458,10 +490,28 @@ class ShardHandle:
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         _finish_kernels(registered.memory)
+        self._digests = Digests(self._depth, self._digest(registered, self._depth))
+        self._offer.show_digests(self._digests)
         self._offer.serve(call.number, EVERYTHING)
         if not call.has_ended:
             self._finish(call, registered, deadline)
         log.info("published version %d of %r", version, self.model)
+
+    def _digest(self, registered: _Registered, depth: Depth) -> tuple[int, ...]:
+        if depth == "off":
+            return ()
+        return chunk_digests(registered.layout, registered.memory, depth=depth)
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
+
+        Collective, as the step is: the optimizers of all ranks step together. What `unpublish`
+        raises, `step` raises, and no parameter has changed.
+
+        Returns:
+            A hook; its `remove()` ends this.
+        """
+        return optimizer.register_step_pre_hook(lambda *_: self.unpublish())
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
@@ -478,6 +528,7 @@ class ShardHandle:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and
                 calling again goes on waiting. The tensors must not be written yet.
             StoreUnavailable: Likewise.
+            ContractBroken: With `check_contract`: they were written to. It is unpublished.
         """
         with self._busy(is_member=False):
             self._unpublish(self._deadline("unpublish", timeout_s))
@@ -487,17 +538,37 @@ class ShardHandle:
             self._group.catch_up(deadline)
             if (held := self._held) is None:
                 return
-            self._make(
-                "unpublish",
-                f"unpublish {held.version}",
-                deadline,
-                lambda call: call.unpublish(held, partial(self._copy, call)),
-            )
+            try:
+                self._make(
+                    "unpublish",
+                    f"unpublish {held.version}",
+                    deadline,
+                    lambda call: call.unpublish(held, partial(self._copy, call)),
+                )
+            finally:
+                self._keep_copies()
         except SelfFenced as lost:
             # The store has forgotten this replica; readers ask the memory, which now says no.
             log.warning("%s; its tensors are taken back without the store", lost)
             self._group.forget()
             self._offer.void()
+        if self._checks_contract and held is not None:
+            self._check_contract(held)
+
+    def _check_contract(self, held: VersionRef) -> None:
+        registered, known = self._registered, self._digests
+        if registered is None or not known.chunks:
+            return
+        _finish_kernels(registered.memory)
+        now = self._digest(registered, known.depth)
+        for chunk, before, after in zip(registered.layout.chunks, known.chunks, now, strict=True):
+            if before != after:
+                fqn = registered.layout.tensors[chunk.tensor].fqn
+                raise ContractBroken(
+                    held.version,
+                    f"tensor {fqn!r} is not what it was",
+                    "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
+                )
 
     def _copy(self, call: GroupCall, name: str) -> Shard:
         """This rank's part of a copy in host memory, of the last that counts of a version."""
@@ -508,44 +579,45 @@ class ShardHandle:
             self._copies[name] = HostCopy(
                 self._transport, registered.layout, registered.memory, kept, call.number
             )
-            threading.Thread(
-                target=self._keep_copy,
-                args=(name, call.seat),
-                name=f"torch_ros keeps {name}",
-                daemon=True,
-            ).start()
         return _shard(self._copies[name].offer)
+
+    def _keep_copies(self) -> None:
+        for name, copy in self._copies.items():
+            if not copy.is_kept:
+                copy.is_kept = True
+                threading.Thread(
+                    target=self._keep_copy,
+                    args=(name, self._group.seat),
+                    name=f"torch_ros keeps {name}",
+                    daemon=True,
+                ).start()
 
     def _keep_copy(self, name: str, seat: Seat) -> None:
         """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
-        copy = self._copies[name]
-        forever = Deadline(f"keeping version {copy.kept.ref.version}", math.inf)
-        inst = name
+        copy, group = self._copies[name], self._group
+        version = copy.kept.ref.version
+        forever = Deadline(f"keeping version {version}", math.inf)
+        shard, inst = _shard(copy.offer), name
         while True:
             try:
-                shard = _shard(copy.offer)
-                if self._group.host(copy.kept, seat, inst, copy.call, shard, forever):
-                    self._group.release(copy.kept.ref, seat, inst)
+                if group.host(copy.kept, seat, inst, copy.call, shard, forever):
+                    group.release(copy.kept.ref, seat, inst)
                 break
             except SelfFenced as lost:
-                if not lost.may_return:
-                    break
-            except ClosedError:
-                break
+                group.fence(lost)
             except BackendError as error:
-                log.warning("keeping version %d: %s", copy.kept.ref.version, error)
-            try:
-                self._group.await_seat(forever)
-            except SelfFenced as lost:
-                if not lost.may_return:
-                    break
+                log.warning("keeping version %d: %s", version, error)
             except ClosedError:
                 break
-            seat = self._group.seat
+            try:
+                group.await_seat(forever, peers_s=math.inf)
+            except (SelfFenced, ClosedError):
+                break
+            seat = group.seat
             inst = copy_of(seat.inst, copy.call)
         del self._copies[name]
         copy.close()
-        log.info("the copy of version %d in host memory is released", copy.kept.ref.version)
+        log.info("the copy of version %d in host memory is released", version)
 
     # Reading
 
@@ -623,15 +695,18 @@ class ShardHandle:
 
     def _replicate(self, version: int | str, floor: VersionRef | None, deadline: Deadline) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-        filling = _Filling(lambda _: self._require_registered("replicate"))
 
-        def body(call: GroupCall) -> int:
-            self._require_registered("replicate")
-            self._require_nothing_held("replicate")
-            spec = Spec.parse(version)
-            return self._fill(call, spec, floor, filling, Whole(), deadline)
+        def attempt(filling: _Filling) -> int:
+            def body(call: GroupCall) -> int:
+                self._require_registered("replicate")
+                self._require_nothing_held("replicate")
+                spec = Spec.parse(version)
+                return self._fill(call, spec, floor, filling, Whole(), deadline)
 
-        return self._make("replicate", asked, deadline, body)
+            return self._make("replicate", asked, deadline, body)
+
+        register = lambda _: self._require_registered("replicate")  # noqa: E731  # short
+        return self._healing(attempt, lambda: _Filling(register))
 
     def _fill(
         self,
@@ -658,7 +733,15 @@ class ShardHandle:
         assert progress is not None
         _mark_written(registered.memory)
         watch.lap("read")
-        outcome = self._finish(call, registered, deadline, whole)
+        expected = filling.expected
+        depth: Depth = expected.depth if self._depth != "off" else "off"
+        self._digests = Digests(expected.depth, self._digest(registered, depth), expected.totals)
+        if depth != "off":
+            self._offer.show_digests(self._digests)
+            watch.lap("digest")
+        outcome = self._finish(
+            call, registered, deadline, whole, partial(self._verify, call, filling, deadline)
+        )
         watch.lap("commit")
         if not outcome.is_source:
             self._offer.void()
@@ -685,11 +768,14 @@ class ShardHandle:
         )
         watch.lap("manifests")
         filling.source = feed.replica
+        filling.sources.append(source.inst)
         layouts = [manifest.layout for _, manifest in feed.manifests]
         if filling.registered is None:
             filling.registered = filling.register(layouts)
             filling.progress = Progress(self._offer, len(filling.registered.memory))
             _finish_kernels(filling.registered.memory)  # those that still use the old content
+            filling.expected = self._expected(feed, source.inst)
+            self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress
         assert progress is not None
         plans = [self._reading.plan(layouts, part.layout, self.rank) for part in registered.parts]
@@ -698,6 +784,54 @@ class ShardHandle:
         for plan, part in zip(plans, registered.parts, strict=True):
             self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
             filling.landed()
+
+    def _expected(self, feed: Feed, inst: str) -> Digests:
+        """What the version's digests are, as far as this source knows."""
+        manifests = [manifest for _, manifest in feed.manifests]
+        depth = manifests[0].depth if manifests else "off"
+        if depth == "off" or self._depth == "off":
+            if self._depth != "off":
+                log.warning("%s has no digests; what is read from it is not verified", inst)
+            # Passed on all the same, for those who verify.
+            known = next((m for m in manifests if m.totals), None)
+            return Digests(known.depth, (), known.totals) if known else Digests()
+        if manifests[0].totals:
+            return Digests(depth, (), manifests[0].totals)
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+
+    def _verify(self, call: GroupCall, filling: _Filling, deadline: Deadline) -> None:
+        """By the last rank of a replica that is ready: is what all of them read what it should be?
+
+        Raises: CorruptWeights
+        """
+        expected = filling.expected
+        if self._depth == "off" or expected.depth == "off":
+            return
+        manifests = self._own_manifests(deadline)
+        chunks = [manifest.digests for manifest in manifests]
+        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks have digests; version %d is not verified", call.ref.version)
+            return
+        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
+        if (fqn := first_difference(found, expected.totals)) is not None:
+            raise CorruptWeights(self.model, call.ref.version, fqn, filling.source)
+
+    def _healing(self, attempt: Callable[[_Filling], T], make: Callable[[], _Filling]) -> T:
+        """What was read and is not what was published is read again, rather from another source.
+
+        All ranks get the same CorruptWeights, so all of them try again.
+        """
+        for tries_left in reversed(range(HEAL_TRIES)):
+            filling = make()
+            try:
+                return attempt(filling)
+            except CorruptWeights as error:
+                if not tries_left:
+                    raise
+                log.warning("%s; reading it again", error)
+                self._group.suspect(filling.sources, str(error))
+        raise AssertionError("the last try returns or raises")
 
     def _report(
         self,
@@ -737,10 +871,12 @@ class ShardHandle:
         registered: _Registered,
         deadline: Deadline,
         whole: Whole = Whole(),  # noqa: B008  # a frozen value
+        verify: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Ready; returns when, together with the peers, done."""
 
         def summarise(said: Mapping[int, str]) -> str:
+            verify()
             if len(set(said.values())) == 1:
                 return said[self.rank]
             # Ranks with different tensors (pipeline stages): together they hold the union.
@@ -762,15 +898,21 @@ class ShardHandle:
 
     def _layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
         """What the ranks of a replica show now, which may be this one."""
-        shards = self._shards(inst, deadline)
         if inst != self._group.seat.inst:
+            shards = self._shards(inst, deadline)
             shown = self._manifests(shards, replica_of(inst), deadline)
             return [manifest.layout for _, manifest in shown]
-        assert self._registered is not None
+        return [manifest.layout for manifest in self._own_manifests(deadline)]
+
+    def _own_manifests(self, deadline: Deadline) -> list[Manifest]:
+        """What the ranks of this replica show now."""
+        shards = self._shards(self._group.seat.inst, deadline)
         peers = [shard for rank, shard in enumerate(shards) if rank != self.rank]
-        layouts = [m.layout for _, m in self._manifests(peers, self.replica, deadline)]
-        layouts.insert(self.rank, self._registered.layout)
-        return layouts
+        manifests = [m for _, m in self._manifests(peers, self.replica, deadline)]
+        own = self._offer.manifest
+        assert own is not None
+        manifests.insert(self.rank, own)
+        return manifests
 
     def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
         within = self._group.seat.keys.shards(inst)
@@ -925,14 +1067,14 @@ class ShardHandle:
                 return self._already_held(checked, vet)
             self._unpublish(deadline)
             whole = Whole(is_required=False, is_served=is_served)
-            spec, filling = Spec.parse(version), _Filling(register, vet)
+            spec = Spec.parse(version)
+
+            def attempt(filling: _Filling) -> int:
+                body = lambda call: self._fill(call, spec, None, filling, whole, deadline)  # noqa: E731  # short
+                return self._make("replicate", asked, deadline, body)
+
             try:
-                self._make(
-                    "replicate",
-                    asked,
-                    deadline,
-                    lambda call: self._fill(call, spec, None, filling, whole, deadline),
-                )
+                self._healing(attempt, lambda: _Filling(register, vet))
             finally:
                 self._unregister_unless_held()
             assert self._last_read is not None

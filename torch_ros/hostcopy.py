@@ -30,6 +30,7 @@ class HostCopy:
         call: int,
     ) -> None:
         self.kept, self.call = kept, call
+        self.is_kept = False  # a thread sees to it that it is offered for as long as needed
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             chunk.copy_(tensor)

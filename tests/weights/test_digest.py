@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from torch_ros.errors import ManifestMismatch
+from torch_ros.errors import NotSupported
 from torch_ros.weights import digest as module
-from torch_ros.weights.digest import Shares, accounts, combine, digest, digests
+from torch_ros.weights.digest import (
+    chunk_digests,
+    combine,
+    digest,
+    first_difference,
+    totals,
+)
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 from torch_ros.weights.manifest import dtype_name
 
@@ -396,33 +402,23 @@ def test_temporaries_are_small_however_large_the_tensor(depth):
 # Groups
 
 
-def local(fqn, whole, boxes, *, spread):
+def local(fqn, whole, boxes):
     chunks = [LocalChunk(tuple(p.start for p in box), whole[tuple(box)]) for box in boxes]
     kept = tuple(chunk for chunk in chunks if chunk.tensor.numel())
-    return LocalTensor(fqn, whole.dtype, tuple(whole.shape), kept, spread)
+    return LocalTensor(fqn, whole.dtype, tuple(whole.shape), kept, spread=True)
 
 
 def random_group(rng, wholes, rank_count):
-    """Ranks that together hold `wholes`: in equal copies, in parts, and in parts that overlap."""
+    """Ranks that together hold `wholes`, in parts of which some are on several ranks."""
     ranks = [[] for _ in range(rank_count)]
     for fqn, whole in wholes.items():
-        parts = random_partition(rng, uncut(whole.shape))
         held = [[] for _ in ranks]
-        for part in parts:
+        for part in random_partition(rng, uncut(whole.shape)):
             for rank in rng.sample(range(rank_count), rng.choice([1, 1, 2])):
                 held[rank].append(part)
-        if rng.random() < 0.3:
-            extra = [slice(size // 3, max(size // 3 + 1, size * 3 // 4)) for size in whole.shape]
-            held[rng.randrange(rank_count)] = [extra]
-            held[rng.randrange(rank_count)] = parts
-        spread = rng.random() < 0.5
         for rank, boxes in enumerate(held):
-            ranks[rank].append(local(fqn, whole, boxes, spread=spread))
+            ranks[rank].append(local(fqn, whole, boxes))
     return [build(tensors, {}) for tensors in ranks]
-
-
-def rows(shares):
-    return zip(shares.chunk.tolist(), shares.offsets.tolist(), shares.sizes.tolist(), strict=True)
 
 
 def random_wholes(rng):
@@ -432,25 +428,9 @@ def random_wholes(rng):
     }
 
 
-def test_each_element_of_a_group_is_counted_once_inside_the_chunk_it_is_counted_in():
-    rng = random.Random(8)
-    overlaps = 0
-    for _ in range(80):
-        wholes = random_wholes(rng)
-        group = random_group(rng, wholes, 3)
-        layouts = [layout for layout, _ in group]
-        counts = {fqn: torch.zeros(whole.shape, dtype=torch.int) for fqn, whole in wholes.items()}
-        for rank, layout in enumerate(layouts):
-            for number, offsets, sizes in rows(accounts(layouts, rank)):
-                chunk = layout.chunks[number]
-                fqn, dims = layout.tensors[chunk.tensor].fqn, len(chunk.offsets)
-                box = [slice(o, o + s) for o, s in zip(offsets[:dims], sizes[:dims], strict=True)]
-                for part, first, size in zip(box, chunk.offsets, chunk.sizes, strict=True):
-                    assert first <= part.start < part.stop <= first + size
-                counts[fqn][tuple(box)] += 1
-                overlaps += sizes[:dims] != list(chunk.sizes)
-        assert all((count == 1).all() for count in counts.values())
-    assert overlaps
+def group_totals(group, depth):
+    chunks = [chunk_digests(layout, memory, depth=depth) for layout, memory in group]
+    return totals([layout for layout, _ in group], chunks, depth=depth)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -460,59 +440,31 @@ def test_two_groups_that_cut_the_same_tensors_differently_agree(depth):
         wholes = random_wholes(rng)
         expected = {fqn: whole_digest(whole, depth) for fqn, whole in wholes.items()}
         for rank_count in (2, 3):
-            assert group_digests(random_group(rng, wholes, rank_count), depth) == expected
+            assert group_totals(random_group(rng, wholes, rank_count), depth) == expected
 
 
-def group_digests(group, depth):
-    layouts = [layout for layout, _ in group]
-    ranks = [
-        digests(layout, memory, accounts(layouts, rank), depth=depth)
-        for rank, (layout, memory) in enumerate(group)
-    ]
-    return {fqn: combine(found[fqn] for found in ranks if fqn in found) for fqn in ranks[0]}
+def test_a_tensor_that_differs_is_named():
+    assert first_difference({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}) is None
+    assert first_difference({"a": 1, "b": 9}, {"a": 1, "b": 2}) == "b"
+    assert first_difference({"a": 1}, {}) == "a"
 
 
 def test_tied_tensors_are_digested_under_each_of_their_names():
-    weight = torch.randn(8, 400)
-    layout, memory = build(local_chunks({"embed": weight, "head": weight}), {})
-    found = digests(layout, memory, accounts([layout], 0), depth="full")
-    assert found == {"embed": whole_digest(weight), "head": whole_digest(weight)}
-
-
-def test_of_copies_that_may_differ_the_lowest_rank_counts():
-    group = [build(local_chunks({"w": torch.full((4,), float(rank))}), {}) for rank in (1, 2)]
-    assert group_digests(group, "full") == {"w": whole_digest(torch.ones(4))}
-
-
-def test_equal_copies_are_shared_out_among_the_ranks():
-    whole = torch.ones(1000)
-    names = [f"layer.{number}" for number in range(64)]
-    group = [
-        build([local(name, whole, [uncut((1000,))], spread=True) for name in names], {})
-        for _ in range(4)
-    ]
-    layouts = [layout for layout, _ in group]
-    assert [len(accounts(layouts, rank).chunk) for rank in range(4)] == [16] * 4
+    shared = torch.randn(100)
+    group = [build(local_chunks({"embed": shared, "head": shared}), {})]
+    expected = whole_digest(shared)
+    assert group_totals(group, "full") == {"embed": expected, "head": expected}
 
 
 def test_an_object_counts_as_the_lowest_rank_has_it():
-    pickles = [torch.arange(size, dtype=torch.uint8) for size in (9, 12)]
+    pickles = [torch.arange(5, dtype=torch.uint8), torch.arange(9, dtype=torch.uint8)]
     group = [build([], {"step": pickled}) for pickled in pickles]
-    assert group_digests(group, "full") == {"step": whole_digest(pickles[0])}
+    assert group_totals(group, "full") == {"step": whole_digest(pickles[0])}
 
 
-def test_a_part_that_no_rank_has_is_refused_by_name():
-    whole = torch.ones(4, 3)
-    group = [
-        build([local("layer.w", whole, [[slice(row, row + 1), slice(0, 3)]], spread=True)], {})
-        for row in (0, 1, 3)
-    ]
-    with pytest.raises(ManifestMismatch, match=r"layer\.w.*\[2, 0\] to \[3, 3\]"):
-        accounts([layout for layout, _ in group], 0)
-
-
-def test_a_group_without_tensors_has_nothing_to_answer_for():
-    layout, memory = build([], {})
-    shares = accounts([layout, layout], 1)
-    assert isinstance(shares, Shares)
-    assert digests(layout, memory, shares, depth="full") == {}
+def test_parts_that_overlap_are_refused_by_name():
+    whole = torch.randn(10)
+    boxes = [slice(0, 6)], [slice(4, 10)]
+    group = [build([local("w", whole, [box])], {}) for box in boxes]
+    with pytest.raises(NotSupported, match="'w'"):
+        group_totals(group, "full")

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -34,13 +34,13 @@ from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.membership import Applicant
-from torch_ros.store.records import Call, Failure, Kept, Kind, Outcome, Shard, VersionRef
+from torch_ros.store.records import Call, Failure, Kept, Kind, Outcome, Shard, Suspect, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline, run
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
 from torch_ros.store.session import Session
 from torch_ros.store.sources import Source
-from torch_ros.store.txn import Range, Steps, View, one
+from torch_ros.store.txn import Put, Range, Steps, Txn, View, one
 from torch_ros.store.versions import Spec, spec_ranges
 
 T = TypeVar("T")
@@ -159,20 +159,21 @@ class Group:
         if self._lost is not None and not self._lost.may_return:
             raise SelfFenced(*self._lost.args)
 
-    def await_seat(self, deadline: Deadline) -> None:
+    def await_seat(self, deadline: Deadline, *, peers_s: float | None = None) -> None:
         """Wait until this rank has its seat, if it lost it and may come back.
 
-        While etcd is away, until the deadline; while only peers are missing, for two TTLs: a
-        peer that lives has noticed by then, and one that died may never come.
+        While etcd is away, until the deadline; while only peers are missing, for `peers_s` or two
+        TTLs: a peer that lives has noticed by then, and one that died may never come.
 
         Raises:
             SelfFenced: It does not come back, or not in time.
         """
+        patience_s = 2 * self._place.ttl_s if peers_s is None else peers_s
         with self._state:
             while (lost := self._lost) is not None and not self.is_closed:
                 left_s = deadline.left_s()
                 if (since_s := self._alone_since_s) is not None:
-                    left_s = min(left_s, since_s + 2 * self._place.ttl_s - time.monotonic())
+                    left_s = min(left_s, since_s + patience_s - time.monotonic())
                 if not lost.may_return or left_s <= 0:
                     raise SelfFenced(*lost.args)
                 self._state.wait(min(left_s, RETRY_S))
@@ -414,6 +415,15 @@ class Group:
                 self.held = None
             elif outcome.is_source and call.ref is not None:
                 self.held = Kept(call.ref, call.number, outcome.said, call.kind == "publish")
+
+    def suspect(self, insts: Iterable[str], reason: str) -> None:
+        """Let this replica and others prefer other sources for a while."""
+        ops = tuple(
+            Put(self.seat.keys.suspect(inst, self.seat.inst), Suspect(reason).encode(), lease_id)
+            for lease_id, _ in [self.kv.grant(SUSPECT_TTL_S, timeout_s=CLEAN_UP_S)]
+            for inst in sorted(set(insts))
+        )
+        self.kv.commit(Txn(ops=ops), timeout_s=CLEAN_UP_S)
 
     # Copies in host memory
 

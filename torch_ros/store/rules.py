@@ -525,7 +525,8 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     record, unpublishing = view.entries.get(version), find(view, seat, call)
     if record is not None and Version.decode(record.value).uid != ref.uid:
         return Done(value=False)
-    if unpublishing is not None and unpublishing.outcome is not None:
+    is_over = unpublishing is not None and unpublishing.outcome is not None
+    if is_over and unpublishing is not None and unpublishing.copy == copy:
         return Done(value=False)
     own = keys.shard(copy, seat.rank)
     if own not in view.entries:

@@ -31,14 +31,15 @@ But two flips of a top bit would cancel always, and so would two float64 that ch
 differ only in sign.) Elements, rows or blocks that change places are differences like any other.
 
 **What it does not find.** Anything made by somebody who wants it not to be found: T and W are no
-secret. A zero adds nothing, so a part that is left out is not missed if it is zero: `accounts` is
-the proof that every element was counted. Names, dtypes and shapes are not in a digest; compare by
+secret. A zero adds nothing, so a part that is left out is not missed if it is zero: `totals`
+counts that every element is in. Names, dtypes and shapes are not in a digest; compare by
 fqn, between tensors that are the same `manifest.LogicalTensor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise, product
@@ -49,9 +50,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_ros.weights.columns import Bools, Columns, Ints
-from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, logical
-from torch_ros.weights.pieces import matched
+from torch_ros.errors import NotSupported
+from torch_ros.weights.columns import Bools
+from torch_ros.weights.manifest import OBJECT, Layout
 
 Depth = Literal["off", "sampled", "full"]
 UInts = npt.NDArray[np.uint64]
@@ -117,59 +118,58 @@ def combine(parts: Iterable[int]) -> int:
     return sum(parts) % _MODULUS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shares(Columns):
-    """The boxes that one rank answers for, each inside a chunk; padded like `manifest.Boxes`."""
+def chunk_digests(
+    layout: Layout, memory: Sequence[torch.Tensor], *, depth: Depth
+) -> tuple[int, ...]:
+    """The digest of each chunk of a layout, given its memory. Uses torch's number of threads."""
 
-    chunk: Ints  # index into the chunks of the rank's layout
-    offsets: Ints  # in the whole tensor
-    sizes: Ints
+    def of(number: int) -> int:
+        chunk = layout.chunks[number]
+        shape = layout.tensors[chunk.tensor].shape
+        return digest(memory[number], global_shape=shape, offsets=chunk.offsets, depth=depth)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return tuple(pool.map(of, range(len(layout.chunks)), chunksize=16))
 
 
-def accounts(layouts: Sequence[Layout], rank: int) -> Shares:
-    """Which elements `rank` digests, so that the ranks of a group digest each exactly once.
+def totals(
+    layouts: Sequence[Layout], chunks: Sequence[Sequence[int]], *, depth: Depth
+) -> dict[str, int]:
+    """The digest of each whole tensor, from those of the chunks that ranks hold, by fqn.
 
-    Pure: all ranks come to the same conclusion. What counts is what readers read: of equal chunks
-    on several ranks one, if `spread` shared out among up to eight of them, else the lowest rank's;
-    where chunks overlap in part, the lowest rank's.
+    Of equal chunks on several ranks the lowest rank's counts, and of objects the lowest rank's.
 
     Args:
-        layouts: Of all ranks of the group, in rank order.
-        rank: Whose share is asked for.
+        layouts: Of all ranks of a group, in rank order. Together they hold every element.
+        chunks: Per rank, the digest of each chunk of its layout.
 
     Raises:
-        ManifestMismatch: A part of a tensor is on no rank, or ranks disagree about its dtype or
-            shape. Names the fqn.
+        NotSupported: Chunks of a tensor overlap in part, so that their digests do not add up.
     """
-    held, _, pieces = matched(layouts, _whole(layouts), target_rank=0)
-    mine = pieces.take(held.rank[pieces.source] == rank)
-    return Shares(held.chunk[mine.source], mine.offsets, mine.sizes)
+    parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
+    whole: dict[str, tuple[int, ...]] = {}
+    for layout, digests in zip(layouts, chunks, strict=True):
+        mine = [record for record in layout.tensors if record.fqn not in whole]
+        known = {record.fqn for record in layout.tensors} - {record.fqn for record in mine}
+        whole |= {record.fqn: record.shape for record in mine}
+        for chunk, found in zip(layout.chunks, digests, strict=True):
+            record = layout.tensors[chunk.tensor]
+            if record.dtype == OBJECT and record.fqn in known:
+                continue
+            of_tensor = parts.setdefault(record.fqn, {})
+            of_tensor.setdefault((chunk.offsets, chunk.sizes), found)
+    for fqn, boxes in parts.items():
+        if sum(prod(sizes) for _, sizes in boxes) != prod(whole[fqn]):
+            raise NotSupported(
+                f"digests={depth!r} for tensor {fqn!r}, of which ranks hold overlapping parts",
+                "open with digests='off', or give each rank a part of its own",
+            )
+    return {fqn: combine(parts.get(fqn, {}).values()) for fqn in whole}
 
 
-def digests(
-    layout: Layout, memory: Sequence[torch.Tensor], shares: Shares, *, depth: Depth
-) -> dict[str, int]:
-    """The digest of a rank's share of each tensor of `layout`, by fqn.
-
-    `combine` those of all ranks for the digest of the tensor.
-
-    Args:
-        layout: Of this rank.
-        memory: Of each chunk of `layout`.
-        shares: Of this rank, as `accounts` says.
-        depth: As for `digest`.
-    """
-    sums = dict.fromkeys((record.fqn for record in layout.tensors), 0)
-    columns = shares.chunk.tolist(), shares.offsets.tolist(), shares.sizes.tolist()
-    for number, offsets, sizes in zip(*columns, strict=True):
-        chunk, part = layout.chunks[number], memory[number]
-        for dim, first in enumerate(chunk.offsets):
-            part = part.narrow(dim, offsets[dim] - first, sizes[dim])
-        record = layout.tensors[chunk.tensor]
-        fqn, shape = record.fqn, record.shape
-        added = digest(part, global_shape=shape, offsets=offsets[: len(shape)], depth=depth)
-        sums[fqn] = combine((sums[fqn], added))
-    return sums
+def first_difference(found: Mapping[str, int], expected: Mapping[str, int]) -> str | None:
+    """The fqn of a tensor whose digest is not what was expected. Others may be missing."""
+    return next((fqn for fqn in sorted(found) if expected.get(fqn) != found[fqn]), None)
 
 
 def _dot_on_host(content: torch.Tensor, weights: UInts) -> UInts:
@@ -307,21 +307,3 @@ def _is_sampled(segments: UInts) -> Bools:
     # Multiples of the golden ratio spread evenly: neighbours are 34, 55 or 89 segments apart.
     sampled: Bools = segments * _GOLDEN < _MODULUS // SAMPLED_OF
     return sampled | (segments < ALWAYS_SAMPLED)
-
-
-def _whole(layouts: Sequence[Layout]) -> Layout:
-    """What the ranks hold together, each tensor as one chunk."""
-    tensors = tuple(
-        TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in logical(layouts).items()
-    )
-    chunks = tuple(
-        ChunkRecord(
-            index,
-            (0,) * len(record.shape),
-            record.shape,
-            tuple(prod(record.shape[dim + 1 :]) for dim in range(len(record.shape))),
-            spread=False,
-        )
-        for index, record in enumerate(tensors)
-    )
-    return Layout(tensors, chunks)

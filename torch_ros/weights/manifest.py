@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -140,6 +140,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     addresses: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]  # of each chunk's first element
     devices: tuple[_Device, ...]  # of each chunk
     descriptor: bytes  # p2p's; opaque here
+    depth: Literal["off", "sampled", "full"] = "off"  # of the digests
+    digests: tuple[int, ...] = ()  # of each chunk, if they were computed here
+    totals: dict[str, int] = {}  # of each whole tensor, by fqn, if they are known here
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -158,6 +161,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
                 f"{len(reach)} chunks with {len(manifest.addresses)} addresses and "
                 f"{len(manifest.devices)} devices"
             )
+        if manifest.digests and len(manifest.digests) != len(reach):
+            raise _refused(f"{len(reach)} chunks with {len(manifest.digests)} digests")
         room = np.uint64(2**64 - 1) - np.array(manifest.addresses, np.uint64)
         _require(reach.astype(np.uint64) <= room, "chunk", "ends beyond 64 bits of address")
         return manifest

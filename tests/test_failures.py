@@ -1,0 +1,462 @@
+"""What a handle does when sources, seats and stores fail: one process, memory and etcd."""
+
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros import reading
+from torch_ros.errors import ContractBroken, CorruptWeights, SourceLost, VersionNotFound
+from torch_ros.reading import Progress
+from torch_ros.store import memory
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def endpoint(request):
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("etcd_endpoint")
+
+
+only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+
+
+@pytest.fixture
+def opened(endpoint):
+    model, handles = "m-" + uuid.uuid4().hex[:8], []
+
+    def open_(replica, **options):
+        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
+        handles.append(torch_ros.open(model, replica=replica, **options))
+        return handles[-1]
+
+    yield open_
+    for handle in handles:
+        handle.close()
+
+
+def weights(value, count=8):
+    return {f"w{i}": torch.full((1000,), float(value) + i) for i in range(count)}
+
+
+def publisher(opened, value=1, version=1, name="trainer", **options):
+    handle = opened(name, **options)
+    tensors = weights(value)
+    handle.register(tensors)
+    handle.publish(version)
+    return handle, tensors
+
+
+def reader(opened, name, **options):
+    handle = opened(name, **options)
+    tensors = weights(-1000)
+    handle.register(tensors)
+    return handle, tensors
+
+
+def same(tensors, others):
+    return all(torch.equal(tensors[fqn], others[fqn]) for fqn in others)
+
+
+class Stop:
+    """Stops a reader once some of its chunks have landed, until it is told to go on."""
+
+    def __init__(self, monkeypatch, handle, after):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        add = Progress.add
+
+        def stopping(progress, *arguments):
+            add(progress, *arguments)
+            if progress._offer is handle._offer and progress.done.sum() >= after:
+                self.reached.set()
+                assert self.go_on.wait(15)
+
+        monkeypatch.setattr(reading, "BATCH_BYTES", 4000)  # a batch for each tensor
+        monkeypatch.setattr(Progress, "add", stopping)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def test_a_reader_whose_source_dies_goes_on_from_another_with_what_it_has(
+    opened, monkeypatch, pool, caplog
+):
+    first, tensors = publisher(opened, name="first")
+    second, _ = publisher(opened, name="second")
+    rollout, got = reader(opened, "rollout")
+    stop = Stop(monkeypatch, rollout, 3)
+    reads = pool.submit(rollout.replicate)
+    assert stop.reached.wait(10)
+    (source,) = {key.split("/")[-3].split("@")[0] for key in readers_of(rollout)}
+    {"first": first, "second": second}[source].close()
+    stop.go_on.set()
+    assert reads.result(15) == 1
+    assert same(got, tensors)
+    report = rollout.last_read
+    assert (report.source, report.reroutes) == ({"first", "second"} - {source}, 1) or (
+        report.source != source
+    )
+    assert report.reroutes >= 1
+    assert report.bytes_read == report.bytes_total, "what was there was read again"
+    assert f"lost {source!r}" in caplog.text
+
+
+def readers_of(handle):
+    """The reader records of the model."""
+    group = handle._group
+    keys = group.seat.keys
+    rule = lambda view: torch_ros.store.loops.Done([k for k, _ in view.within(keys.readers())])
+    deadline = torch_ros.store.run.Deadline("look", 5)
+    return group.ask((keys.readers(),), rule, deadline)
+
+
+def test_without_another_source_it_is_an_error_and_the_next_publish_heals(
+    opened, monkeypatch, pool
+):
+    trainer, _ = publisher(opened)
+    rollout, got = reader(opened, "rollout")
+    stop = Stop(monkeypatch, rollout, 3)
+    reads = pool.submit(rollout.replicate)
+    assert stop.reached.wait(10)
+    trainer.close()
+    stop.go_on.set()
+    with pytest.raises(SourceLost, match="no other replica"):
+        reads.result(15)
+    assert rollout.version is None
+    _, tensors = publisher(opened, 5, 2, name="again")
+    assert rollout.replicate() == 2
+    assert same(got, tensors)
+
+
+def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
+    trainer, tensors = publisher(opened)
+    first, _ = reader(opened, "first")
+    second, got = reader(opened, "second")
+    stop = Stop(monkeypatch, first, 5)
+    filling = pool.submit(first.replicate)
+    assert stop.reached.wait(10)
+    chained = pool.submit(second.replicate)
+    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    assert not chained.done()
+    trainer_readers = [key for key in readers_of(trainer) if "/trainer@" in key]
+    assert not any("/second@" in key for key in trainer_readers), "the trainer is read only once"
+    stop.go_on.set()
+    assert filling.result(15) == chained.result(15) == 1
+    assert same(got, tensors)
+    assert second.last_read.source == "first"
+
+
+def wait_for(holds, timeout_s=10):
+    done = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if holds():
+            return
+        done.wait(0.01)
+    raise AssertionError("it did not come to be")
+
+
+def test_a_relay_that_fails_is_replaced_by_its_own_source(opened, monkeypatch, pool):
+    _, tensors = publisher(opened)
+    first, _ = reader(opened, "first")
+    second, got = reader(opened, "second")
+    stop = Stop(monkeypatch, first, 5)
+    filling = pool.submit(first.replicate)
+    assert stop.reached.wait(10)
+    chained = pool.submit(second.replicate)
+    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    closing = pool.submit(first.close)
+    assert chained.result(15) == 1
+    assert same(got, tensors)
+    assert second.last_read.source == "trainer"
+    assert second.last_read.bytes_read == second.last_read.bytes_total
+    stop.go_on.set()
+    assert isinstance(filling.exception(15), torch_ros.errors.TorchRosError)
+    closing.result(15)
+
+
+def test_a_reader_that_does_not_come_to_an_end_is_left_behind(opened, monkeypatch, pool):
+    trainer, tensors = publisher(opened, drain_s=0.5)
+    before = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    rollout, got = reader(opened, "rollout")
+    stop = Stop(monkeypatch, rollout, 3)
+    reads = pool.submit(rollout.replicate)
+    assert stop.reached.wait(10)
+    trainer.unpublish(timeout_s=10)
+    for tensor in tensors.values():
+        tensor.fill_(666)
+    stop.go_on.set()
+    with pytest.raises(SourceLost):
+        reads.result(15)
+    assert rollout.list() == {}
+    assert all(torch.equal(got[f"w{i}"], before[f"w{i}"]) for i in range(3))
+
+
+def test_bytes_that_land_after_the_source_took_its_memory_back_do_not_count(
+    opened, monkeypatch, pool
+):
+    """Between the bytes and the question whether they count, the trainer overwrites them."""
+    trainer, tensors = publisher(opened, drain_s=0.2)
+    rollout, _ = reader(opened, "rollout")
+    landed, go_on = threading.Event(), threading.Event()
+    end = reading._Run._end
+
+    def late(run, batch):
+        landed.set()
+        assert go_on.wait(15)
+        end(run, batch)
+
+    monkeypatch.setattr(reading._Run, "_end", late)
+    reads = pool.submit(rollout.replicate)
+    assert landed.wait(10)
+    trainer.unpublish(timeout_s=10)
+    for tensor in tensors.values():
+        tensor.fill_(666)
+    trainer.publish(2)
+    go_on.set()
+    with pytest.raises(SourceLost, match="does not serve it any more"):
+        reads.result(15)
+    assert trainer.list() == {2: {"trainer"}}
+
+
+def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):
+    trainer, tensors = publisher(opened, retain=("latest",))
+    before = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    trainer.unpublish()
+    for tensor in tensors.values():
+        tensor.fill_(666)
+    ((copy,),) = trainer.list().values()
+    assert copy.startswith("trainer+")
+    rollout, got = reader(opened, "rollout")
+    assert rollout.replicate() == 1
+    assert same(got, before)
+    wait_for(lambda: trainer.list() == {1: {"rollout"}})
+    wait_for(lambda: not trainer._copies)
+
+
+def test_a_copy_goes_when_its_version_is_not_retained_any_more(opened):
+    trainer, _ = publisher(opened, retain=("latest",))
+    trainer.unpublish()
+    assert set(trainer.list()) == {1}
+    trainer.publish(2)
+    wait_for(lambda: set(trainer.list()) == {2})
+    wait_for(lambda: not trainer._copies)
+
+
+def test_spot_replicas_do_not_count_for_retention(opened):
+    trainer, _ = publisher(opened, retain=("latest",))
+    spot, _ = reader(opened, "spot", spot=True)
+    spot.replicate()
+    trainer.unpublish()
+    (holders,) = trainer.list().values()
+    assert any(name.startswith("trainer+") for name in holders)
+    spot.unpublish()  # and makes no copy
+    assert trainer.list() == {1: holders - {"spot"}}
+
+
+def test_a_retained_version_is_lost_with_its_last_holder_and_the_next_publish_heals(opened):
+    trainer, _ = publisher(opened, retain=("latest",))
+    keeper, _ = reader(opened, "keeper", retain=("latest",))
+    trainer.close()
+    with pytest.raises(VersionNotFound):
+        keeper.replicate(1)
+    _, tensors = publisher(opened, 3, 2, name="again")
+    assert keeper.replicate() == 2
+    assert same(keeper_tensors(keeper), tensors)
+
+
+def keeper_tensors(handle):
+    layout, memory = handle._registered.layout, handle._registered.memory
+    return {layout.tensors[c.tensor].fqn: t for c, t in zip(layout.chunks, memory, strict=True)}
+
+
+@only_memory
+def test_a_replica_whose_lease_ended_offers_again_what_it_holds(opened, endpoint):
+    trainer, tensors = publisher(opened)
+    other, got = reader(opened, "other")
+    kv = memory.named(endpoint.removeprefix("memory://"))
+    before = trainer._group.seat.inst
+    kv.expire(trainer._group.session.lease_id)
+    wait_for(lambda: trainer._group.seat.inst != before)
+    assert trainer.version == 1
+    assert other.list() == {1: {"trainer"}}
+    assert other.replicate() == 1
+    assert same(got, tensors)
+    trainer.unpublish()
+    trainer.publish(2)
+    assert other.update() is True
+
+
+@only_memory
+def test_a_store_that_is_wiped_is_filled_again_by_those_who_hold_something(opened, endpoint):
+    trainer, tensors = publisher(opened, version=7, retain=("latest",))
+    rollout, _ = reader(opened, "rollout")
+    rollout.replicate()
+    idle, got = reader(opened, "idle")
+    trainer.unpublish()
+    wipe(endpoint)
+    wait_for(lambda: idle.list() == {7: {"rollout"}})
+    assert idle.replicate() == 7
+    assert same(got, weights(1))
+    for tensor in tensors.values():
+        tensor.fill_(2)
+    trainer.publish(8)
+    assert rollout.update() is True
+    assert idle.update() is True
+
+
+def wipe(endpoint):
+    space = memory._spaces[endpoint.removeprefix("memory://")]
+    with space.changed:
+        space._entries.clear()
+        space._keys.clear()
+        space._leases.clear()
+        space._changes.clear()
+        space.rev = 1
+        space.changed.notify_all()
+
+
+@only_memory
+def test_a_copy_in_host_memory_is_offered_again_after_the_store_was_wiped(opened, endpoint):
+    trainer, _ = publisher(opened, retain=("latest",))
+    trainer.unpublish()
+    rollout, got = reader(opened, "rollout")
+    wipe(endpoint)
+    wait_for(lambda: 1 in rollout.list())
+    assert rollout.replicate() == 1
+    assert same(got, weights(1))
+
+
+@only_memory
+def test_a_replica_of_two_ranks_comes_back_when_one_of_them_was_away(opened, endpoint, pool):
+    first, second = (
+        each.result(10)
+        for each in [pool.submit(opened, "trainer", rank=rank, world_size=2) for rank in (0, 1)]
+    )
+    for handle in (first, second):
+        handle.register({"w": torch.ones(10)})
+    for each in [pool.submit(handle.publish, 1) for handle in (first, second)]:
+        each.result(10)
+    kv = memory.named(endpoint.removeprefix("memory://"))
+    before = first._group.seat.inst
+    kv.expire(second._group.session.lease_id)
+    wait_for(lambda: first._group.seat.inst != before != second._group.seat.inst)
+    wait_for(lambda: first.list() == {1: {"trainer"}})
+    for each in [pool.submit(handle.unpublish) for handle in (first, second)]:
+        each.result(10)
+    for each in [pool.submit(handle.publish, 2) for handle in (first, second)]:
+        each.result(10)
+    assert first.list() == {2: {"trainer"}}
+
+
+# Digests
+
+
+@pytest.mark.parametrize("depth", ["sampled", "full"])
+def test_what_was_read_is_verified_whatever_the_sharding(opened, depth):
+    publisher(opened, digests=depth)
+    rollout, got = reader(opened, "rollout", digests=depth)
+    assert rollout.replicate() == 1
+    assert same(got, weights(1))
+    assert "digest" in rollout.last_read.stages_s
+    after, got = reader(opened, "after", digests="full")
+    rollout.list()
+    assert after.replicate() == 1
+    assert after._digests.totals == rollout._digests.totals
+
+
+def corrupt(tensors):
+    tensors["w3"].view(torch.int32)[7] ^= 1
+
+
+def test_a_flipped_bit_is_found_and_names_the_tensor(opened):
+    _, tensors = publisher(opened, digests="full")
+    corrupt(tensors)
+    rollout, _ = reader(opened, "rollout", digests="full")
+    with pytest.raises(CorruptWeights, match="'w3'"):
+        rollout.replicate()
+    assert rollout.version is None
+    careless, _ = reader(opened, "careless")
+    assert careless.replicate() == 1
+
+
+def test_two_elements_that_changed_places_are_found(opened):
+    _, tensors = publisher(opened, digests="full")
+    tensors["w2"][0] = 5.0
+    tensors["w2"][1], tensors["w2"][0] = tensors["w2"][0].item(), tensors["w2"][1].item()
+    rollout, _ = reader(opened, "rollout", digests="full")
+    with pytest.raises(CorruptWeights, match="'w2'"):
+        rollout.replicate()
+
+
+def test_corrupt_weights_are_healed_from_another_source(opened, caplog):
+    trainer, tensors = publisher(opened, digests="full")
+    good, _ = reader(opened, "good", digests="full")
+    good.replicate()
+    expected = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    corrupt(tensors)
+    for number in range(3):
+        rollout, got = reader(opened, f"rollout{number}", digests="full")
+        assert rollout.replicate() == 1
+        assert same(got, expected)
+    healed = caplog.text.count("reading it again")
+    assert healed, "nobody has read from the corrupt source"
+    assert trainer.version == 1
+
+
+def test_a_group_verifies_what_its_ranks_read_together(opened, pool):
+    _, tensors = publisher(opened, digests="full")
+    ranks = [
+        each.result(10)
+        for each in [
+            pool.submit(opened, "tp", rank=r, world_size=2, digests="full") for r in (0, 1)
+        ]
+    ]
+    names = sorted(tensors)
+    parts = [{fqn: torch.zeros(1000) for fqn in part} for part in (names[:3], names[3:])]
+    for handle, part in zip(ranks, parts, strict=True):
+        handle.register(part)
+    assert [each.result(10) for each in [pool.submit(h.replicate) for h in ranks]] == [1, 1]
+    for handle in ranks:
+        pool.submit(handle.unpublish)
+    corrupt(tensors)
+    wait_for(lambda: ranks[0].version is None and ranks[1].version is None)
+    errors = [each.exception(15) for each in [pool.submit(h.replicate) for h in ranks]]
+    assert [type(error) for error in errors] == [CorruptWeights] * 2
+    assert "'w3'" in str(errors[0])
+
+
+def test_writing_to_published_tensors_is_found_by_who_checks_the_contract(opened):
+    trainer, tensors = publisher(opened, check_contract=True)
+    tensors["w5"][3] += 1
+    with pytest.raises(ContractBroken, match="'w5'"):
+        trainer.unpublish()
+    assert trainer.version is None
+    trainer.publish(2)
+    trainer.unpublish()
+
+
+def test_a_guarded_optimizer_unpublishes_before_it_steps(opened):
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    trainer = opened("trainer", check_contract=True)
+    hook = trainer.guard(optimizer)
+    trainer.register(dict(module.named_parameters()))
+    for version in range(3):
+        trainer.publish(version)
+        module(torch.ones(4)).sum().backward()
+        before = module.weight.detach().clone()
+        optimizer.step()
+        assert trainer.version is None
+        assert not torch.equal(module.weight, before)
+    trainer.publish(7)
+    hook.remove()
+    module(torch.ones(4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ContractBroken):
+        trainer.unpublish()
