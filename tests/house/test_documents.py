@@ -11,6 +11,7 @@ import pytest
 
 import torch_ros
 import torch_ros.dcp
+import torch_ros.store
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
@@ -26,7 +27,9 @@ def test_the_readmes_code_runs_as_printed():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", [torch_ros, torch_ros.dcp], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [torch_ros, torch_ros.dcp, torch_ros.store], ids=lambda m: m.__name__
+)
 def test_what_is_exported_is_documented_and_mentioned_in_the_readme(module):
     readme = (ROOT / "README.md").read_text()
     for name in module.__all__:

@@ -33,16 +33,20 @@ class SharedLease:
         self._thread = threading.Thread(target=self._run, name=f"lease {key}", daemon=True)
         self._thread.start()
 
-    def check(self, view: View) -> None:
-        """Raises: BackendError: `view`, which has the lease's record, is not of our time."""
-        found = view.entries.get(self.key)
-        if found is None or found.lease_id != self.id:
-            self.lost = self.lost or "its lease has ended"
+    def check(self) -> None:
+        """Raises: BackendError: It has ended, as far as we know."""
         if self.lost:
             raise BackendError(
                 f"the store at {self._kv.endpoint}{self.key.removesuffix('/lease')} is gone: "
                 f"{self.lost}; open it again"
             )
+
+    def compare(self, view: View) -> None:
+        """Raises: BackendError: `view`, which has the lease's record, is not of our time."""
+        found = view.entries.get(self.key)
+        if found is None or found.lease_id != self.id:
+            self.lost = self.lost or "its lease has ended"
+        self.check()
 
     def close(self) -> None:
         self._closing.set()

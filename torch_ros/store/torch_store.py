@@ -345,11 +345,9 @@ class EtcdStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def deleteKey(self, key: str | bytes) -> bool:  # noqa: N802  # torch's C++ looks for this name
-        return self.delete_key(key)
-
-    def getNumKeys(self) -> int:  # noqa: N802  # torch's C++ looks for this name
-        return self.num_keys()
+    # torch's C++ looks for these names.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     # How
 
@@ -373,15 +371,11 @@ class EtcdStore(Store):
             raise ClosedError(f"{self!r} was closed")
         if os.getpid() != self._pid:
             raise ClosedError(f"{self!r} was opened before fork(); open it again here")
-
-    def _check_all(self) -> None:
-        self._check()
-        if self._lease.lost:
-            self._lease.check(View(0))
+        self._lease.check()
 
     def _run(self, steps: Steps[T], deadline: Deadline, keys: Iterable[bytes]) -> T:
         try:
-            return run(steps, self._kv, deadline, check=self._check_all)
+            return run(steps, self._kv, deadline, check=self._check)
         except DeadlineExceeded as error:
             waited_ms = f"{deadline.timeout_s * 1000:.0f}ms"
             named = ", ".join(key.decode(errors="replace") for key in keys)
@@ -463,7 +457,7 @@ class EtcdStore(Store):
             while reply is UNKNOWN:  # it may be put twice: nobody else writes or reads it yet
                 reply = yield Commit(Txn(ops=(put,)))
             if not reply.applied:
-                self._lease.check(View(0))
+                self._lease.compare(View(0))
         return blob.record(), (self._keys.blob(key, blob.name),)
 
     def _without_blob(self, key: bytes, entry: Entry | None) -> Iterator[Delete]:
@@ -543,7 +537,7 @@ class EtcdStore(Store):
         first: Plan[T] | None = None,
     ) -> T:
         def planned(view: View) -> Steps[Plan[T] | None]:
-            self._lease.check(view)
+            self._lease.compare(view)
             return plan(view)
 
         deadline = self._deadline(what)
