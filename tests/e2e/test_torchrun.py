@@ -265,6 +265,19 @@ def test_a_job_that_has_ended_takes_no_more_nodes(handlers, etcd_endpoint):
         handlers(etcd_endpoint, run_id).next_rendezvous()
 
 
+def test_an_agent_waits_while_etcd_restarts(handlers, etcd_server):
+    handler = handlers(f"etcd://{etcd_server.host}", "job", read_timeout="60")
+    handler.next_rendezvous()
+    etcd_server.kill()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(handler.set_closed)
+        with pytest.raises(TimeoutError):
+            closing.result(0.5)
+        etcd_server.start()
+        closing.result(50)
+    assert handler.is_closed()
+
+
 def test_the_endpoint_is_that_of_the_environment_if_it_is_not_given(
     handlers, etcd_endpoint, monkeypatch
 ):

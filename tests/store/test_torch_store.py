@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -323,6 +324,30 @@ def test_add_wakes_who_waits(clients):
     time.sleep(0.1)
     waking.add("k", 0)
     assert future.result(10) is None
+
+
+def test_who_waits_asks_for_nothing_until_it_is_woken(monkeypatch, opened):
+    space, is_waiting, asked = Space(), threading.Event(), []
+
+    class Counting(MemoryKV):
+        def commit(self, txn, *, timeout_s):
+            asked.append(txn)
+            return super().commit(txn, timeout_s=timeout_s)
+
+        def wait(self, watch, *, timeout_s):
+            is_waiting.set()
+            return super().wait(watch, timeout_s=timeout_s)
+
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Counting(space))
+    waiting, other = opened("memory://", "s"), opened("memory://", "s")
+    future = in_thread(lambda: waiting.get("k"))
+    assert is_waiting.wait(10)
+    asked.clear()
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    assert not asked
+    other.set("k", "v")
+    assert future.result(10) == b"v"
 
 
 def test_many_threads_wait_at_once(clients):
