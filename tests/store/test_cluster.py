@@ -299,46 +299,40 @@ def test_without_a_majority_nothing_is_answered_and_calls_wait_for_it(kv, etcd_c
 # The whole of it
 
 
-def test_a_trainer_and_its_rollout_go_on_when_a_member_dies(etcd_cluster):
+def test_a_trainer_and_its_rollout_go_on_when_members_die(etcd_cluster):
     weights, got = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
-    published, stopping = [], threading.Event()
     options = {"endpoint": etcd_cluster.endpoint, "timeout_s": 60}
+    version = 0
+    more = threading.Condition()
+
+    def await_versions(count):
+        wanted = version + count
+        with more:
+            assert more.wait_for(lambda: version >= wanted, timeout=60)
+
+    def come_and_go():
+        for victim in (etcd_cluster.leader(), 0):
+            await_versions(3)
+            etcd_cluster.kill(victim)
+            await_versions(3)
+            etcd_cluster.restart(victim)
+        await_versions(3)
+
     with (
         torch_ros.open("m", replica="trainer", **options) as trainer,
         torch_ros.open("m", replica="rollout", **options) as rollout,
+        ThreadPoolExecutor() as pool,
     ):
         trainer.register(weights)
         rollout.register(got)
-
-        def train():
-            version = 0
-            while not stopping.is_set():
+        coming_and_going = pool.submit(come_and_go)
+        while not coming_and_going.done():
+            trainer.unpublish()
+            weights["w"].fill_(version + 1)
+            trainer.publish(version + 1)
+            assert rollout.update("latest")
+            assert got["w"].unique().tolist() == [version + 1]
+            with more:
                 version += 1
-                weights["w"].fill_(version)
-                trainer.publish(version)
-                published.append(version)
-                trainer.unpublish()
-
-        def follow_until(versions):
-            """Read versions until `versions` more were read."""
-            wanted = len(set(seen)) + versions
-            while len(set(seen)) < wanted:
-                version = rollout.replicate("latest")
-                assert got["w"].unique().tolist() == [version]
-                seen.append(version)
-                rollout.unpublish()
-
-        seen = []
-        with ThreadPoolExecutor() as pool:
-            training = pool.submit(train)
-            try:
-                follow_until(3)
-                for victim in (etcd_cluster.leader(), 0):
-                    etcd_cluster.kill(victim)
-                    follow_until(3)
-                    etcd_cluster.restart(victim)
-                follow_until(3)
-            finally:
-                stopping.set()
-            training.result(timeout=60)
-    assert seen == sorted(seen)
+                more.notify_all()
+        coming_and_going.result()
