@@ -462,7 +462,7 @@ class ShardHandle:
         """
         deadline = self._deadline(f"publish {version}", timeout_s)
         with self._busy():
-            self._group.catch_up(deadline)
+            self._catch_up(deadline)
 
             def body(call: GroupCall) -> None:
                 registered = self._require_registered("publish")
@@ -480,6 +480,15 @@ class ShardHandle:
         finally:
             if self._held is None:
                 self._offer.void()
+
+    def _catch_up(self, deadline: Deadline) -> None:
+        """Learn how the last call ended, before the next one or before the tensors are given back.
+
+        Its end may have been a bad one, and readers still believe what this process shows.
+        """
+        self._group.catch_up(deadline)
+        if self._held is None:
+            self._offer.void()
 
     def _publish(
         self, call: GroupCall, version: int, registered: _Registered, deadline: Deadline
@@ -535,7 +544,7 @@ class ShardHandle:
 
     def _unpublish(self, deadline: Deadline) -> None:
         try:
-            self._group.catch_up(deadline)
+            self._catch_up(deadline)
             if (held := self._held) is None:
                 return
             try:
@@ -663,7 +672,7 @@ class ShardHandle:
         """
         deadline = self._deadline(f"update {version}", timeout_s)
         with self._busy():
-            self._group.catch_up(deadline)
+            self._catch_up(deadline)
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
@@ -1002,7 +1011,7 @@ class ShardHandle:
             self._publish(call, version, registered, deadline)
 
         with self._busy():
-            self._group.catch_up(deadline)
+            self._catch_up(deadline)
             if self._held is not None:
                 effects = partial(rules.check_publishable, version=version)
                 try:
@@ -1057,7 +1066,7 @@ class ShardHandle:
             return self._register(state.tensors, state.objects, state.paths)
 
         with self._busy():
-            self._group.catch_up(deadline)
+            self._catch_up(deadline)
             if self.world_size > 1:
                 said = self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
