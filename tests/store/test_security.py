@@ -4,12 +4,18 @@ import contextlib
 import datetime as dt
 import ipaddress
 import logging
+import os
+import re
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -30,6 +36,7 @@ from torch_ros.store.txn import Put, Read, Txn, Unchanged, Watch, under
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(torch_ros.__file__).parents[1]
 PASSWORD, WRONG_PASSWORD, ROOT_PASSWORD = "s3cret-of-ros", "s3cret-guess", "s3cret-of-root"
 MINE = under("/torch-ros/mine/")
 KEY = "/torch-ros/mine/key"
@@ -553,6 +560,41 @@ def test_users_may_be_set_up_while_we_run(running_etcd, tmp_path, caplog):
         use(kv)
         kv.close()
         users.close()
+
+
+# What docs/SECURITY.md says
+
+
+def test_the_documented_commands_work_as_printed(tmp_path, etcd_programs):
+    document = ROOT.joinpath("docs/SECURITY.md").read_text()
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```$", document, re.MULTILINE | re.DOTALL))
+    assert "auth enable" in commands
+    for printed in ("PORT=2379", "PEER_PORT=2380"):
+        assert f" {printed} " in commands
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            free = f"{printed.partition('=')[0]}={server.getsockname()[1]}"
+        commands = commands.replace(f" {printed} ", f" {free} ")
+    commands = commands.replace("python -c", f"{sys.executable} -c")
+    script = f"set -e; trap 'kill $(jobs -p)' EXIT\n{commands}\n{REFUSED}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{etcd_programs}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "refused: role" in done.stdout
+
+
+REFUSED = f"""{sys.executable} -c "
+import torch_ros
+from torch_ros.errors import AccessDenied
+try: torch_ros.open('another-model', timeout_s=10)
+except AccessDenied as error: print('refused:', error.what)
+"
+"""
 
 
 # What is never said
