@@ -10,8 +10,9 @@ from torch_ros.store.txn import Read, Reply, Txn, View, Watch
 class KV(Protocol):
     """etcd, or something that passes `tests/contract/test_kv.py`. Safe to call from many threads.
 
-    Every method raises `StoreUnavailable` when there is no answer within `timeout_s`, and
-    `ClosedError` after `close`. Nothing is retried here.
+    Every method raises `StoreUnavailable` when there is no answer within `timeout_s`,
+    `AccessDenied` when etcd does not let this process do it, and `ClosedError` after `close`. What
+    may have reached etcd is not sent again.
     """
 
     endpoint: str  # for messages; without credentials
