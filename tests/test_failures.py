@@ -367,7 +367,7 @@ def test_what_was_read_is_verified_whatever_the_sharding(opened, depth):
     after, got = reader(opened, "after", digests="full")
     rollout.list()
     assert after.replicate() == 1
-    assert after._digests.totals == rollout._digests.totals
+    assert after._filler.digests.totals == rollout._filler.digests.totals
 
 
 def corrupt(tensors):

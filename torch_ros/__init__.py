@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch_ros import errors
 
 if TYPE_CHECKING:
-    from torch_ros.handle import ReadReport, ShardHandle, open  # noqa: A004
+    from torch_ros.filling import ReadReport
+    from torch_ros.handle import ShardHandle, open  # noqa: A004
 
 __version__ = "0.1.0"
 __all__ = ["ReadReport", "ShardHandle", "errors", "open"]
@@ -23,8 +24,12 @@ __all__ = ["ReadReport", "ShardHandle", "errors", "open"]
 
 def __getattr__(name: str) -> Any:
     # The embedded etcd's supervisor and the command line live without torch's 200 MB.
-    if name in ("ReadReport", "ShardHandle", "open"):
+    if name in ("ShardHandle", "open"):
         from torch_ros import handle  # noqa: PLC0415
 
         return getattr(handle, name)
+    if name == "ReadReport":
+        from torch_ros.filling import ReadReport  # noqa: PLC0415
+
+        return ReadReport
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

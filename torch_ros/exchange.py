@@ -6,11 +6,11 @@ it says where the manifest is now; the manifest says where the tensors are. All 
 one-sided reads. Mailbox and manifest carry digests, so a read that a rewrite overlapped is noticed
 and never believed.
 
-The first eight bytes of the mailbox are the *word*: which call of its group this process serves,
-and how much of what it shows is there. Readers ask for it before a read, to know what they may
-read, and again after the bytes have landed: only if it still names the same call do they count.
-Whoever takes its tensors back clears the word first, so no read that overlaps a later write is
-ever counted, however long the reader was stopped and whatever became of its lease. (The idea is a
+The first eight bytes of the mailbox are the *word*: what content this process serves, because of
+which call of its group, and how much of it is there. Readers ask for it before a read, to know
+what they may read, and again after the bytes have landed: only if it still names the same do they
+count. Whoever takes its tensors back clears the word first, so no read that overlaps a later write
+is ever counted, however long the reader was stopped and whatever became of its lease. (The idea is a
 seqlock's, with the word on the writer's side.)
 """
 
@@ -58,11 +58,11 @@ class Digests:
 class Word:
     """What a process serves: its group's call, and how many of its chunks are there, in order."""
 
-    call: int = 0  # 0: nothing
+    mark: int = 0  # of `store.records.mark`; 0: nothing
     position: int = 0
 
     def pack(self) -> int:
-        return self.call << 32 | self.position
+        return self.mark << 32 | self.position
 
     @classmethod
     def unpack(cls, value: int) -> Word:
@@ -160,9 +160,9 @@ class Offer:
             self._manifest[1].close()
         self._manifest, self.manifest = (buffer, registration), manifest
 
-    def serve(self, call: int, position: int) -> None:
-        """From now on the first `position` chunks of what is shown are there, as of `call`."""
-        self._word[0] = Word(call, position).pack()
+    def serve(self, mark: int, position: int) -> None:
+        """From now on the first `position` chunks of what is shown are there, of what `mark` is."""
+        self._word[0] = Word(mark, position).pack()
 
     def void(self) -> None:
         """Nothing counts any more that is read from now on. Before memory is written to."""

@@ -5,57 +5,49 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
-    BackendError,
     ClosedError,
     ContractBroken,
-    CorruptWeights,
     PeerError,
     SelfFenced,
-    SourceLost,
     TorchRosError,
-    TransferFailed,
     UsageError,
 )
-from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
-from torch_ros.hostcopy import HostCopy
+from torch_ros.exchange import Intake, Offer
+from torch_ros.filling import Filler, Filling, ReadReport
 from torch_ros.identity import identify
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.transport import HOST, Region, Transport
-from torch_ros.reading import Feed, Progress, Reading, connect
+from torch_ros.p2p.transport import Transport
+from torch_ros.reading import Reading
+from torch_ros.registered import LocalState, Registered, finish_kernels, memory_of
 from torch_ros.store import rules
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
-from torch_ros.store.keys import Keys, copy_of, replica_of
+from torch_ros.store.keys import Keys, replica_of
 from torch_ros.store.loops import Done, Step, Wait
-from torch_ros.store.records import Call, Kind, Outcome, Shard, Version, VersionRef
+from torch_ros.store.records import Call, Kind, Version, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.seat import Seat, own_group
-from torch_ros.store.sources import Source
 from torch_ros.store.txn import View
 from torch_ros.store.versions import Spec, check_version, listing, newer, resolve, spec_ranges
-from torch_ros.weights.digest import Depth, chunk_digests, first_difference, totals
-from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
-from torch_ros.weights.manifest import OBJECT, Layout, Manifest, logical, logical_digest
+from torch_ros.weights.digest import Depth
+from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.manifest import Layout, logical, logical_digest
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -155,7 +147,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             retain=retained,
             ttl_s=ttl_s,
             drain_s=drain_s,
-            shard=_shard(offer),
+            shard=shard_of(offer),
         )
         group = Group.join(kv, seat, deadline)
     except BaseException:
@@ -178,10 +170,6 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
-def _shard(offer: Offer) -> Shard:
-    return Shard(socket.gethostname(), os.getpid(), offer.card)
-
-
 def _transport(endpoint: str) -> Transport:
     if endpoint.startswith("memory:"):
         return MemoryTransport()
@@ -189,95 +177,6 @@ def _transport(endpoint: str) -> Transport:
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
     return NixlTransport()
-
-
-@dataclass(frozen=True, slots=True)
-class ReadReport:
-    """What one replicate, update or dcp.load read on this rank."""
-
-    version: int
-    source: str  # the replica read from; the last one, if others were lost
-    reroutes: int  # how often a source was lost and another taken
-    bytes_total: int  # of this rank's tensors
-    bytes_read: int  # over the wire: more where whole rows were read for a part of them
-    elapsed_s: float  # of the whole call
-    stages_s: Mapping[str, float]  # decide, manifests, plan, read, commit
-
-
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """Tensors that are shown to readers. Keeps their memory allocated."""
-
-    layout: Layout
-    memory: Sequence[torch.Tensor]  # of each of its chunks
-    objects: Mapping[str, torch.Tensor]
-    parts: Sequence[_Part]  # objects come before tensors
-
-    @property
-    def digest(self) -> str:
-        """Of the content, whatever the sharding."""
-        return logical_digest(logical([self.layout]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What is read together: the pickled objects, or the tensors, of a registered layout."""
-
-    layout: Layout
-    memory: Sequence[torch.Tensor]
-    chunks: npt.NDArray[np.int64]  # their numbers in the whole layout
-
-
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """A state dict's tensors and pickled objects, as this rank has them."""
-
-    tensors: Sequence[LocalTensor]
-    objects: Mapping[str, torch.Tensor]
-    paths: Mapping[str, tuple[str | int, ...]]
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    started_s: float = field(default_factory=time.perf_counter)
-    stages_s: dict[str, float] = field(default_factory=dict)
-    _last_s: float = field(default_factory=time.perf_counter)
-
-    def lap(self, stage: str) -> None:
-        now_s = time.perf_counter()
-        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - self._last_s
-        self._last_s = now_s
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self.started_s
-
-
-class _Filling:
-    """A version that is being read, over all the sources and seats that this takes.
-
-    Args:
-        register: From a source's layouts to what is to be filled.
-        landed: Called when the objects have landed, before a tensor changes, and at the end.
-    """
-
-    def __init__(
-        self,
-        register: Callable[[Sequence[Layout]], _Registered],
-        landed: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.register, self.landed = register, landed
-        self.ref: VersionRef | None = None
-        self.registered: _Registered | None = None
-        self.progress: Progress | None = None
-        self.source = ""
-        self.sources: list[str] = []  # instances
-        self.expected = Digests()
-
-    def start(self, ref: VersionRef) -> None:
-        """Another version than before: nothing of it is here."""
-        self.ref, self.registered, self.progress = ref, None, None
-        self.expected = Digests()
 
 
 class ShardHandle:
@@ -315,15 +214,14 @@ class ShardHandle:
         check_contract: bool,
     ) -> None:
         self.model = model
-        self._depth, self._checks_contract = depth, check_contract
-        self._digests = Digests()
+        self._checks_contract = check_contract
         self._group, self._transport, self._offer = group, transport, offer
         self._timeout_s, self._staging_bytes = timeout_s, staging_bytes
         self._intake = Intake(transport)
         self._reading = Reading(transport, self._intake, staging_bytes)
-        self._registered: _Registered | None = None
-        self._copies: dict[str, HostCopy] = {}
-        self._last_read: ReadReport | None = None
+        self._registered: Registered | None = None
+        self._filler = Filler(model, group, offer, self._intake, self._reading, depth)
+        self._copies = Copies(group, transport)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -371,7 +269,7 @@ class ShardHandle:
     @property
     def last_read(self) -> ReadReport | None:
         """What the last replicate, update or dcp.load of this handle did."""
-        return self._last_read
+        return self._filler.last_read
 
     @property
     def is_closed(self) -> bool:
@@ -395,7 +293,7 @@ class ShardHandle:
         with self._busy():
             if self._registered is not None:
                 raise UsageError("this handle has registered tensors; unregister() them first")
-            self._register(local_chunks(named_tensors), {}, {})
+            self._register(LocalState(local_chunks(named_tensors), {}, {}))
 
     def unregister(self) -> None:
         """Forget the tensors. Local to this rank. May be called again.
@@ -407,33 +305,17 @@ class ShardHandle:
             self._require_nothing_held("unregister")
             self._unregister()
 
-    def _register(
-        self,
-        tensors: Sequence[LocalTensor],
-        objects: Mapping[str, torch.Tensor],
-        paths: Mapping[str, tuple[str | int, ...]],
-    ) -> _Registered:
-        layout, memory = build(tensors, objects, paths=paths)
-        devices = [t.get_device() if t.is_cuda else HOST for t in memory]
-        spans = [span_of(t) for t in memory]
-        regions = {
-            Region(address, size, device)
-            for (address, size), device in zip(spans, devices, strict=True)
-            if size
-        }
-        addresses = [address for address, _ in spans]
-        ordered = sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
+    def _register(self, state: LocalState) -> Registered:
+        registered = Registered.of(state)
         try:
-            self._offer.show(layout, addresses, devices, ordered)
+            self._offer.show(
+                registered.layout, registered.addresses, registered.devices, registered.regions
+            )
         except BaseException:
             self._unregister()
             raise
-        dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
-        is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
-        parts = [_Part(*build([], objects), np.flatnonzero(is_object))] if objects else []
-        parts.append(_Part(*build(tensors, {}), np.flatnonzero(~is_object)))
-        self._registered = _Registered(layout, memory, objects, parts)
-        return self._registered
+        self._registered = registered
+        return registered
 
     def _unregister(self) -> None:
         self._offer.withdraw()
@@ -491,25 +373,15 @@ class ShardHandle:
             self._offer.void()
 
     def _publish(
-        self, call: GroupCall, version: int, registered: _Registered, deadline: Deadline
+        self, call: GroupCall, version: int, registered: Registered, deadline: Deadline
     ) -> None:
         effects = partial(
             rules.publish, version=check_version(version), fresh_uid=secrets.token_hex(8)
         )
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
-        _finish_kernels(registered.memory)
-        self._digests = Digests(self._depth, self._digest(registered, self._depth))
-        self._offer.show_digests(self._digests)
-        self._offer.serve(call.number, EVERYTHING)
-        if not call.has_ended:
-            self._finish(call, registered, deadline)
+        self._filler.publish(call, registered, deadline)
         log.info("published version %d of %r", version, self.model)
-
-    def _digest(self, registered: _Registered, depth: Depth) -> tuple[int, ...]:
-        if depth == "off":
-            return ()
-        return chunk_digests(registered.layout, registered.memory, depth=depth)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
@@ -552,10 +424,10 @@ class ShardHandle:
                     "unpublish",
                     f"unpublish {held.version}",
                     deadline,
-                    lambda call: call.unpublish(held, partial(self._copy, call)),
+                    partial(self._unpublish_held, held=held),
                 )
             finally:
-                self._keep_copies()
+                self._copies.keep()
         except SelfFenced as lost:
             # The store has forgotten this replica; readers ask the memory, which now says no.
             log.warning("%s; its tensors are taken back without the store", lost)
@@ -564,12 +436,17 @@ class ShardHandle:
         if self._checks_contract and held is not None:
             self._check_contract(held)
 
+    def _unpublish_held(self, call: GroupCall, held: VersionRef) -> None:
+        registered = self._registered
+        assert registered is not None
+        call.unpublish(held, partial(self._copies.make, call, registered))
+
     def _check_contract(self, held: VersionRef) -> None:
-        registered, known = self._registered, self._digests
+        registered, known = self._registered, self._filler.digests
         if registered is None or not known.chunks:
             return
-        _finish_kernels(registered.memory)
-        now = self._digest(registered, known.depth)
+        finish_kernels(registered.memory)
+        now = registered.digests(known.depth)
         for chunk, before, after in zip(registered.layout.chunks, known.chunks, now, strict=True):
             if before != after:
                 fqn = registered.layout.tensors[chunk.tensor].fqn
@@ -578,55 +455,6 @@ class ShardHandle:
                     f"tensor {fqn!r} is not what it was",
                     "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
                 )
-
-    def _copy(self, call: GroupCall, name: str) -> Shard:
-        """This rank's part of a copy in host memory, of the last that counts of a version."""
-        if name not in self._copies:
-            registered, kept = self._registered, self._group.holds
-            assert registered is not None
-            assert kept is not None
-            self._copies[name] = HostCopy(
-                self._transport, registered.layout, registered.memory, kept, call.number
-            )
-        return _shard(self._copies[name].offer)
-
-    def _keep_copies(self) -> None:
-        for name, copy in self._copies.items():
-            if not copy.is_kept:
-                copy.is_kept = True
-                threading.Thread(
-                    target=self._keep_copy,
-                    args=(name, self._group.seat),
-                    name=f"torch_ros keeps {name}",
-                    daemon=True,
-                ).start()
-
-    def _keep_copy(self, name: str, seat: Seat) -> None:
-        """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
-        copy, group = self._copies[name], self._group
-        version = copy.kept.ref.version
-        forever = Deadline(f"keeping version {version}", math.inf)
-        shard, inst = _shard(copy.offer), name
-        while True:
-            try:
-                if group.host(copy.kept, seat, inst, copy.call, shard, forever):
-                    group.release(copy.kept.ref, seat, inst)
-                break
-            except SelfFenced as lost:
-                group.fence(lost)
-            except BackendError as error:
-                log.warning("keeping version %d: %s", version, error)
-            except ClosedError:
-                break
-            try:
-                group.await_seat(forever, peers_s=math.inf)
-            except (SelfFenced, ClosedError):
-                break
-            seat = group.seat
-            inst = copy_of(seat.inst, copy.call)
-        del self._copies[name]
-        copy.close()
-        log.info("the copy of version %d in host memory is released", version)
 
     # Reading
 
@@ -705,231 +533,17 @@ class ShardHandle:
     def _replicate(self, version: int | str, floor: VersionRef | None, deadline: Deadline) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
 
-        def attempt(filling: _Filling) -> int:
+        def attempt(filling: Filling) -> int:
             def body(call: GroupCall) -> int:
                 self._require_registered("replicate")
                 self._require_nothing_held("replicate")
                 spec = Spec.parse(version)
-                return self._fill(call, spec, floor, filling, Whole(), deadline)
+                return self._filler.fill(call, spec, floor, filling, Whole(), deadline)
 
             return self._make("replicate", asked, deadline, body)
 
         register = lambda _: self._require_registered("replicate")  # noqa: E731  # short
-        return self._healing(attempt, lambda: _Filling(register))
-
-    def _fill(
-        self,
-        call: GroupCall,
-        spec: Spec,
-        floor: VersionRef | None,
-        filling: _Filling,
-        whole: Whole,
-        deadline: Deadline,
-    ) -> int:
-        """This rank's part in reading a version, whole or what is still missing of it."""
-        watch = _Stopwatch()
-        # A part of a version cannot serve those who want all of it.
-        call.decide_to_read(spec, floor, is_relay=whole.is_required)
-        if call.has_ended:  # while this rank had no seat; its part was done
-            self._offer.serve(call.number, EVERYTHING)
-            return call.ref.version
-        watch.lap("decide")
-        if filling.ref != call.ref:
-            filling.start(call.ref)
-        call.read(partial(self._fetch, call, filling, watch, deadline))
-        registered, progress = filling.registered, filling.progress
-        assert registered is not None
-        assert progress is not None
-        _mark_written(registered.memory)
-        watch.lap("read")
-        expected = filling.expected
-        depth: Depth = expected.depth if self._depth != "off" else "off"
-        self._digests = Digests(expected.depth, self._digest(registered, depth), expected.totals)
-        if depth != "off":
-            self._offer.show_digests(self._digests)
-            watch.lap("digest")
-        outcome = self._finish(
-            call, registered, deadline, whole, partial(self._verify, call, filling, deadline)
-        )
-        watch.lap("commit")
-        if not outcome.is_source:
-            self._offer.void()
-        self._report(call, filling, progress, registered, watch)
-        return call.ref.version
-
-    def _fetch(
-        self,
-        call: GroupCall,
-        filling: _Filling,
-        watch: _Stopwatch,
-        deadline: Deadline,
-        source: Source,
-    ) -> None:
-        feed = connect(
-            self._intake,
-            [shard.card for shard in source.shards],
-            deadline,
-            replica=replica_of(source.inst),
-            call=source.call,
-            is_full=source.is_full,
-            is_there=partial(call.is_there, source),
-            certify=partial(self._group.await_certainty, deadline),
-        )
-        watch.lap("manifests")
-        filling.source = feed.replica
-        filling.sources.append(source.inst)
-        layouts = [manifest.layout for _, manifest in feed.manifests]
-        if filling.registered is None:
-            filling.registered = filling.register(layouts)
-            filling.progress = Progress(self._offer, len(filling.registered.memory))
-            _finish_kernels(filling.registered.memory)  # those that still use the old content
-            filling.expected = self._expected(feed, source.inst)
-            self._offer.show_digests(filling.expected)
-        registered, progress = filling.registered, filling.progress
-        assert progress is not None
-        plans = [self._reading.plan(layouts, part.layout, self.rank) for part in registered.parts]
-        watch.lap("plan")
-        progress.serve(call.number)
-        for plan, part in zip(plans, registered.parts, strict=True):
-            self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
-            filling.landed()
-
-    def _expected(self, feed: Feed, inst: str) -> Digests:
-        """What the version's digests are, as far as this source knows."""
-        manifests = [manifest for _, manifest in feed.manifests]
-        depth = manifests[0].depth if manifests else "off"
-        if depth == "off" or self._depth == "off":
-            if self._depth != "off":
-                log.warning("%s has no digests; what is read from it is not verified", inst)
-            # Passed on all the same, for those who verify.
-            known = next((m for m in manifests if m.totals), None)
-            return Digests(known.depth, (), known.totals) if known else Digests()
-        if manifests[0].totals:
-            return Digests(depth, (), manifests[0].totals)
-        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
-        return Digests(depth, (), totals(layouts, chunks, depth=depth))
-
-    def _verify(self, call: GroupCall, filling: _Filling, deadline: Deadline) -> None:
-        """By the last rank of a replica that is ready: is what all of them read what it should be?
-
-        Raises: CorruptWeights
-        """
-        expected = filling.expected
-        if self._depth == "off" or expected.depth == "off":
-            return
-        manifests = self._own_manifests(deadline)
-        chunks = [manifest.digests for manifest in manifests]
-        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
-            log.warning("not all ranks have digests; version %d is not verified", call.ref.version)
-            return
-        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
-        if (fqn := first_difference(found, expected.totals)) is not None:
-            raise CorruptWeights(self.model, call.ref.version, fqn, filling.source)
-
-    def _healing(self, attempt: Callable[[_Filling], T], make: Callable[[], _Filling]) -> T:
-        """What was read and is not what was published is read again, rather from another source.
-
-        All ranks get the same CorruptWeights, so all of them try again.
-        """
-        for tries_left in reversed(range(HEAL_TRIES)):
-            filling = make()
-            try:
-                return attempt(filling)
-            except CorruptWeights as error:
-                if not tries_left:
-                    raise
-                log.warning("%s; reading it again", error)
-                self._group.suspect(filling.sources, str(error))
-        raise AssertionError("the last try returns or raises")
-
-    def _report(
-        self,
-        call: GroupCall,
-        filling: _Filling,
-        progress: Progress,
-        registered: _Registered,
-        watch: _Stopwatch,
-    ) -> None:
-        bytes_total = sum(t.numel() * t.element_size() for t in registered.memory)
-        report = ReadReport(
-            call.ref.version,
-            filling.source,
-            call.reroutes,
-            bytes_total,
-            progress.bytes_read,
-            watch.elapsed_s,
-            watch.stages_s,
-        )
-        self._last_read = report
-        log.info(
-            "version %d of %r from %r: %.1f MB in %.1f ms, %.2f GB/s while reading, "
-            "%d re-routed (%s)",
-            report.version,
-            self.model,
-            report.source,
-            bytes_total / 1e6,
-            1e3 * report.elapsed_s,
-            bytes_total / max(watch.stages_s["read"], 1e-9) / 1e9,
-            report.reroutes,
-            ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
-        )
-
-    def _finish(
-        self,
-        call: GroupCall,
-        registered: _Registered,
-        deadline: Deadline,
-        whole: Whole = Whole(),  # noqa: B008  # a frozen value
-        verify: Callable[[], None] = lambda: None,
-    ) -> Outcome:
-        """Ready; returns when, together with the peers, done."""
-
-        def summarise(said: Mapping[int, str]) -> str:
-            verify()
-            if len(set(said.values())) == 1:
-                return said[self.rank]
-            # Ranks with different tensors (pipeline stages): together they hold the union.
-            return logical_digest(logical(self._layouts(self._group.seat.inst, deadline)))
-
-        return call.finish(registered.digest, summarise, whole)
-
-    def _manifests(
-        self, shards: Sequence[Shard], source: str, deadline: Deadline
-    ) -> list[tuple[str, Manifest]]:
-        shown = []
-        for rank, shard in enumerate(shards):
-            try:
-                shown.append(self._intake.manifest(shard.card, deadline))
-            except TransferFailed as error:
-                self._intake.forget(error.agent)
-                raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
-        return shown
-
-    def _layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
-        """What the ranks of a replica show now, which may be this one."""
-        if inst != self._group.seat.inst:
-            shards = self._shards(inst, deadline)
-            shown = self._manifests(shards, replica_of(inst), deadline)
-            return [manifest.layout for _, manifest in shown]
-        return [manifest.layout for manifest in self._own_manifests(deadline)]
-
-    def _own_manifests(self, deadline: Deadline) -> list[Manifest]:
-        """What the ranks of this replica show now."""
-        shards = self._shards(self._group.seat.inst, deadline)
-        peers = [shard for rank, shard in enumerate(shards) if rank != self.rank]
-        manifests = [m for _, m in self._manifests(peers, self.replica, deadline)]
-        own = self._offer.manifest
-        assert own is not None
-        manifests.insert(self.rank, own)
-        return manifests
-
-    def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
-        within = self._group.seat.keys.shards(inst)
-
-        def rule(view: View) -> Step[list[Shard]]:
-            return Done([Shard.decode(view.entries[key].value) for key in sorted(view.entries)])
-
-        return self._group.ask((within,), rule, deadline)
+        return self._filler.healing(attempt, lambda: Filling(register))
 
     # What torch_ros.dcp stands on
 
@@ -959,7 +573,7 @@ class ShardHandle:
         while True:
             ref, layout, source = self._group.ask(spec_ranges(keys), rule, deadline)
             try:
-                layouts = self._layouts(source, deadline)
+                layouts = self._filler.layouts(source, deadline)
                 if logical_digest(logical(layouts)) == layout:
                     return ref, layouts
                 reason = "it shows other tensors by now"
@@ -987,14 +601,14 @@ class ShardHandle:
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
         state: LocalState | None = None
-        registered: _Registered | None = None
+        registered: Registered | None = None
 
         def check() -> str:
             nonlocal state
             check_version(version)
             state = collect()
             build(state.tensors, state.objects, paths=state.paths)
-            if is_staged and self._staged & _memory_of(state) and self._held is not None:
+            if is_staged and self._staged & memory_of(state) and self._held is not None:
                 raise ContractBroken(
                     self._held.version,
                     "dcp.async_save staged the next one over it; this stager reuses its buffers",
@@ -1007,7 +621,7 @@ class ShardHandle:
             nonlocal state, registered
             state = state or collect()
             if registered is None:
-                registered = self._register(state.tensors, state.objects, state.paths)
+                registered = self._register(state)
             self._publish(call, version, registered, deadline)
 
         with self._busy():
@@ -1023,7 +637,7 @@ class ShardHandle:
             try:
                 self._make("publish", asked, deadline, body)
                 assert state is not None
-                self._staged = _memory_of(state) if is_staged else set()
+                self._staged = memory_of(state) if is_staged else set()
             finally:
                 self._unregister_unless_held()
 
@@ -1060,10 +674,10 @@ class ShardHandle:
             self._require_another_holder(Spec.parse(version), deadline)
             return "to be read"
 
-        def register(now: Sequence[Layout]) -> _Registered:
+        def register(now: Sequence[Layout]) -> Registered:
             is_as_checked = all(a is b for a, b in zip(now, layouts, strict=False))
             state = checked if checked and is_as_checked else fill(now)
-            return self._register(state.tensors, state.objects, state.paths)
+            return self._register(state)
 
         with self._busy():
             self._catch_up(deadline)
@@ -1078,16 +692,17 @@ class ShardHandle:
             whole = Whole(is_required=False, is_served=is_served)
             spec = Spec.parse(version)
 
-            def attempt(filling: _Filling) -> int:
-                body = lambda call: self._fill(call, spec, None, filling, whole, deadline)  # noqa: E731  # short
+            def attempt(filling: Filling) -> int:
+                body = lambda call: self._filler.fill(call, spec, None, filling, whole, deadline)  # noqa: E731  # short
                 return self._make("replicate", asked, deadline, body)
 
             try:
-                self._healing(attempt, lambda: _Filling(register, vet))
+                self._filler.healing(attempt, lambda: Filling(register, vet))
             finally:
                 self._unregister_unless_held()
-            assert self._last_read is not None
-            return self._last_read
+            report = self._filler.last_read
+            assert report is not None
+            return report
 
     def _is_registered(self, state: LocalState, layout: Layout) -> bool:
         """Whether these tensors are the registered ones. Objects have a new buffer each time."""
@@ -1106,8 +721,9 @@ class ShardHandle:
             buffer.copy_(self._registered.objects[fqn])
         vet()
         log.info("version %d of %r is already here", self._held.version, self.model)
-        self._last_read = ReadReport(self._held.version, self.replica, 0, 0, 0, 0.0, {})
-        return self._last_read
+        report = ReadReport(self._held.version, self.replica, 0, 0, 0, 0.0, {})
+        self._filler.last_read = report
+        return report
 
     def _require_another_holder(self, spec: Spec, deadline: Deadline) -> None:
         """To read a version into other tensors, this replica first gives up the copy it holds."""
@@ -1246,7 +862,7 @@ class ShardHandle:
     def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
         return Deadline(what, self._timeout_s if timeout_s is None else timeout_s)
 
-    def _require_registered(self, call: str) -> _Registered:
+    def _require_registered(self, call: str) -> Registered:
         if self._registered is None:
             raise UsageError(f"{call}: this handle has no tensors; register() them first")
         return self._registered
@@ -1261,23 +877,6 @@ class ShardHandle:
 def _unanimous(said: Iterable[str]) -> str:
     values = set(said)
     return values.pop() if len(values) == 1 else ""
-
-
-def _memory_of(state: LocalState) -> set[tuple[int, int]]:
-    return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
-
-
-def _finish_kernels(memory: Sequence[torch.Tensor]) -> None:
-    """Wait for what was queued on these tensors: nobody else orders it before our reads."""
-    for device in {tensor.device for tensor in memory if tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
-
-
-def _mark_written(memory: Sequence[torch.Tensor]) -> None:
-    """Let autograd notice that these were overwritten behind its back."""
-    for tensor in memory:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Carries read plans out: what `weights` decided, with the reads that `p2p` offers.
 
 What is read from a source counts once the source, asked after the bytes have landed, still serves
-the same call of its group. Everything here is about asking at the right moments: before a read,
-whether what it is after is there; after it, whether it counts.
+the same content. Everything here is about asking at the right moments: before a read, whether what
+it is after is there; after it, whether it counts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Progress:
     """How much of what this rank is filling is there, and told to its own readers."""
 
     def __init__(self, offer: Offer, chunks: int) -> None:
-        self._offer, self._call = offer, 0
+        self._offer, self._mark = offer, 0
         self.done: npt.NDArray[np.bool_] = np.zeros(chunks, np.bool_)
         self.bytes_read = 0
 
-    def serve(self, call: int) -> None:
+    def serve(self, mark: int) -> None:
         """Say so from now on."""
-        self._call = call
+        self._mark = mark
         self._tell()
 
     def add(self, chunks: npt.NDArray[np.int64], bytes_read: int) -> None:
@@ -51,7 +51,7 @@ class Progress:
 
     def _tell(self) -> None:
         is_all = bool(self.done.all())
-        self._offer.serve(self._call, EVERYTHING if is_all else int(np.argmin(self.done)))
+        self._offer.serve(self._mark, EVERYTHING if is_all else int(np.argmin(self.done)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Feed:
     """The processes of a source, and how to ask the store whether it is still there."""
 
     replica: str
-    call: int
+    mark: int
     is_full: bool
     shown: Sequence[Shown]
     is_there: Callable[[], bool]
@@ -77,7 +77,7 @@ def connect(
     deadline: Deadline,
     *,
     replica: str,
-    call: int,
+    mark: int,
     is_full: bool,
     is_there: Callable[[], bool],
     certify: Callable[[], None],
@@ -96,13 +96,13 @@ def connect(
             except TransferFailed as error:
                 intake.forget(error.agent)
                 raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
-            if now.word.call == call and now.manifest is not None:
+            if now.word.mark == mark and now.manifest is not None:
                 shown.append(now)
                 break
-            if is_full or now.word.call:
+            if is_full or now.word.mark:
                 raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
             patience.wait(f"rank {rank} of {replica!r} has not begun to read")
-    return Feed(replica, call, is_full, shown, is_there, certify)
+    return Feed(replica, mark, is_full, shown, is_there, certify)
 
 
 class _Patience:
@@ -291,7 +291,7 @@ class _Run:
 
     def _ask(self, rank: int) -> None:
         word = self._intake.word(self._feed.shown[rank], self._deadline)
-        if word.call != self._feed.call:
+        if word.mark != self._feed.mark:
             raise self._lost(rank, "it does not serve it any more")
         self._there[rank] = word.position
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 BELOW = {"errors", "store", "weights", "p2p"}
-HANDLE = {"identity", "exchange", "hostcopy", "reading", "handle"}
+HANDLE = {"identity", "exchange", "reading", "registered", "copies", "filling", "handle"}
 ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
     "store": {"errors", "msgspec"},
@@ -14,10 +14,12 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "p2p": {"errors", "numpy", "msgspec"},
     "identity": {"errors", "torch"},
     "exchange": {*BELOW, "numpy", "msgspec"},
-    "hostcopy": {*BELOW, "exchange", "torch"},
     "reading": {*BELOW, "exchange", "torch", "numpy"},
-    "handle": {*BELOW, *HANDLE, "torch", "numpy"},
-    "dcp": {"errors", "weights", "handle", "torch"},
+    "registered": {*BELOW, "torch", "numpy"},
+    "copies": {*BELOW, "exchange", "registered", "torch"},
+    "filling": {*BELOW, "exchange", "reading", "registered", "torch"},
+    "handle": {*BELOW, *HANDLE, "torch"},
+    "dcp": {"errors", "weights", "registered", "handle", "torch"},
     "integrations": {"errors", "handle", "dcp", "torch"},
     "cli": {"errors", "handle"},
 }

@@ -27,7 +27,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
-from torch_ros.handle import LocalState, ShardHandle
+from torch_ros.handle import ShardHandle
+from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import (
     OBJECT,

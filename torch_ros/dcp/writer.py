@@ -16,7 +16,8 @@ from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import UsageError
-from torch_ros.handle import LocalState, ShardHandle
+from torch_ros.handle import ShardHandle
+from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 
 

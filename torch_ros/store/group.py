@@ -34,7 +34,17 @@ from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.membership import Applicant
-from torch_ros.store.records import Call, Failure, Kept, Kind, Outcome, Shard, Suspect, VersionRef
+from torch_ros.store.records import (
+    Call,
+    Failure,
+    Kept,
+    Kind,
+    Outcome,
+    Shard,
+    Suspect,
+    VersionRef,
+    mark,
+)
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline, run
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
@@ -480,6 +490,11 @@ class GroupCall:
         assert self._call is not None
         assert self._call.ref is not None
         return self._call.ref
+
+    @property
+    def mark(self) -> int:
+        """What this process shows with what it has because of this call."""
+        return mark(self.ref.uid, self.number)
 
     @property
     def said(self) -> str:

@@ -268,8 +268,8 @@ def _adopt(
     if record is not None and VersionRecord.decode(record.value).uid != ref.uid:
         return ops, guards
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
-    if record is None:
-        run_ops.append(Put(key, VersionRecord(ref.uid, kept.layout).encode()))
+    # Even if it is unchanged: it wakes who waits for the version.
+    run_ops.append(Put(key, VersionRecord(ref.uid, kept.layout).encode()))
     holding = Holding(
         ref.uid,
         kept.call,

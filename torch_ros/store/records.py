@@ -5,6 +5,7 @@ Never pickle: whoever can write to etcd must not be able to run code here.
 
 from __future__ import annotations
 
+import zlib
 from typing import Literal, Self
 
 import msgspec
@@ -85,17 +86,30 @@ class Version(Record, frozen=True):
     layout: str = ""  # digest of the sharding-free content; empty until it was published once
 
 
+def mark(uid: str, call: int) -> int:
+    """What the processes of a group show while they serve the content `uid` because of a call.
+
+    32 bits, never 0. Not the call's number alone: a call that is made again, since its seats were
+    lost, may find another version, and who still reads the first one must notice.
+    """
+    return zlib.crc32(f"{uid}/{call}".encode()) or 1
+
+
 class Holding(Record, frozen=True):
     """`holdings/<run>/<v>/<inst>`: a replica holds, or is filling, a version."""
 
     uid: str
-    call: int  # the group call that made it; what its processes show carries the same number
+    call: int  # the group call that made it
     state: Literal["filling", "full", "draining"]
     world_size: int
     datacenter: str = "default"
     is_original: bool = False  # the publisher's own tensors
     is_relay: bool = False  # while it fills, others may read the part that is there
     spot: bool = False
+
+    @property
+    def mark(self) -> int:
+        return mark(self.uid, self.call)
 
 
 class Ready(Record, frozen=True):

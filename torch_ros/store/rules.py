@@ -537,9 +537,11 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
         reason = f"{there} of {seat.world_size} ranks have copied version {ref.version}"
         return Wait(reason, (*seat.own, keys.shards(copy), one(key)))
     holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
-    ops: list[Op] = [Put(key, holding.encode(), anchor)]
-    if record is None:  # the store was wiped since
-        ops.append(Put(version, Version(ref.uid, kept.layout).encode()))
+    # The version's record even if it is unchanged: it wakes who waits for the version.
+    ops: list[Op] = [
+        Put(key, holding.encode(), anchor),
+        Put(version, Version(ref.uid, kept.layout).encode()),
+    ]
     run = keys.run(ref.run)
     if run not in view.entries:
         ops.append(Put(run, Run(seat.inst, ref.run_number).encode()))
@@ -575,7 +577,8 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
-        return Act(Txn((view.unchanged(key), *keep.guards), (put,)), None)
+        woken = _wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
+        return Act(Txn((view.unchanged(key), *keep.guards), (put, *woken)), None)
     readers = keys.readers_of(ref.run, ref.version, copy)
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
     guards = (view.unchanged(key), *keep.guards)
@@ -583,6 +586,11 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
         return Act(Txn((*guards, Empty(readers)), gone), lambda _: None)
     wait = Wait("", (one(seat.group), keys.groups(), keys.holdings(), readers))
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
+
+
+def _wake(view: View, version: str) -> tuple[Put, ...]:
+    """Write the record again: that is what those watch who wait for a version."""
+    return tuple(Put(key, entry.value) for key, entry in view.within(one(version)))
 
 
 def release_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:

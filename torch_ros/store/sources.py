@@ -29,7 +29,7 @@ class Source:
     """Who is read from, as it was when the reader record was put."""
 
     inst: str
-    call: int  # the number that its processes show with what they have
+    mark: int  # what its processes show with what they have
     is_full: bool
     shards: tuple[Shard, ...]
 
@@ -248,7 +248,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
             reason = f"{len(shards)} of its {holding.world_size} processes are alive"
             raise SourceLost(k.replica_of(source), reason, 0, 0)
         records = tuple(Shard.decode(shards[key].value) for key in sorted(shards))
-        return Source(source, holding.call, holding.state != "filling", records)
+        return Source(source, holding.mark, holding.state != "filling", records)
 
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
     if key in view.entries:  # put before, and the reply was lost
@@ -271,7 +271,7 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     raise_if_ended(view, seat, call)
     assert call.ref is not None
     entry = view.entries.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
-    return Done(entry is not None and Holding.decode(entry.value).call == source.call)
+    return Done(entry is not None and Holding.decode(entry.value).mark == source.mark)
 
 
 def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:

@@ -1,0 +1,128 @@
+"""Copies of versions in host memory, that outlive the tensors they were made from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from torch_ros.errors import BackendError, ClosedError, SelfFenced
+from torch_ros.exchange import EVERYTHING, Offer
+from torch_ros.p2p.transport import HOST, Region, Transport
+from torch_ros.registered import Registered
+from torch_ros.store.group import Group, GroupCall
+from torch_ros.store.keys import copy_of
+from torch_ros.store.records import Kept, Shard, mark
+from torch_ros.store.run import Deadline
+from torch_ros.store.seat import Seat
+from torch_ros.weights.local import packed
+from torch_ros.weights.manifest import Layout
+
+log = logging.getLogger(__name__)
+
+
+def shard_of(offer: Offer) -> Shard:
+    """The record that says where this process shows what `offer` shows."""
+    return Shard(socket.gethostname(), os.getpid(), offer.card)
+
+
+class HostCopy:
+    """One rank's part: contiguous chunks, shown by an offer of their own, until `close`.
+
+    Args:
+        memory: Of each chunk of `layout`; copied before this returns.
+        call: The number of the group's call that made it, which readers see.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        memory: Sequence[torch.Tensor],
+        kept: Kept,
+        call: int,
+    ) -> None:
+        self.kept, self.call = kept, call
+        self.is_kept = False  # a thread sees to it that it is offered for as long as needed
+        self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
+        for chunk, tensor in zip(self._chunks, memory, strict=True):
+            chunk.copy_(tensor)
+        self.offer = Offer(transport)
+        regions = {
+            Region(chunk.data_ptr(), chunk.numel() * chunk.element_size()) for chunk in self._chunks
+        }
+        ordered = sorted(regions, key=lambda region: region.address)
+        addresses = [chunk.data_ptr() for chunk in self._chunks]
+        self.offer.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
+        self.offer.serve(mark(kept.ref.uid, call), EVERYTHING)
+
+    def close(self) -> None:
+        """Show it no more, and free it."""
+        self.offer.void()
+        self.offer.close()
+        self._chunks.clear()
+
+
+class Copies:
+    """The copies that this process has made of versions of its replica."""
+
+    def __init__(self, group: Group, transport: Transport) -> None:
+        self._group, self._transport = group, transport
+        self._copies: dict[str, HostCopy] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def make(self, call: GroupCall, registered: Registered, name: str) -> Shard:
+        """This rank's part of a copy in host memory, of the last that counts of a version."""
+        if name not in self._copies:
+            kept = self._group.holds
+            assert kept is not None
+            self._copies[name] = HostCopy(
+                self._transport, registered.layout, registered.memory, kept, call.number
+            )
+        return shard_of(self._copies[name].offer)
+
+    def keep(self) -> None:
+        """Offer what was made, in threads, for as long as it is needed."""
+        for name, copy in self._copies.items():
+            if not copy.is_kept:
+                copy.is_kept = True
+                threading.Thread(
+                    target=self._keep,
+                    args=(name, self._group.seat),
+                    name=f"torch_ros keeps {name}",
+                    daemon=True,
+                ).start()
+
+    def _keep(self, name: str, seat: Seat) -> None:
+        """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
+        copy, group = self._copies[name], self._group
+        version = copy.kept.ref.version
+        forever = Deadline(f"keeping version {version}", math.inf)
+        shard, inst = shard_of(copy.offer), name
+        while True:
+            try:
+                if group.host(copy.kept, seat, inst, copy.call, shard, forever):
+                    group.release(copy.kept.ref, seat, inst)
+                break
+            except SelfFenced as lost:
+                group.fence(lost)
+            except BackendError as error:
+                log.warning("keeping version %d: %s", version, error)
+            except ClosedError:
+                break
+            try:
+                group.await_seat(forever, peers_s=math.inf)
+            except (SelfFenced, ClosedError):
+                break
+            seat = group.seat
+            inst = copy_of(seat.inst, copy.call)
+        del self._copies[name]
+        copy.close()
+        log.info("the copy of version %d in host memory is released", version)

@@ -1,0 +1,323 @@
+"""Fills this process's part of a replica with a version, from whatever sources that takes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from torch_ros.errors import CorruptWeights, SourceLost, TransferFailed
+from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
+from torch_ros.reading import Feed, Progress, Reading, connect
+from torch_ros.registered import Registered, finish_kernels, mark_written
+from torch_ros.store.group import Group, GroupCall
+from torch_ros.store.keys import replica_of
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.records import Outcome, Shard, VersionRef
+from torch_ros.store.rules import Whole
+from torch_ros.store.run import Deadline
+from torch_ros.store.sources import Source
+from torch_ros.store.txn import View
+from torch_ros.store.versions import Spec
+from torch_ros.weights.digest import Depth, first_difference, totals
+from torch_ros.weights.manifest import Layout, Manifest, logical, logical_digest
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+HEAL_TRIES = 2  # a second one, when what was read is not what was published
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one replicate, update or dcp.load read on this rank."""
+
+    version: int
+    source: str  # the replica read from; the last one, if others were lost
+    reroutes: int  # how often a source was lost and another taken
+    bytes_total: int  # of this rank's tensors
+    bytes_read: int  # over the wire: more where whole rows were read for a part of them
+    elapsed_s: float  # of the whole call
+    stages_s: Mapping[str, float]  # decide, manifests, plan, read, commit
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    started_s: float = field(default_factory=time.perf_counter)
+    stages_s: dict[str, float] = field(default_factory=dict)
+    _last_s: float = field(default_factory=time.perf_counter)
+
+    def lap(self, stage: str) -> None:
+        now_s = time.perf_counter()
+        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+class Filling:
+    """A version that is being read, over all the sources and seats that this takes.
+
+    Args:
+        register: From a source's layouts to what is to be filled.
+        landed: Called when the objects have landed, before a tensor changes, and at the end.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[Sequence[Layout]], Registered],
+        landed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.register, self.landed = register, landed
+        self.ref: VersionRef | None = None
+        self.registered: Registered | None = None
+        self.progress: Progress | None = None
+        self.source = ""
+        self.sources: list[str] = []  # instances
+        self.expected = Digests()
+
+    def start(self, ref: VersionRef) -> None:
+        """Another version than before: nothing of it is here."""
+        self.ref, self.registered, self.progress = ref, None, None
+        self.expected = Digests()
+
+
+class Filler:
+    """What a rank does in its group's calls, with its own tensors and those of others."""
+
+    def __init__(
+        self, model: str, group: Group, offer: Offer, intake: Intake, reading: Reading, depth: Depth
+    ) -> None:
+        self._model, self._group, self._offer = model, group, offer
+        self._intake, self._reading, self._depth = intake, reading, depth
+        self._rank = group.seat.rank
+        self.digests = Digests()  # of what is held
+        self.last_read: ReadReport | None = None
+
+    def publish(self, call: GroupCall, registered: Registered, deadline: Deadline) -> None:
+        """Show the tensors as what was decided on, and say so."""
+        finish_kernels(registered.memory)
+        self.digests = Digests(self._depth, registered.digests(self._depth))
+        self._offer.show_digests(self.digests)
+        self._offer.serve(call.mark, EVERYTHING)
+        if not call.has_ended:
+            self.finish(call, registered, deadline)
+
+    def fill(
+        self,
+        call: GroupCall,
+        spec: Spec,
+        floor: VersionRef | None,
+        filling: Filling,
+        whole: Whole,
+        deadline: Deadline,
+    ) -> int:
+        """This rank's part in reading a version, whole or what is still missing of it."""
+        watch = Stopwatch()
+        # A part of a version cannot serve those who want all of it.
+        call.decide_to_read(spec, floor, is_relay=whole.is_required)
+        if call.has_ended:  # while this rank had no seat; its part was done
+            self._offer.serve(call.mark, EVERYTHING)
+            return call.ref.version
+        watch.lap("decide")
+        if filling.ref != call.ref:
+            filling.start(call.ref)
+        call.read(partial(self._fetch, call, filling, watch, deadline))
+        registered, progress = filling.registered, filling.progress
+        assert registered is not None
+        assert progress is not None
+        mark_written(registered.memory)
+        watch.lap("read")
+        expected = filling.expected
+        depth: Depth = expected.depth if self._depth != "off" else "off"
+        self.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
+        if depth != "off":
+            self._offer.show_digests(self.digests)
+            watch.lap("digest")
+        outcome = self.finish(
+            call, registered, deadline, whole, partial(self._verify, call, filling, deadline)
+        )
+        watch.lap("commit")
+        if not outcome.is_source:
+            self._offer.void()
+        self._report(call, filling, progress, registered, watch)
+        return call.ref.version
+
+    def _fetch(
+        self,
+        call: GroupCall,
+        filling: Filling,
+        watch: Stopwatch,
+        deadline: Deadline,
+        source: Source,
+    ) -> None:
+        feed = connect(
+            self._intake,
+            [shard.card for shard in source.shards],
+            deadline,
+            replica=replica_of(source.inst),
+            mark=source.mark,
+            is_full=source.is_full,
+            is_there=partial(call.is_there, source),
+            certify=partial(self._group.await_certainty, deadline),
+        )
+        watch.lap("manifests")
+        filling.source = feed.replica
+        filling.sources.append(source.inst)
+        layouts = [manifest.layout for _, manifest in feed.manifests]
+        if filling.registered is None:
+            filling.registered = filling.register(layouts)
+            filling.progress = Progress(self._offer, len(filling.registered.memory))
+            finish_kernels(filling.registered.memory)  # those that still use the old content
+            filling.expected = self._expected(feed, source.inst)
+            self._offer.show_digests(filling.expected)
+        registered, progress = filling.registered, filling.progress
+        assert progress is not None
+        plans = [self._reading.plan(layouts, part.layout, self._rank) for part in registered.parts]
+        watch.lap("plan")
+        progress.serve(call.mark)
+        for plan, part in zip(plans, registered.parts, strict=True):
+            self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
+            filling.landed()
+
+    def _expected(self, feed: Feed, inst: str) -> Digests:
+        """What the version's digests are, as far as this source knows."""
+        manifests = [manifest for _, manifest in feed.manifests]
+        depth = manifests[0].depth if manifests else "off"
+        if depth == "off" or self._depth == "off":
+            if self._depth != "off":
+                log.warning("%s has no digests; what is read from it is not verified", inst)
+            # Passed on all the same, for those who verify.
+            known = next((m for m in manifests if m.totals), None)
+            return Digests(known.depth, (), known.totals) if known else Digests()
+        if manifests[0].totals:
+            return Digests(depth, (), manifests[0].totals)
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+
+    def _verify(self, call: GroupCall, filling: Filling, deadline: Deadline) -> None:
+        """By the last rank of a replica that is ready: is what all of them read what it should be?
+
+        Raises: CorruptWeights
+        """
+        expected = filling.expected
+        if self._depth == "off" or expected.depth == "off":
+            return
+        manifests = self._own_manifests(deadline)
+        chunks = [manifest.digests for manifest in manifests]
+        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks have digests; version %d is not verified", call.ref.version)
+            return
+        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
+        if (fqn := first_difference(found, expected.totals)) is not None:
+            raise CorruptWeights(self._model, call.ref.version, fqn, filling.source)
+
+    def healing(self, attempt: Callable[[Filling], T], make: Callable[[], Filling]) -> T:
+        """What was read and is not what was published is read again, rather from another source.
+
+        All ranks get the same CorruptWeights, so all of them try again.
+        """
+        for tries_left in reversed(range(HEAL_TRIES)):
+            filling = make()
+            try:
+                return attempt(filling)
+            except CorruptWeights as error:
+                if not tries_left:
+                    raise
+                log.warning("%s; reading it again", error)
+                self._group.suspect(filling.sources, str(error))
+        raise AssertionError("the last try returns or raises")
+
+    def _report(
+        self,
+        call: GroupCall,
+        filling: Filling,
+        progress: Progress,
+        registered: Registered,
+        watch: Stopwatch,
+    ) -> None:
+        bytes_total = registered.bytes_total
+        report = ReadReport(
+            call.ref.version,
+            filling.source,
+            call.reroutes,
+            bytes_total,
+            progress.bytes_read,
+            watch.elapsed_s,
+            watch.stages_s,
+        )
+        self.last_read = report
+        log.info(
+            "version %d of %r from %r: %.1f MB in %.1f ms, %.2f GB/s while reading, "
+            "%d re-routed (%s)",
+            report.version,
+            self._model,
+            report.source,
+            bytes_total / 1e6,
+            1e3 * report.elapsed_s,
+            bytes_total / max(watch.stages_s["read"], 1e-9) / 1e9,
+            report.reroutes,
+            ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
+        )
+
+    def finish(
+        self,
+        call: GroupCall,
+        registered: Registered,
+        deadline: Deadline,
+        whole: Whole = Whole(),  # noqa: B008  # a frozen value
+        verify: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Ready; returns when, together with the peers, done."""
+
+        def summarise(said: Mapping[int, str]) -> str:
+            verify()
+            if len(set(said.values())) == 1:
+                return said[self._rank]
+            # Ranks with different tensors (pipeline stages): together they hold the union.
+            return logical_digest(logical(self.layouts(self._group.seat.inst, deadline)))
+
+        return call.finish(registered.digest, summarise, whole)
+
+    def _manifests(
+        self, shards: Sequence[Shard], source: str, deadline: Deadline
+    ) -> list[tuple[str, Manifest]]:
+        shown = []
+        for rank, shard in enumerate(shards):
+            try:
+                shown.append(self._intake.manifest(shard.card, deadline))
+            except TransferFailed as error:
+                self._intake.forget(error.agent)
+                raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
+        return shown
+
+    def layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
+        """What the ranks of a replica show now, which may be this one."""
+        if inst != self._group.seat.inst:
+            shards = self._shards(inst, deadline)
+            shown = self._manifests(shards, replica_of(inst), deadline)
+            return [manifest.layout for _, manifest in shown]
+        return [manifest.layout for manifest in self._own_manifests(deadline)]
+
+    def _own_manifests(self, deadline: Deadline) -> list[Manifest]:
+        """What the ranks of this replica show now."""
+        shards = self._shards(self._group.seat.inst, deadline)
+        peers = [shard for rank, shard in enumerate(shards) if rank != self._rank]
+        manifests = [m for _, m in self._manifests(peers, self._group.seat.replica, deadline)]
+        own = self._offer.manifest
+        assert own is not None
+        manifests.insert(self._rank, own)
+        return manifests
+
+    def _shards(self, inst: str, deadline: Deadline) -> list[Shard]:
+        within = self._group.seat.keys.shards(inst)
+
+        def rule(view: View) -> Step[list[Shard]]:
+            return Done([Shard.decode(view.entries[key].value) for key in sorted(view.entries)])
+
+        return self._group.ask((within,), rule, deadline)

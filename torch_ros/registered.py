@@ -1,0 +1,105 @@
+"""The tensors of this process that are shown to readers, or filled. Views, never copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torch_ros.p2p.transport import HOST, Region
+from torch_ros.weights.digest import Depth, chunk_digests
+from torch_ros.weights.local import LocalTensor, build, span_of
+from torch_ros.weights.manifest import OBJECT, Layout, logical, logical_digest
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """A state dict's tensors and pickled objects, as this rank has them."""
+
+    tensors: Sequence[LocalTensor]
+    objects: Mapping[str, torch.Tensor]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read together: the pickled objects, or the tensors, of a registered layout."""
+
+    layout: Layout
+    memory: Sequence[torch.Tensor]
+    chunks: npt.NDArray[np.int64]  # their numbers in the whole layout
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Tensors that are shown to readers. Keeps their memory allocated."""
+
+    layout: Layout
+    memory: Sequence[torch.Tensor]  # of each of its chunks
+    objects: Mapping[str, torch.Tensor]
+    parts: Sequence[Part]  # objects come before tensors
+
+    @property
+    def digest(self) -> str:
+        """Of the content, whatever the sharding."""
+        return logical_digest(logical([self.layout]))
+
+    @classmethod
+    def of(cls, state: LocalState) -> Registered:
+        """What these tensors and objects are, and where.
+
+        Raises:
+            UsageError: A tensor and an object have the same fqn.
+        """
+        layout, memory = build(state.tensors, state.objects, paths=state.paths)
+        dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
+        is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
+        parts = [Part(*build(state.tensors, {}), np.flatnonzero(~is_object))]
+        if state.objects:
+            parts.insert(0, Part(*build([], state.objects), np.flatnonzero(is_object)))
+        return cls(layout, memory, state.objects, parts)
+
+    @property
+    def addresses(self) -> list[int]:
+        return [address for address, _ in map(span_of, self.memory)]
+
+    @property
+    def devices(self) -> list[int]:
+        return [t.get_device() if t.is_cuda else HOST for t in self.memory]
+
+    @property
+    def regions(self) -> list[Region]:
+        """The memory to register, in order; none is empty."""
+        spans = zip(map(span_of, self.memory), self.devices, strict=True)
+        regions = {Region(address, size, device) for (address, size), device in spans if size}
+        return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.memory)
+
+    def digests(self, depth: Depth) -> tuple[int, ...]:
+        """Of the content of each chunk; none for "off"."""
+        if depth == "off":
+            return ()
+        return chunk_digests(self.layout, self.memory, depth=depth)
+
+
+def memory_of(state: LocalState) -> set[tuple[int, int]]:
+    return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
+
+
+def finish_kernels(memory: Sequence[torch.Tensor]) -> None:
+    """Wait for what was queued on these tensors: nobody else orders it before our reads."""
+    for device in {tensor.device for tensor in memory if tensor.is_cuda}:
+        torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
+
+
+def mark_written(memory: Sequence[torch.Tensor]) -> None:
+    """Let autograd notice that these were overwritten behind its back."""
+    for tensor in memory:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
