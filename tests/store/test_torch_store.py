@@ -739,6 +739,24 @@ def test_large_values_leave_nothing_behind(etcd_endpoint, opened):
     assert "blobs" not in parts(etcd_endpoint, name)
 
 
+def test_what_was_put_for_an_attempt_that_lost_is_removed(monkeypatch, opened):
+    space, lost = Space(), []
+
+    class Overtaken(MemoryKV):
+        def commit(self, txn, *, timeout_s):
+            if not lost and any(isinstance(op, Put) and op.value[:1] == b"#" for op in txn.ops):
+                lost.append(txn)
+                other.set("k", "other's")
+            return super().commit(txn, timeout_s=timeout_s)
+
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Overtaken(space))
+    store, other = opened("memory://", "s"), opened("memory://", "s")
+    store.append("k", LARGE)
+    assert store.get("k") == b"other's" + LARGE
+    everything = MemoryKV(space).read(Read((under(f"{torch_keys.ROOT}/"),)), timeout_s=1)
+    assert len([key for key in everything.entries if "/blobs/" in key]) == 3
+
+
 def test_a_large_value_is_replaced_as_a_whole(etcd_endpoint, opened):
     name = unique()
     writer, reader = opened(etcd_endpoint, name), opened(etcd_endpoint, name)
@@ -793,6 +811,7 @@ def test_a_client_whose_lease_has_ended_says_so_and_writes_nothing(opened):
     space.expire(store._lease.id)
     successor = opened(endpoint, "s")
     successor.set("k", "new")
+    started_s = time.monotonic()
     for call in (
         lambda: store.set("k", "w"),
         lambda: store.add("k", 1),
@@ -802,7 +821,17 @@ def test_a_client_whose_lease_has_ended_says_so_and_writes_nothing(opened):
     ):
         with pytest.raises(dist.DistNetworkError, match="lease has ended"):
             call()
+    assert time.monotonic() - started_s < 5  # at once, not when it is to be renewed again
     assert successor.get("k") == b"new"
+
+
+def test_who_only_waits_learns_too_that_its_lease_has_ended(opened):
+    endpoint = f"memory://{unique()}"
+    store = opened(endpoint, "s", ttl_s=1)
+    future = in_thread(lambda: store.get("k"))
+    memory.named(endpoint.removeprefix("memory://")).expire(store._lease.id)
+    with pytest.raises(dist.DistNetworkError, match="lease has ended"):
+        future.result(20)
 
 
 def test_clients_that_open_at_once_share_one_lease(etcd_endpoint, opened):
@@ -810,6 +839,23 @@ def test_clients_that_open_at_once_share_one_lease(etcd_endpoint, opened):
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: opened(etcd_endpoint, name), range(8)))
     assert len({store._lease.id for store in stores}) == 1
+
+
+def test_who_comes_second_gives_its_own_lease_back(monkeypatch, opened):
+    space, firsts = Space(), []
+
+    class Overtaken(MemoryKV):
+        def grant(self, ttl_s, *, timeout_s):
+            granted = super().grant(ttl_s, timeout_s=timeout_s)
+            if not firsts:
+                firsts.append(None)
+                firsts.append(opened("memory://", "s"))
+            return granted
+
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Overtaken(space))
+    second = opened("memory://", "s")
+    assert second._lease.id == firsts[1]._lease.id
+    assert [*space._leases] == [second._lease.id]
 
 
 def test_stores_of_other_prefixes_are_other_stores(opened, etcd_endpoint):
