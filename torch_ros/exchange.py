@@ -10,8 +10,8 @@ The first eight bytes of the mailbox are the *word*: what content this process s
 which call of its group, and how much of it is there. Readers ask for it before a read, to know
 what they may read, and again after the bytes have landed: only if it still names the same do they
 count. Whoever takes its tensors back clears the word first, so no read that overlaps a later write
-is ever counted, however long the reader was stopped and whatever became of its lease. (The idea is a
-seqlock's, with the word on the writer's side.)
+is ever counted, however long the reader was stopped and whatever became of its lease. (The idea is
+a seqlock's, with the word on the writer's side.)
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class Offer:
         )
         self._tensors: Registration | None = None
         self._regions: tuple[Region, ...] = ()
+        self.before_withdraw: Callable[[], None] = lambda: None
+        """Called before registered memory is let go: whoever reads into it closes the reads."""
         self._manifest: tuple[npt.NDArray[np.uint8], Registration] | None = None
         self.manifest: Manifest | None = None
 
@@ -174,6 +176,7 @@ class Offer:
         if self._manifest is not None:
             self._manifest[1].close()
         if self._tensors is not None:
+            self.before_withdraw()
             self._tensors.close()
         self._manifest = self._tensors = self.manifest = None
         self._regions = ()
@@ -216,6 +219,8 @@ class Intake:
         self._attached: dict[str, set[bytes]] = {}
         self._manifests: dict[str, tuple[bytes, Manifest]] = {}  # agent -> digest, manifest
         self._words: dict[tuple[str, int], _WordRead] = {}
+        self.before_forget: Callable[[str], None] = lambda _: None
+        """Called before a peer is disconnected: whoever has reads from it closes them."""
 
     def shown(self, card: bytes, deadline: Deadline) -> Shown:
         """What the process behind `card` shows now; it is connected from then on.
@@ -304,6 +309,7 @@ class Intake:
 
     def forget(self, agent: str) -> None:
         """Disconnect from an agent, so that the next `manifest` starts afresh."""
+        self.before_forget(agent)
         self._attached.pop(agent, None)
         self._manifests.pop(agent, None)
         for key in [key for key in self._words if key[0] == agent]:

@@ -126,6 +126,7 @@ class Filler:
             return call.ref.version
         watch.lap("decide")
         if filling.ref != call.ref:
+            self._offer.void()  # it may show a part of another one, from before a seat was lost
             filling.start(call.ref)
         call.read(partial(self._fetch, call, filling, watch, deadline))
         registered, progress = filling.registered, filling.progress

@@ -219,6 +219,7 @@ class ShardHandle:
         self._timeout_s, self._staging_bytes = timeout_s, staging_bytes
         self._intake = Intake(transport)
         self._reading = Reading(transport, self._intake, staging_bytes)
+        offer.before_withdraw = self._reading.forget
         self._registered: Registered | None = None
         self._filler = Filler(model, group, offer, self._intake, self._reading, depth)
         self._copies = Copies(group, transport)

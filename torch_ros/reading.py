@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch_ros.weights.manifest import Layout, Manifest
 from torch_ros.weights.plan import ReadPlan, StagedCopy, copy_staged, plan
 
 PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
+PREPARED_MAX = 4  # plans kept with their reads: what an unchanged job needs at every step
 ALIGNMENT_BYTES = 64
 BATCH_BYTES = 64 << 20  # read between two questions whether it counts
 POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
@@ -133,6 +134,33 @@ class Reading:
         self._transport, self._staging_bytes = transport, staging_bytes
         self._plans: OrderedDict[tuple[str, ...], ReadPlan] = OrderedDict()
         self._staging: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
+        self._prepared: OrderedDict[_Key, tuple[ReadPlan, Sequence[_Batch]]] = OrderedDict()
+        intake.before_forget = self.forget
+
+    def prepared(
+        self, plan: ReadPlan, feed: Feed, memory: Sequence[torch.Tensor]
+    ) -> Sequence[_Batch]:
+        """All of a plan, with its reads; kept, so that the next step only posts them again."""
+        sources = tuple(
+            (agent, manifest.descriptor, manifest.addresses) for agent, manifest in feed.manifests
+        )
+        key = (id(plan), sources, tuple(tensor.data_ptr() for tensor in memory))
+        if key not in self._prepared:
+            missing = np.arange(len(memory))
+            batches = list(_batches(self.intake, plan, feed, memory, missing))
+            self._prepared[key] = plan, batches  # the plan too: its id must not be used again
+            if len(self._prepared) > PREPARED_MAX:
+                _, (_, old) = self._prepared.popitem(last=False)
+                close_batches(old)
+        self._prepared.move_to_end(key)
+        return self._prepared[key][1]
+
+    def forget(self, agent: str | None = None) -> None:
+        """Give up the reads from an agent, or all: before it, or what they fill, is let go."""
+        for key in list(self._prepared):
+            if agent is None or agent in [source for source, _, _ in key[1]]:
+                _, batches = self._prepared.pop(key)
+                close_batches(batches)
 
     def plan(self, sources: Sequence[Layout], target: Layout, rank: int) -> ReadPlan:
         """How to fill `target` from `sources`; kept, since layouts seldom change.
@@ -183,20 +211,91 @@ class Reading:
         return buffer
 
     def close(self) -> None:
+        self.forget()
         for _, registration in self._staging.values():
             registration.close()
         self._staging.clear()
 
 
-@dataclass(slots=True)
+_Key = tuple[int, tuple[tuple[str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
     """Target chunks that are read, and begin to count, together."""
 
     chunks: npt.NDArray[np.int64]
-    needs: dict[int, int]  # source rank -> how many of its chunks have to be there
+    needs: Mapping[int, int]  # source rank -> how many of its chunks have to be there
+    reads: Sequence[Read]
     staged: Sequence[StagedCopy]
-    reads_left: int = 0
-    bytes_read: int = 0
+
+
+def close_batches(batches: Sequence[_Batch]) -> None:
+    for batch in batches:
+        close_all(batch.reads)
+
+
+def _batches(
+    intake: Intake,
+    plan: ReadPlan,
+    feed: Feed,
+    memory: Sequence[torch.Tensor],
+    missing: npt.NDArray[np.int64],
+) -> Iterator[_Batch]:
+    """What fills the target chunks `missing`, in their order. The caller closes the reads."""
+    direct, staged = plan.direct, plan.staged
+    staged_of = [piece.target_chunk for piece in staged]
+    bytes_of = np.zeros(len(memory), np.int64)
+    np.add.at(bytes_of, direct.target_chunk, direct.size_bytes)
+    np.add.at(bytes_of, staged_of, [piece.size_bytes for piece in staged])
+    numbers = np.full(len(memory), -1, np.int64)
+    ends = np.cumsum(bytes_of[missing])
+    numbers[missing] = (ends - bytes_of[missing]) // BATCH_BYTES
+    # Both are sorted by target chunk, so that each batch is a slice of what is missing.
+    spans = np.flatnonzero(numbers[direct.target_chunk] >= 0)
+    pieces = [piece for piece in staged if numbers[piece.target_chunk] >= 0]
+    span_numbers = numbers[direct.target_chunk[spans]]
+    piece_numbers = numbers[[piece.target_chunk for piece in pieces]]
+    for number in np.unique(numbers[missing]).tolist():
+        mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
+        some = pieces[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
+        needs = dict.fromkeys(np.unique(direct.source_rank[mine]).tolist(), 0)
+        for rank in needs:
+            of_rank = direct.source_rank[mine] == rank
+            needs[rank] = int(direct.source_chunk[mine][of_rank].max()) + 1
+        for piece in some:
+            needs[piece.source_rank] = max(needs.get(piece.source_rank, 0), piece.source_chunk + 1)
+        chunks = missing[numbers[missing] == number]
+        yield _Batch(chunks, needs, _prepare(intake, plan.only(mine), feed, memory), some)
+
+
+def _prepare(
+    intake: Intake, plan: ReadPlan, feed: Feed, memory: Sequence[torch.Tensor]
+) -> list[Read]:
+    if not plan.span_count:
+        return []
+    manifests = feed.manifests
+    routes = plan.bind(
+        [manifest.addresses for _, manifest in manifests],
+        [chunk.data_ptr() for chunk in memory],
+        source_devices=[manifest.devices for _, manifest in manifests],
+        target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
+    )
+    is_tied = len({chunk.data_ptr() for chunk in memory}) < len(memory)
+    reads: list[Read] = []
+    try:
+        for route, rows in routes.items():
+            reads += intake.prepare(
+                *manifests[route.source_rank],
+                # Tied at both ends: once is enough.
+                np.unique(rows, axis=0) if is_tied else rows,
+                source_device=route.source_device,
+                target_device=route.target_device,
+            )
+    except BaseException:
+        close_all(reads)
+        raise
+    return reads
 
 
 class _Run:
@@ -219,33 +318,45 @@ class _Run:
         start = EVERYTHING if feed.is_full else 0
         self._there = [start] * len(feed.shown)  # by source rank, when it was last asked
         self._batch_of: dict[Read, _Batch] = {}
+        self._reads_left: dict[_Batch, int] = {}
 
     def run(self) -> None:
-        reads: list[Read] = []
+        done = self._progress.done[self._chunks]
+        if done.all():
+            return
         try:
-            for batch, spans in list(self._batches()):
-                made = self._prepare(spans)
-                batch.reads_left = len(made)
-                self._batch_of |= dict.fromkeys(made, batch)
-                reads += made
-                if not made:  # staged only: what comes before it first
-                    self._perform(reads)
-                    self._await(batch)
-                    self._end(batch)
-            self._perform(reads)
-        except TransferFailed as error:
-            agents = [shown.agent for shown in self._feed.shown]
-            self._close(reads)
-            self._intake.forget(error.agent)
-            raise self._lost(agents.index(error.agent), error.reason) from error
-        finally:
-            self._close(reads)
+            if done.any():  # what a source that was lost has left to do
+                missing = np.flatnonzero(~done)
+                args = (self._intake, self._plan, self._feed, self._memory, missing)
+                batches: Sequence[_Batch] = list(_batches(*args))
+                try:
+                    self._perform(batches)
+                finally:
+                    close_batches(batches)
+            else:
+                self._perform(self._reading.prepared(self._plan, self._feed, self._memory))
+        except BaseException as error:
+            self._reading.forget()  # what is still in flight has ended then
+            if isinstance(error, TransferFailed):
+                agents = [shown.agent for shown in self._feed.shown]
+                self._intake.forget(error.agent)
+                raise self._lost(agents.index(error.agent), error.reason) from error
+            raise
 
-    def _close(self, reads: list[Read]) -> None:
-        close_all(reads)
-        reads.clear()
+    def _perform(self, batches: Sequence[_Batch]) -> None:
+        self._reads_left = {batch: len(batch.reads) for batch in batches}
+        self._batch_of = {read: batch for batch in batches for read in batch.reads}
+        reads: list[Read] = []
+        for batch in batches:
+            reads += batch.reads
+            if not batch.reads:  # staged only: what comes before it first
+                self._post(reads)
+                reads = []
+                self._await(batch)
+                self._end(batch)
+        self._post(reads)
 
-    def _perform(self, reads: list[Read]) -> None:
+    def _post(self, reads: Sequence[Read]) -> None:
         perform(
             reads,
             self._deadline,
@@ -253,23 +364,22 @@ class _Run:
             landed=self._landed,
             blocked=self._blocked,
         )
-        self._close(reads)
 
     def _landed(self, read: Read) -> None:
         batch = self._batch_of[read]
-        batch.reads_left -= 1
-        batch.bytes_read += read.size_bytes
-        if not batch.reads_left:
+        self._reads_left[batch] -= 1
+        if not self._reads_left[batch]:
             self._end(batch)
 
     def _end(self, batch: _Batch) -> None:
         """The direct reads of a batch have landed. The rest of it; then see whether it counts."""
+        bytes_read = sum(read.size_bytes for read in batch.reads)
         if batch.staged:
-            self._read_staged(batch)
+            bytes_read += self._read_staged(batch)
         for rank in batch.needs:
             self._ask(rank)
         self._feed.certify()
-        self._progress.add(self._chunks[batch.chunks], batch.bytes_read)
+        self._progress.add(self._chunks[batch.chunks], bytes_read)
 
     def _is_there(self, batch: _Batch) -> bool:
         return all(self._there[rank] >= position for rank, position in batch.needs.items())
@@ -299,77 +409,20 @@ class _Run:
         done, total = self._progress.bytes_read, self._plan.bytes_read
         return SourceLost(self._feed.replica, f"rank {rank}: {reason}", done, total)
 
-    # What is read together
-
-    def _batches(self) -> Iterator[tuple[_Batch, npt.NDArray[np.int64]]]:
-        """Batches, and which of the plan's direct spans each has; in the order of the target."""
-        direct, staged = self._plan.direct, self._plan.staged
-        staged_of = [piece.target_chunk for piece in staged]
-        bytes_of = np.zeros(len(self._memory), np.int64)
-        np.add.at(bytes_of, direct.target_chunk, direct.size_bytes)
-        np.add.at(bytes_of, staged_of, [piece.size_bytes for piece in staged])
-        missing = np.flatnonzero(~self._progress.done[self._chunks])
-        numbers = np.full(len(self._memory), -1, np.int64)
-        ends = np.cumsum(bytes_of[missing])
-        numbers[missing] = (ends - bytes_of[missing]) // BATCH_BYTES
-        # Both are sorted by target chunk, so that each batch is a slice of what is missing.
-        spans = np.flatnonzero(numbers[direct.target_chunk] >= 0)
-        pieces = [piece for piece in staged if numbers[piece.target_chunk] >= 0]
-        span_numbers = numbers[direct.target_chunk[spans]]
-        piece_numbers = numbers[[piece.target_chunk for piece in pieces]]
-        for number in np.unique(numbers[missing]).tolist():
-            mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
-            some = pieces[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
-            needs = dict.fromkeys(np.unique(direct.source_rank[mine]).tolist(), 0)
-            for rank in needs:
-                of_rank = direct.source_rank[mine] == rank
-                needs[rank] = int(direct.source_chunk[mine][of_rank].max()) + 1
-            for piece in some:
-                needs[piece.source_rank] = max(
-                    needs.get(piece.source_rank, 0), piece.source_chunk + 1
-                )
-            chunks = missing[numbers[missing] == number]
-            yield _Batch(chunks, needs, some), mine
-
-    def _prepare(self, spans: npt.NDArray[np.int64]) -> list[Read]:
-        if not len(spans):
-            return []
-        memory, manifests = self._memory, self._feed.manifests
-        routes = self._plan.only(spans).bind(
-            [manifest.addresses for _, manifest in manifests],
-            [chunk.data_ptr() for chunk in memory],
-            source_devices=[manifest.devices for _, manifest in manifests],
-            target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
-        )
-        is_tied = len({chunk.data_ptr() for chunk in memory}) < len(memory)
-        reads: list[Read] = []
-        try:
-            for route, rows in routes.items():
-                reads += self._intake.prepare(
-                    *manifests[route.source_rank],
-                    # Tied at both ends: once is enough.
-                    np.unique(rows, axis=0) if is_tied else rows,
-                    source_device=route.source_device,
-                    target_device=route.target_device,
-                )
-        except BaseException:
-            close_all(reads)
-            raise
-        return reads
-
     # Staged
 
-    def _read_staged(self, batch: _Batch) -> None:
-        memory = self._memory
+    def _read_staged(self, batch: _Batch) -> int:
+        memory, bytes_read = self._memory, 0
         for device in sorted({memory[s.target_chunk].device for s in batch.staged}, key=str):
             pieces = [s for s in batch.staged if memory[s.target_chunk].device == device]
             staging = self._reading.staging_on(device, sum(map(_room, pieces)))
             for group in _that_fit(pieces, staging.numel()):
-                batch.bytes_read += self._read_into(group, staging)
+                bytes_read += self._read_into(group, staging)
                 for offset, piece in group:
                     copy_staged(staging[offset:], piece, memory[piece.target_chunk])
                 if device.type == "cuda":  # the next ones overwrite what is copied from
                     torch.cuda.current_stream(device).synchronize()
+        return bytes_read
 
     def _read_into(self, group: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor) -> int:
         manifests = self._feed.manifests

@@ -34,6 +34,7 @@ from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
 from torch_ros.store.records import (
     Call,
+    Decisions,
     Failure,
     Holding,
     Kept,
@@ -45,7 +46,15 @@ from torch_ros.store.records import (
     Version,
     VersionRef,
 )
-from torch_ros.store.seat import CALLS_KEPT, Seat, find, group_txn, own_group, recorded
+from torch_ros.store.seat import (
+    CALLS_KEPT,
+    Seat,
+    calls_of,
+    find,
+    group_txn,
+    own_group,
+    recorded,
+)
 from torch_ros.store.txn import (
     Count,
     Delete,
@@ -538,15 +547,17 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
         return Wait(reason, (*seat.own, keys.shards(copy), one(key)))
     holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
     # The version's record even if it is unchanged: it wakes who waits for the version.
+    # The decisions too: who takes this incarnation's holdings away must have seen this one.
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
         Put(version, Version(ref.uid, kept.layout).encode()),
+        Put(seat.decisions, Decisions(calls_of(view, seat)).encode(), anchor),
     ]
     run = keys.run(ref.run)
     if run not in view.entries:
         ops.append(Put(run, Run(seat.inst, ref.run_number).encode()))
-    guards = (*map(view.unchanged, (seat.group, key, version)), view.unchanged(run))
-    return Act(Txn(guards, tuple(ops)), lambda _: True)
+    guards = map(view.unchanged, (seat.group, seat.decisions, key, version, run))
+    return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
 
 
 def copied_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:
