@@ -34,6 +34,7 @@ from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.transport import Transport
 from torch_ros.reading import Reading
 from torch_ros.registered import LocalState, Registered, finish_kernels, memory_of
+from torch_ros.staged import Copying, StagingBuffers
 from torch_ros.store import rules
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
@@ -223,6 +224,7 @@ class ShardHandle:
         self._registered: Registered | None = None
         self._filler = Filler(model, group, offer, self._intake, self._reading, depth)
         self._copies = Copies(group, transport)
+        self._staging = StagingBuffers()
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -354,6 +356,45 @@ class ShardHandle:
 
             self._make("publish", f"publish {version}", deadline, body)
 
+    def publish_copy(
+        self,
+        version: int,
+        named_tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        keep_dtype: Sequence[str] = (),
+        staging_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Copy these tensors and offer the copy as `version`, in place of what is held.
+
+        Collective. For tensors that are cast on the way (fp32 masters to bf16), are not
+        contiguous, or are allocated anew at every step. They may be written to as soon as this
+        returns. The copy is made before the last version is given up, in one of two buffers that
+        are registered once; they stay until `close`, and what they hold is registered until
+        `unregister`.
+
+        Args:
+            version: As for `publish`.
+            named_tensors: As for `register`.
+            dtype: What floating-point tensors are cast to; None: they are copied as they are.
+            keep_dtype: Names of tensors that are not cast, as patterns ("*.norm.*").
+            staging_bytes: Bound on the two buffers together; None: twice the shard.
+
+        Raises:
+            As `publish`; and UsageError: The copy does not fit into `staging_bytes`.
+
+        Cost: As unpublish and publish, and one copy on each rank.
+        """
+        copying = Copying(dtype, tuple(keep_dtype), staging_bytes)
+        self._save(
+            version,
+            lambda: LocalState(local_chunks(named_tensors), {}, {}),
+            is_staged=False,
+            copying=copying,
+            timeout_s=timeout_s,
+        )
+
     def _make(
         self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]
     ) -> T:
@@ -416,6 +457,7 @@ class ShardHandle:
             self._unpublish(self._deadline("unpublish", timeout_s))
 
     def _unpublish(self, deadline: Deadline) -> None:
+        held = self._held
         try:
             self._catch_up(deadline)
             if (held := self._held) is None:
@@ -430,9 +472,11 @@ class ShardHandle:
             finally:
                 self._copies.keep()
         except SelfFenced as lost:
+            if not self._group.forget():
+                self._unpublish(deadline)
+                return
             # The store has forgotten this replica; readers ask the memory, which now says no.
             log.warning("%s; its tensors are taken back without the store", lost)
-            self._group.forget()
             self._offer.void()
         if self._checks_contract and held is not None:
             self._check_contract(held)
@@ -440,7 +484,7 @@ class ShardHandle:
     def _unpublish_held(self, call: GroupCall, held: VersionRef) -> None:
         registered = self._registered
         assert registered is not None
-        call.unpublish(held, partial(self._copies.make, call, registered))
+        call.unpublish(held, lambda _: self._copies.make(call, registered))
 
     def _check_contract(self, held: VersionRef) -> None:
         registered, known = self._registered, self._filler.digests
@@ -590,6 +634,7 @@ class ShardHandle:
         collect: Callable[[], LocalState],
         *,
         is_staged: bool,
+        copying: Copying | None = None,
         timeout_s: float | None,
     ) -> None:
         """dcp.save: give up what is held, register and publish. Checked before anything changes.
@@ -598,16 +643,21 @@ class ShardHandle:
             collect: What to publish. Called within a call of the group, so that what it raises
                 reaches the peers.
             is_staged: The tensors are a copy that dcp's stager made for this save.
+            copying: Publish a copy of ours instead of them.
         """
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
         state: LocalState | None = None
         registered: Registered | None = None
 
+        def gather() -> LocalState:
+            found = collect()
+            return found if copying is None else self._staging.fill(found, copying)
+
         def check() -> str:
             nonlocal state
             check_version(version)
-            state = collect()
+            state = gather()
             build(state.tensors, state.objects, paths=state.paths)
             if is_staged and self._staged & memory_of(state) and self._held is not None:
                 raise ContractBroken(
@@ -620,7 +670,7 @@ class ShardHandle:
 
         def body(call: GroupCall) -> None:
             nonlocal state, registered
-            state = state or collect()
+            state = state or gather()
             if registered is None:
                 registered = self._register(state)
             self._publish(call, version, registered, deadline)

@@ -22,6 +22,7 @@ class LocalState:
     tensors: Sequence[LocalTensor]
     objects: Mapping[str, torch.Tensor]
     paths: Mapping[str, tuple[str | int, ...]]
+    pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Registered:
     memory: Sequence[torch.Tensor]  # of each of its chunks
     objects: Mapping[str, torch.Tensor]
     parts: Sequence[Part]  # objects come before tensors
+    pools: Sequence[torch.Tensor] = ()
 
     @property
     def digest(self) -> str:
@@ -60,7 +62,7 @@ class Registered:
         parts = [Part(*build(state.tensors, {}), np.flatnonzero(~is_object))]
         if state.objects:
             parts.insert(0, Part(*build([], state.objects), np.flatnonzero(is_object)))
-        return cls(layout, memory, state.objects, parts)
+        return cls(layout, memory, state.objects, parts, state.pools)
 
     @property
     def addresses(self) -> list[int]:
@@ -68,13 +70,14 @@ class Registered:
 
     @property
     def devices(self) -> list[int]:
-        return [t.get_device() if t.is_cuda else HOST for t in self.memory]
+        return [_device(tensor) for tensor in self.memory]
 
     @property
     def regions(self) -> list[Region]:
         """The memory to register, in order; none is empty."""
-        spans = zip(map(span_of, self.memory), self.devices, strict=True)
-        regions = {Region(address, size, device) for (address, size), device in spans if size}
+        pools = {_region(pool) for pool in self.pools if pool.numel()}
+        regions = {_region(tensor) for tensor in self.memory if tensor.numel()}
+        regions = {r for r in regions if not any(_is_inside(r, pool) for pool in pools)} | pools
         return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
 
     @property
@@ -86,6 +89,19 @@ class Registered:
         if depth == "off":
             return ()
         return chunk_digests(self.layout, self.memory, depth=depth)
+
+
+def _device(tensor: torch.Tensor) -> int:
+    return tensor.get_device() if tensor.is_cuda else HOST
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return Region(*span_of(tensor), _device(tensor))
+
+
+def _is_inside(region: Region, pool: Region) -> bool:
+    end, pool_end = region.address + region.size_bytes, pool.address + pool.size_bytes
+    return region.device == pool.device and pool.address <= region.address and end <= pool_end
 
 
 def memory_of(state: LocalState) -> set[tuple[int, int]]:

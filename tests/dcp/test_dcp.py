@@ -317,3 +317,30 @@ def test_the_only_copy_is_not_given_up_for_another_place(handles):
     assert isinstance(error, UsageError)
     assert "only one that holds version 5" in str(error)
     assert rollout.version == 5
+
+
+def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
+    trainer, rollout = handles
+    saved = {"model": {"w": torch.randn(10, 3), "norm": torch.randn(3)}, "step": 5}
+    writer = ROSWriter(1, handle=trainer, mode="copy", dtype=torch.bfloat16, keep_dtype=("*norm",))
+    dcp.save(saved, storage_writer=writer)
+    expected = saved["model"]["w"].bfloat16()
+    norm = saved["model"]["norm"].clone()
+    saved["model"]["w"].fill_(-1)
+    got = {
+        "model": {"w": torch.zeros(10, 3, dtype=torch.bfloat16), "norm": torch.zeros(3)},
+        "step": 0,
+    }
+    load(rollout, got)
+    assert torch.equal(got["model"]["w"], expected)
+    assert torch.equal(got["model"]["norm"], norm)
+    assert got["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"mode": "fast"}, "mode='fast'"), ({"dtype": torch.bfloat16}, "mode='copy'")],
+)
+def test_options_of_a_copy_are_checked_at_once(options, found):
+    with pytest.raises(UsageError, match=found):
+        ROSWriter(1, **options)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 BELOW = {"errors", "store", "weights", "p2p"}
-HANDLE = {"identity", "exchange", "reading", "registered", "copies", "filling", "handle"}
+HANDLE = {"identity", "exchange", "reading", "registered", "staged", "copies", "filling", "handle"}
 ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
     "store": {"errors", "msgspec"},
@@ -16,10 +16,11 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "exchange": {*BELOW, "numpy", "msgspec"},
     "reading": {*BELOW, "exchange", "torch", "numpy"},
     "registered": {*BELOW, "torch", "numpy"},
+    "staged": {*BELOW, "registered", "torch"},
     "copies": {*BELOW, "exchange", "registered", "torch"},
     "filling": {*BELOW, "exchange", "reading", "registered", "torch"},
     "handle": {*BELOW, *HANDLE, "torch"},
-    "dcp": {"errors", "weights", "registered", "handle", "torch"},
+    "dcp": {"errors", "weights", "registered", "staged", "handle", "torch"},
     "integrations": {"errors", "handle", "dcp", "torch"},
     "cli": {"errors", "handle"},
 }

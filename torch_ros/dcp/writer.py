@@ -6,7 +6,8 @@ import dataclasses
 import io
 import os
 import threading
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,6 +19,7 @@ from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.errors import UsageError
 from torch_ros.handle import ShardHandle
 from torch_ros.registered import LocalState
+from torch_ros.staged import Copying
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 
 
@@ -36,6 +38,9 @@ class ROSWriter(StorageWriter):
         version: Not below the newest of the handle's run.
         handle: Whose ranks are those of dcp's process group. None: `default_handle("save")`.
         timeout_s: For the whole save. None: the handle's.
+        mode: "copy": publish a copy, so that the tensors may be written to at once; see
+            `ShardHandle.publish_copy`.
+        dtype, keep_dtype, staging_bytes: Of the copy; likewise.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
         UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SelfFenced,
@@ -43,8 +48,21 @@ class ROSWriter(StorageWriter):
     """
 
     def __init__(
-        self, version: int, *, handle: ShardHandle | None = None, timeout_s: float | None = None
+        self,
+        version: int,
+        *,
+        handle: ShardHandle | None = None,
+        timeout_s: float | None = None,
+        mode: Literal["in_place", "copy"] = "in_place",
+        dtype: torch.dtype | None = None,
+        keep_dtype: Sequence[str] = (),
+        staging_bytes: int | None = None,
     ) -> None:
+        if mode not in ("in_place", "copy"):
+            raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
+        if mode == "in_place" and (dtype or keep_dtype or staging_bytes):
+            raise UsageError("dtype, keep_dtype and staging_bytes are of mode='copy'")
+        self._copying = Copying(dtype, tuple(keep_dtype), staging_bytes) if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._handle: ShardHandle | None = None
         self._plan = SavePlan([])
@@ -93,7 +111,8 @@ class ROSWriter(StorageWriter):
         self._handle._save(
             self._version,
             lambda: self._collect(planner),
-            is_staged=is_staged,
+            is_staged=is_staged and self._copying is None,
+            copying=self._copying,
             timeout_s=self._timeout_s,
         )
         done: Future[list[WriteResult]] = Future()

@@ -1,0 +1,104 @@
+"""Publishing a copy: tensors that are cast, gathered into one piece, or free to change at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from torch_ros.errors import UsageError
+from torch_ros.registered import LocalState
+from torch_ros.weights.local import LocalChunk, LocalTensor
+
+ALIGNMENT_BYTES = 64
+BUFFERS = 2  # one is filled while readers are still at the other
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """How a state dict is published as a copy.
+
+    Args:
+        dtype: What floating-point tensors are cast to; None: nothing is cast.
+        keep_dtype: Patterns of names, as in a shell, of tensors that are not.
+        staging_bytes: Bound on the memory of this process that copies may take, all buffers
+            together; None: what they need, which is twice the shard.
+    """
+
+    dtype: torch.dtype | None = None
+    keep_dtype: tuple[str, ...] = ()
+    staging_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise UsageError(f"dtype={self.dtype}: expected a floating-point dtype to cast to")
+
+    def dtype_of(self, tensor: LocalTensor) -> torch.dtype:
+        is_kept = any(fnmatchcase(tensor.fqn, pattern) for pattern in self.keep_dtype)
+        if self.dtype is None or is_kept or not tensor.dtype.is_floating_point:
+            return tensor.dtype
+        return self.dtype
+
+
+class StagingBuffers:
+    """Memory that copies are published from; registered once, as long as what is copied fits."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, list[torch.Tensor]] = {}
+        self._next = 0
+
+    def fill(self, state: LocalState, copying: Copying) -> LocalState:
+        """A copy of `state`, contiguous and cast, in the buffer that is not the last one filled.
+
+        Of the state dict's objects nothing is copied: they are copies already.
+
+        Raises:
+            UsageError: It does not fit into `copying.staging_bytes`. Nothing was copied.
+        """
+        sizes = _sizes(state, copying)
+        needed = BUFFERS * sum(sizes.values())
+        if copying.staging_bytes is not None and needed > copying.staging_bytes:
+            raise UsageError(
+                f"a copy of this shard takes {needed} bytes ({BUFFERS} buffers), more than "
+                f"staging_bytes={copying.staging_bytes}; raise it, cast to a smaller dtype, or "
+                "publish in place"
+            )
+        for device, size in sizes.items():
+            kept = self._buffers.get(device)
+            if kept is None or kept[0].numel() < size:
+                self._buffers[device] = [
+                    torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)
+                ]
+        number, self._next = self._next, (self._next + 1) % BUFFERS
+        ends = dict.fromkeys(self._buffers, 0)
+        tensors = []
+        for tensor in state.tensors:
+            dtype, chunks = copying.dtype_of(tensor), []
+            for chunk in tensor.chunks:
+                device = chunk.tensor.device
+                start = ends[device]
+                ends[device] = start + _room(chunk, dtype)
+                size = chunk.tensor.numel() * dtype.itemsize
+                place = self._buffers[device][number][start : start + size]
+                copy = place.view(dtype).view(chunk.tensor.shape)
+                copy.copy_(chunk.tensor)
+                chunks.append(LocalChunk(chunk.offsets, copy))
+            tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
+        pools = [buffer for buffers in self._buffers.values() for buffer in buffers]
+        return LocalState(tensors, state.objects, state.paths, pools)
+
+
+def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:
+    sizes: dict[torch.device, int] = {}
+    for tensor in state.tensors:
+        dtype = copying.dtype_of(tensor)
+        for chunk in tensor.chunks:
+            device = chunk.tensor.device
+            sizes[device] = sizes.get(device, 0) + _room(chunk, dtype)
+    return sizes
+
+
+def _room(chunk: LocalChunk, dtype: torch.dtype) -> int:
+    return -(-chunk.tensor.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
