@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2
-LOOK_S = 2.0  # a wait looks this often whether this process may still go on, and at the store
+LOOK_S = 2.0  # a wait asks this often whether this process may still go on
 REMIND_S = 10.0  # a wait says so this often
 
 
@@ -39,7 +39,7 @@ class Deadline:
 
 
 def run(
-    steps: Steps[T], kv: KV, deadline: Deadline, *, check: Callable[[], None] = lambda: None
+    steps: Steps[T], kv: KV, deadline: Deadline, *, check: Callable[[], None] | None = None
 ) -> T:
     """Drive `steps` to its end. `check` raises when this process may not go on (fenced, closed).
 
@@ -52,7 +52,8 @@ def run(
     """
     reply: View | Reply | float | None = None
     while True:
-        check()
+        if check is not None:
+            check()
         try:
             request = steps.send(reply)
         except StopIteration as stop:
@@ -61,7 +62,7 @@ def run(
 
 
 def _perform(
-    request: Request, kv: KV, deadline: Deadline, check: Callable[[], None]
+    request: Request, kv: KV, deadline: Deadline, check: Callable[[], None] | None
 ) -> View | Reply | float:
     if isinstance(request, Watch):
         return _wait(request, kv, deadline, check)
@@ -82,23 +83,25 @@ def _perform(
             if not outage:
                 log.warning("%s: %s; trying again", deadline.what, error)
             outage = True
-            check()
+            if check is not None:
+                check()
             time.sleep(RETRY_S)
             if isinstance(request, Commit):
                 return UNKNOWN
 
 
-def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None]) -> float:
+def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None] | None) -> float:
     """Seconds waited. Returns to look again from time to time, whatever happened."""
-    started_s = reminded_s = time.monotonic()
-    while True:
+    started_s = time.monotonic()
+    look_s = REMIND_S if check is None else min(LOOK_S, REMIND_S)
+    while (waited_s := time.monotonic() - started_s) < REMIND_S:
         deadline.check(watch.reason)
-        waited_s = time.monotonic() - started_s
-        slice_s = min(deadline.left_s(), watch.limit_s - waited_s, LOOK_S, REMIND_S)
+        slice_s = min(deadline.left_s(), watch.limit_s - waited_s, look_s)
         if slice_s <= 0 or kv.wait(watch, timeout_s=slice_s):
             return time.monotonic() - started_s
-        check()
-        if watch.reason and deadline.left_s() > 0 and time.monotonic() - reminded_s >= REMIND_S:
-            total_s = deadline.timeout_s - deadline.left_s()
-            log.info("%s: waiting for %.0f s: %s", deadline.what, total_s, watch.reason)
-            return time.monotonic() - started_s
+        if check is not None:
+            check()
+    if watch.reason:
+        total_s = deadline.timeout_s - deadline.left_s()
+        log.info("%s: waiting for %.0f s: %s", deadline.what, total_s, watch.reason)
+    return waited_s
