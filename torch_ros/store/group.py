@@ -454,16 +454,22 @@ class Group:
         forever = Deadline(f"keeping version {ref.version}", math.inf)
         self.run(settle("release", rules.release_ranges(seat, ref, copy), rule), forever)
 
-    def forget(self) -> None:
-        """The owner takes its tensors back, whatever the store says; as if it had unpublished."""
+    def forget(self) -> bool:
+        """The owner takes its tensors back while the seat is lost; as if it had unpublished.
+
+        False: this rank has its seat again, and the store what is held. It has to go there too.
+        """
         with self._state:
+            if self._lost is None:
+                return False
             if (kept := self.holds) is None:
-                return
+                return True
             asked = f"unpublish {kept.ref.version}"
             call = Call(self.calls_made + 1, "unpublish", asked, self.seat.rank, kept.ref)
             self.calls_made += 1
             self._ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
+            return True
 
 
 class GroupCall:
