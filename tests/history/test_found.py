@@ -1,0 +1,57 @@
+"""What histories have found, again in one process."""
+
+import threading
+import time
+import uuid
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.store import memory
+
+
+@pytest.fixture
+def endpoint():
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def trainer(endpoint):
+    with torch_ros.open("m", endpoint=endpoint, replica="trainer", timeout_s=20, ttl_s=5) as handle:
+        handle.register({"w": torch.zeros(10)})
+        yield handle
+
+
+def wait_for(condition, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
+    trainer, endpoint, monkeypatch
+):
+    group, may_return = trainer._group, threading.Event()
+    take_seat, forget = group._take_seat_again, group.forget
+
+    def take_seat_when_told():
+        assert may_return.wait(15)
+        take_seat()
+
+    def forget_after_the_return():
+        may_return.set()
+        wait_for(lambda: not group.is_fenced)
+        return forget()
+
+    trainer.publish(1)
+    monkeypatch.setattr(group, "_take_seat_again", take_seat_when_told)
+    monkeypatch.setattr(group, "forget", forget_after_the_return)
+    memory.named(endpoint.removeprefix("memory://")).expire(group.session.lease_id)
+    wait_for(lambda: group.is_fenced)
+    trainer.unpublish(timeout_s=0.1)
+    assert trainer.version is None
+    assert trainer.list() == {}
+    trainer.publish(2)
+    assert trainer.list() == {2: {"trainer"}}
