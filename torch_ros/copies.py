@@ -73,40 +73,42 @@ class Copies:
 
     def __init__(self, group: Group, transport: Transport) -> None:
         self._group, self._transport = group, transport
-        self._copies: dict[str, HostCopy] = {}
+        # By the call that made it: under each seat that is taken again it has another name.
+        self._copies: dict[int, HostCopy] = {}
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def make(self, call: GroupCall, registered: Registered, name: str) -> Shard:
+    def make(self, call: GroupCall, registered: Registered) -> Shard:
         """This rank's part of a copy in host memory, of the last that counts of a version."""
-        if name not in self._copies:
+        if call.number not in self._copies:
             kept = self._group.holds
             assert kept is not None
-            self._copies[name] = HostCopy(
+            self._copies[call.number] = HostCopy(
                 self._transport, registered.layout, registered.memory, kept, call.number
             )
-        return shard_of(self._copies[name].offer)
+        return shard_of(self._copies[call.number].offer)
 
     def keep(self) -> None:
         """Offer what was made, in threads, for as long as it is needed."""
-        for name, copy in self._copies.items():
+        for number, copy in list(self._copies.items()):
             if not copy.is_kept:
                 copy.is_kept = True
                 threading.Thread(
                     target=self._keep,
-                    args=(name, self._group.seat),
-                    name=f"torch_ros keeps {name}",
+                    args=(number, self._group.seat),
+                    name=f"torch_ros keeps {copy.kept.ref.version}",
                     daemon=True,
                 ).start()
 
-    def _keep(self, name: str, seat: Seat) -> None:
+    def _keep(self, number: int, seat: Seat) -> None:
         """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
-        copy, group = self._copies[name], self._group
+        copy, group = self._copies[number], self._group
         version = copy.kept.ref.version
         forever = Deadline(f"keeping version {version}", math.inf)
-        shard, inst = shard_of(copy.offer), name
+        shard = shard_of(copy.offer)
         while True:
+            inst = copy_of(seat.inst, copy.call)
             try:
                 if group.host(copy.kept, seat, inst, copy.call, shard, forever):
                     group.release(copy.kept.ref, seat, inst)
@@ -122,7 +124,6 @@ class Copies:
             except (SelfFenced, ClosedError):
                 break
             seat = group.seat
-            inst = copy_of(seat.inst, copy.call)
-        del self._copies[name]
+        del self._copies[number]
         copy.close()
         log.info("the copy of version %d in host memory is released", version)

@@ -584,7 +584,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
         return Done(None)
     holding, keep = Holding.decode(entry.value), keeping(view, keys, ref, copy)
     if keep.is_needed and holding.state == "full":
-        return Wait("", (one(seat.group), keys.groups(), keys.holdings()))
+        return Wait("", (one(seat.group), *keeping_ranges(keys)))
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
@@ -595,7 +595,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     guards = (view.unchanged(key), *keep.guards)
     if not any(True for _ in view.within(readers)):
         return Act(Txn((*guards, Empty(readers)), gone), lambda _: None)
-    wait = Wait("", (one(seat.group), keys.groups(), keys.holdings(), readers))
+    wait = Wait("", (one(seat.group), *keeping_ranges(keys), readers))
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
 
 
