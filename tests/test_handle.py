@@ -386,6 +386,8 @@ def test_bad_arguments_of_open_are_named(endpoint):
         ({"rank": 0, "world_size": 2}, "no process group"),
         ({"replica": ""}, "replica ''"),
         ({"ttl_s": 1}, "ttl_s"),
+        ({"transport": "carrier pigeon"}, "carrier pigeon"),
+        ({"digests": "some"}, "digests='some'"),
         ({"endpoint": "http://x"}, "http://x"),
     ):
         with pytest.raises(UsageError, match=found):
@@ -548,3 +550,18 @@ def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened):
     apart.replicate()
     assert torch.equal(two["embed"], shared)
     assert torch.equal(two["head"], shared)
+
+
+def test_tcp_alone_can_be_asked_for(etcd_endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    options = {"endpoint": etcd_endpoint, "transport": "ucx-tcp", "timeout_s": 20}
+    source, target = torch.randn(100_000), torch.zeros(100_000)
+    with (
+        torch_ros.open(model, replica="trainer", **options) as trainer,
+        torch_ros.open(model, replica="rollout", **options) as rollout,
+    ):
+        trainer.register({"w": source})
+        trainer.publish(1)
+        rollout.register({"w": target})
+        rollout.replicate()
+    assert torch.equal(source, target)

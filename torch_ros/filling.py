@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from torch_ros.weights.manifest import Layout, Manifest, logical, logical_digest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
+SLOW_BYTES_PER_S = 0.5e9
 HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
 
@@ -78,6 +81,7 @@ class Filling:
         self.registered: Registered | None = None
         self.progress: Progress | None = None
         self.source = ""
+        self.is_near = False  # the source is on this host
         self.sources: list[str] = []  # instances
         self.expected = Digests()
 
@@ -169,6 +173,7 @@ class Filler:
         )
         watch.lap("manifests")
         filling.source = feed.replica
+        filling.is_near = all(shard.host == socket.gethostname() for shard in source.shards)
         filling.sources.append(source.inst)
         layouts = [manifest.layout for _, manifest in feed.manifests]
         if filling.registered is None:
@@ -265,6 +270,14 @@ class Filler:
             report.reroutes,
             ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
         )
+        speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
+        if filling.is_near and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
+            log.warning(
+                "%.2f GB/s from a source on this host is slow: UCX may not use cma, which needs "
+                "one user for both processes and kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info "
+                "says what it chose",
+                speed / 1e9,
+            )
 
     def finish(
         self,

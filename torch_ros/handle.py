@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -54,7 +54,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
+TRANSPORT_VARIABLE = "TORCH_ROS_TRANSPORT"
 DEFAULT_ENDPOINT = "local"
+TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
@@ -78,6 +80,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     drain_s: float = 60.0,
     digests: Depth = "off",
     check_contract: bool = False,
+    transport: TransportName | None = None,
     staging_bytes: int = 4 << 20,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
@@ -87,9 +90,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
 
     Args:
         model: The name under which versions are published.
-        endpoint: Where etcd is: "etcd://host:port[,host:port]"; "local", an etcd on this host
-            that is found or started; "memory://name", a store inside this process. None: the
-            environment's TORCH_ROS_ENDPOINT, else "local".
+        endpoint: Where etcd is: "etcd://host:port[,host:port]", "etcds://..." over TLS; "local",
+            an etcd on this host that is found or started; "memory://name", a store inside this
+            process. None: the environment's TORCH_ROS_ENDPOINT, else "local".
         replica: The name of this replica, the same on all its ranks, unlike any other living
             one's: opening a name again replaces its holder. None: the process group's rank 0
             chooses one; else torchrun's run id and role; else, for one process, a unique name.
@@ -113,12 +116,17 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             replicas that are opened with either, to the depth of the publisher.
         check_contract: For debugging. Also digest what is published when it is unpublished, and
             raise ContractBroken if it was written to in between.
+        transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
+            memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
+            this process; "auto": "memory" for a store in memory, else "ucx". None: the
+            environment's TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
 
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them.
         StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint.
+        AccessDenied: etcd refuses the certificate, the user or its role.
         DeadlineExceeded: Not all ranks came.
     """
     if not model:
@@ -132,10 +140,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
     kv = connect_store(endpoint, timeout_s=timeout_s)
-    transport: Transport | None = None
+    ways: Transport | None = None
     try:
-        transport = _transport(endpoint)
-        offer = Offer(transport)
+        ways = _transport(endpoint, transport)
+        offer = Offer(ways)
         seat = Place(
             keys=Keys(model),
             replica=place.replica,
@@ -152,15 +160,15 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         )
         group = Group.join(kv, seat, deadline)
     except BaseException:
-        if transport is not None:
-            transport.close()
+        if ways is not None:
+            ways.close()
         kv.close()
         raise
     depth: Depth = "full" if check_contract and digests == "off" else digests
     handle = ShardHandle(
         model,
         group,
-        transport,
+        ways,
         offer,
         timeout_s=timeout_s,
         staging_bytes=staging_bytes,
@@ -171,13 +179,19 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
-def _transport(endpoint: str) -> Transport:
-    if endpoint.startswith("memory:"):
+def _transport(endpoint: str, asked: str | None) -> Transport:
+    name = asked or os.environ.get(TRANSPORT_VARIABLE) or "auto"
+    if name not in get_args(TransportName):
+        names = ", ".join(get_args(TransportName))
+        raise UsageError(f"transport={name!r}: expected one of {names}")
+    if name == "memory" or (name == "auto" and endpoint.startswith("memory:")):
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without.
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
-    return NixlTransport()
+    reason = "asked for" if name != "auto" else "the store is not in memory"
+    log.info("transport: NIXL over UCX%s (%s)", ", TCP" if name == "ucx-tcp" else "", reason)
+    return NixlTransport(tcp_only=name == "ucx-tcp")
 
 
 class ShardHandle:

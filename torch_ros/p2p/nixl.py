@@ -341,9 +341,12 @@ class NixlTransport:
     A peer that is alive but stuck can make `Read.close` close the whole transport: see above.
 
     After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
+
+    Args:
+        tcp_only: Leave UCX no choice. Both ends need it.
     """
 
-    def __init__(self, agent: str | None = None) -> None:
+    def __init__(self, agent: str | None = None, *, tcp_only: bool = False) -> None:
         self.agent = agent or str(uuid.uuid4())
         self.lock = threading.RLock()
         self.keys = itertools.count()
@@ -357,7 +360,8 @@ class NixlTransport:
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # our lock is around every call
         self.nixl: Any = bindings.nixlAgent(self.agent, config)
-        self.nixl.createBackend("UCX", {"engine_config": _UCX_CONFIG})
+        ucx = f"TLS=tcp,{_UCX_CONFIG}" if tcp_only else _UCX_CONFIG
+        self.nixl.createBackend("UCX", {"engine_config": ucx})
         _transports.add(self)
 
         # Peers read the first byte, to see that this agent is there; the second takes theirs.
