@@ -30,7 +30,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
-SLOW_BYTES_PER_S = 0.5e9
+SLOW_BYTES_PER_S = 0.25e9
 HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
 
@@ -95,10 +95,19 @@ class Filler:
     """What a rank does in its group's calls, with its own tensors and those of others."""
 
     def __init__(
-        self, model: str, group: Group, offer: Offer, intake: Intake, reading: Reading, depth: Depth
+        self,
+        model: str,
+        group: Group,
+        offer: Offer,
+        intake: Intake,
+        reading: Reading,
+        *,
+        depth: Depth,
+        relays: bool,
     ) -> None:
         self._model, self._group, self._offer = model, group, offer
-        self._intake, self._reading, self._depth = intake, reading, depth
+        self._intake, self._reading = intake, reading
+        self._depth, self._relays = depth, relays
         self._rank = group.seat.rank
         self.digests = Digests()  # of what is held
         self.last_read: ReadReport | None = None
@@ -124,7 +133,7 @@ class Filler:
         """This rank's part in reading a version, whole or what is still missing of it."""
         watch = Stopwatch()
         # A part of a version cannot serve those who want all of it.
-        call.decide_to_read(spec, floor, is_relay=whole.is_required)
+        call.decide_to_read(spec, floor, is_relay=whole.is_required and self._relays)
         if call.has_ended:  # while this rank had no seat; its part was done
             self._offer.serve(call.mark, EVERYTHING)
             return call.ref.version

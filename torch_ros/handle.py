@@ -80,6 +80,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     drain_s: float = 60.0,
     digests: Depth = "off",
     check_contract: bool = False,
+    relay: bool = True,
     transport: TransportName | None = None,
     staging_bytes: int = 4 << 20,
 ) -> ShardHandle:
@@ -116,6 +117,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             replicas that are opened with either, to the depth of the publisher.
         check_contract: For debugging. Also digest what is published when it is unpublished, and
             raise ContractBroken if it was written to in between.
+        relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
             memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
             this process; "auto": "memory" for a store in memory, else "ucx". None: the
@@ -174,6 +176,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         staging_bytes=staging_bytes,
         depth=depth,
         check_contract=check_contract,
+        relay=relay,
     )
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle
@@ -227,6 +230,7 @@ class ShardHandle:
         staging_bytes: int,
         depth: Depth,
         check_contract: bool,
+        relay: bool,
     ) -> None:
         self.model = model
         self._checks_contract = check_contract
@@ -236,7 +240,9 @@ class ShardHandle:
         self._reading = Reading(transport, self._intake, staging_bytes)
         offer.before_withdraw = self._reading.forget
         self._registered: Registered | None = None
-        self._filler = Filler(model, group, offer, self._intake, self._reading, depth)
+        self._filler = Filler(
+            model, group, offer, self._intake, self._reading, depth=depth, relays=relay
+        )
         self._copies = Copies(group, transport)
         self._staging = StagingBuffers()
         self._lock = threading.RLock()

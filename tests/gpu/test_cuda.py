@@ -1,0 +1,106 @@
+"""Weights in CUDA memory. Skipped where there is no GPU."""
+
+import multiprocessing
+import uuid
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.weights.digest import digest
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def tensors(device, fill):
+    made = {
+        "matrix": torch.full((512, 1000), fill, device=device),
+        "half": torch.full((300, 77), fill, device=device, dtype=torch.bfloat16),
+        "column": torch.full((256, 64), fill, device=device)[:, 5:21],
+        "scalar": torch.tensor(fill, device=device),
+        "empty": torch.empty(0, 3, device=device),
+    }
+    return made | {"host": torch.full((100,), fill)}
+
+
+def follow(model, endpoint, versions, results):
+    got = tensors("cuda", -1.0)
+    with torch_ros.open(model, endpoint=endpoint, replica="rollout") as rollout:
+        rollout.register(got)
+        for version in versions:
+            rollout.wait(lambda there, version=version: version in there, timeout_s=60)
+            rollout.update(version, timeout_s=60)
+            is_right = all(bool((t == float(version)).all()) for t in got.values())
+            results.put((version, is_right))
+
+
+def test_another_process_follows_what_kernels_write(etcd_endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    versions = range(1, 6)
+    child = context.Process(target=follow, args=(model, etcd_endpoint, versions, results))
+    child.start()
+    source = tensors("cuda", 0.0)
+    side = torch.cuda.Stream()
+    with torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer") as trainer:
+        trainer.register(source)
+        for version in versions:
+            trainer.unpublish()
+            with torch.cuda.stream(side):  # publish has to wait for kernels of any stream
+                torch.cuda._sleep(50_000_000)
+                for tensor in source.values():
+                    tensor.fill_(float(version))
+            trainer.publish(version)
+            assert results.get(timeout=60) == (version, True)
+    child.join(30)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("endpoint", ["cuda to host", "host to cuda"])
+def test_between_devices_and_hosts(etcd_endpoint, endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    here, there = ("cuda", "cpu") if endpoint == "cuda to host" else ("cpu", "cuda")
+    source, target = tensors(here, 7.0), tensors(there, 0.0)
+    with (
+        torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer") as trainer,
+        torch_ros.open(model, endpoint=etcd_endpoint, replica="rollout") as rollout,
+    ):
+        trainer.register(source)
+        trainer.publish(1)
+        rollout.register(target)
+        rollout.replicate()
+    assert all(torch.equal(target[fqn].cpu(), source[fqn].cpu()) for fqn in source)
+
+
+def test_a_retained_version_goes_from_device_to_host_memory(etcd_endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    source, target = tensors("cuda", 3.0), tensors("cuda", 0.0)
+    with (
+        torch_ros.open(
+            model, endpoint=etcd_endpoint, replica="trainer", retain=("latest",)
+        ) as trainer,
+        torch_ros.open(model, endpoint=etcd_endpoint, replica="rollout") as rollout,
+    ):
+        trainer.register(source)
+        trainer.publish(1)
+        trainer.unpublish()
+        for tensor in source.values():
+            tensor.fill_(-1.0)
+        rollout.register(target)
+        assert rollout.replicate() == 1
+    assert all(bool((tensor == 3.0).all()) for tensor in target.values())
+
+
+@pytest.mark.parametrize("depth", ["sampled", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_device_computes_the_digests_that_a_host_does(depth, dtype):
+    for shape, offsets in (((300, 1001), (3, 5)), ((100_000,), (7,))):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        content = torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+        whole = tuple(size + offset for size, offset in zip(shape, offsets, strict=True))
+        found = [
+            digest(chunk, global_shape=whole, offsets=offsets, depth=depth)
+            for chunk in (content, content.cuda())
+        ]
+        assert found[0] == found[1]
