@@ -1,0 +1,199 @@
+"""Processes that are killed or stopped in the middle of a transfer of a GiB."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from torch_ros.store.endpoint import connect
+from torch_ros.store.keys import Keys, parse_reader, replica_of
+from torch_ros.store.txn import Read, one
+
+PUPPET = Path(__file__).with_name("puppet.py")
+ANSWER_S = 60
+
+pytestmark = pytest.mark.parametrize("ucx_tls", ["", "tcp,self"], ids=["cma", "tcp"])
+
+
+class Puppet:
+    """The other end of puppet.py: `tell` it and `hear` what it answers, or both in one: `ask`."""
+
+    def __init__(self, theatre, name, options):
+        self.name, self.log = name, theatre.folder / f"{name}.log"
+        arguments = {"model": theatre.model, "name": name, **options}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, PUPPET, json.dumps(arguments)],
+                env=theatre.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+            )
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def tell(self, do, **more):
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+
+    def hear(self):
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-3000:]
+        return json.loads(line)
+
+    def ask(self, do, **more):
+        self.tell(do, **more)
+        heard = self.hear()
+        assert "error" not in heard, (heard, self.log.read_text()[-3000:])
+        return heard["answer"]
+
+    def await_stop(self):
+        """Until it has stopped itself."""
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), (status, self.log.read_text()[-3000:])
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
+
+
+class Theatre:
+    def __init__(self, endpoint, folder, ucx_tls):
+        self.model, self.folder, self.puppets = "m-" + uuid.uuid4().hex[:8], folder, []
+        self.keys, self.kv = Keys(self.model), connect(endpoint, timeout_s=5)
+        self.environment = {
+            **os.environ,
+            "TORCH_ROS_ENDPOINT": endpoint,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **({"UCX_TLS": ucx_tls} if ucx_tls else {}),
+        }
+
+    def start(self, *names, **options):
+        started = [Puppet(self, name, options) for name in names]
+        self.puppets += started
+        for puppet in started:
+            assert puppet.hear() == {"answer": "here"}
+        return started
+
+    def await_there(self, is_there, range_, seconds=20):
+        """Until the keys in `range_` are as wanted."""
+        deadline = time.monotonic() + seconds
+        while not is_there(keys := set(self.kv.read(Read((range_,)), timeout_s=5).entries)):
+            assert time.monotonic() < deadline, keys
+            time.sleep(0.005)
+
+    def await_reader(self, reader, source):
+        def is_there(keys):
+            pairs = [parse_reader(key)[:2] for key in keys if not key.endswith("/group")]
+            return (source, reader) in [(replica_of(s), replica_of(r)) for s, r in pairs]
+
+        self.await_there(is_there, self.keys.readers())
+
+    def await_gone(self, replica):
+        self.await_there(lambda keys: not keys, one(self.keys.group(replica)))
+
+    def close(self):
+        for puppet in self.puppets:
+            puppet.process.kill()
+            puppet.process.communicate()
+        self.kv.close()
+
+
+@pytest.fixture
+def theatre(etcd_endpoint, tmp_path, ucx_tls):
+    made = Theatre(etcd_endpoint, tmp_path, ucx_tls)
+    yield made
+    made.close()
+
+
+def test_a_killed_source_costs_a_second_more_than_what_was_left_to_read(theatre):
+    first, second, reader = theatre.start("first", "second", "reader")
+    first.ask("fill", version=1)
+    first.ask("publish", version=1)
+    second.ask("replicate")
+    undisturbed_s = min(read_and_leave(reader)["seconds"] for _ in range(2))
+    pids = {puppet.name: puppet.pid for puppet in (first, second)}
+    found = reader.ask("replicate", at_half="kill", pids=pids)
+    assert reader.ask("is_whole", version=1)
+    survivor = ({"first", "second"} - {found["killed"]}).pop()
+    assert (found["source"], found["reroutes"]) == (survivor, 1)
+    after_s, left_s = found["ended_s"] - found["killed_s"], found["left"] * undisturbed_s
+    print(
+        f"{after_s:.2f} s after the kill, {left_s:.2f} s of it for the {found['left']:.0%} that "
+        f"were left ({undisturbed_s:.2f} s for all): {after_s - left_s:+.2f} s"
+    )
+    assert after_s <= left_s + 1
+    assert f"lost '{found['killed']}'" in reader.log.read_text()
+    assert f"going on from '{survivor}'" in reader.log.read_text()
+
+
+def read_and_leave(reader):
+    reader.tell("replicate")
+    heard = reader.hear()
+    reader.ask("unpublish")
+    return heard
+
+
+@pytest.mark.parametrize("ttl_s", [2, 60], ids=["beyond its lease", "within its lease"])
+@pytest.mark.parametrize("is_next_there", [False, True])
+def test_what_a_stopped_reader_gets_of_tensors_that_were_taken_back_does_not_count(
+    theatre, ttl_s, is_next_there
+):
+    (source,) = theatre.start("source", drain_s=0.5)
+    (reader,) = theatre.start("reader", ttl_s=ttl_s, timeout_s=10)
+    source.ask("fill", version=1)
+    source.ask("publish", version=1)
+    reader.tell("replicate", at_half="stop")
+    reader.await_stop()
+    source.tell("unpublish")
+    assert source.hear()["seconds"] < 5
+    source.ask("fill", version=2)
+    if ttl_s == 2:
+        theatre.await_gone("reader")
+    if is_next_there:
+        source.ask("publish", version=2)
+    reader.resume()
+    heard = reader.hear()
+    if "error" in heard or reader.ask("version") is None:
+        assert source.ask("list") == ({"2": ["source"]} if is_next_there else {})
+        assert not reader.ask("is_whole", version=1)
+        if not is_next_there:
+            source.ask("publish", version=2)
+        assert reader.ask("update") is True
+    assert reader.ask("version") == 2
+    assert reader.ask("is_whole", version=2)
+    source.ask("close")
+    (late,) = theatre.start("late")
+    assert late.ask("replicate")["source"] == "reader"
+    assert late.ask("is_whole", version=2)
+
+
+def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(theatre):
+    source, r1, r2, r3 = theatre.start("source", "r1", "r2", "r3")
+    source.ask("fill", version=1)
+    source.ask("publish", version=1)
+    r1.tell("replicate", at_half="stop")
+    r1.await_stop()
+    r2.tell("replicate")
+    theatre.await_reader("r2", "r1")
+    r3.tell("replicate")
+    theatre.await_reader("r3", "r2")
+    r1.process.kill()
+    killed_s = time.monotonic()
+    found = {puppet.name: puppet.hear()["answer"] for puppet in (r2, r3)}
+    print(f"{time.monotonic() - killed_s:.2f} s after the kill both have it")
+    assert (found["r2"]["source"], found["r2"]["reroutes"]) == ("source", 1)
+    assert (found["r3"]["source"], found["r3"]["reroutes"]) == ("r2", 0)
+    for puppet in (r2, r3):
+        assert puppet.ask("is_whole", version=1)
+    assert "lost 'r1'" in r2.log.read_text()
+    assert "going on from 'source'" in r2.log.read_text()
