@@ -7,7 +7,7 @@ on one of its processes, or one that ends leases.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def judge(lives: Sequence[Life], strikes: Sequence[dict], diary: dict) -> list[s
     holds = list(certain_holds(lives, strikes))
     return [
         *torn(lives),
-        *hangs(lives, strikes),
+        *hangs(lives, strikes, {end["who"] for end in diary["exits"] if end["code"]}),
         *unexpected(lives),
         *different_answers(lives),
         *steps_back(lives),
@@ -123,7 +123,10 @@ def torn(lives: Iterable[Life]) -> Iterator[str]:
                 )
 
 
-def hangs(lives: Iterable[Life], strikes: Sequence[dict]) -> Iterator[str]:
+def hangs(
+    lives: Iterable[Life], strikes: Sequence[dict], crashed: Collection[str] = ()
+) -> Iterator[str]:
+    """Calls that ended too late, or never, though their process was not killed."""
     for life in lives:
         name = f"{life.who}/{life.rank}"
         own = [strike for strike in strikes if strike["who"] == name]
@@ -135,6 +138,8 @@ def hangs(lives: Iterable[Life], strikes: Sequence[dict]) -> Iterator[str]:
                 s["kind"] == "kill" and s["at"] <= call.begin + bound_s and s["healed"] >= life.last
                 for s in own
             ):
+                continue
+            if not call.has_ended and name in crashed:
                 continue
             if call.end - call.begin > bound_s:
                 yield f"{name} at {call.begin:.2f}: hang: {call}, expected within {bound_s:.0f} s"
@@ -269,7 +274,7 @@ def left_behind(diary: dict) -> Iterator[str]:
         yield f"{who}: left behind: nothing new since all faults are over ({diary['settled']:.2f})"
     for end in diary["exits"]:
         if end["code"] != 0:
-            yield f"{end['who']}: ended with {end['code']} when it was asked to close"
+            yield f"{end['who']}: ended with {end['code']}, not 0; its log says why"
 
 
 def story(lives: Sequence[Life], strikes: Sequence[dict], wrongs: Sequence[str]) -> str:
