@@ -24,7 +24,7 @@ from torch_ros.store.sources import Source
 from torch_ros.store.txn import View
 from torch_ros.store.versions import Spec
 from torch_ros.weights.digest import Depth, first_difference, totals
-from torch_ros.weights.manifest import Layout, Manifest, logical, logical_digest
+from torch_ros.weights.manifest import Layout, Manifest, logical
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class Filler:
             if len(set(said.values())) == 1:
                 return said[self._rank]
             # Ranks with different tensors (pipeline stages): together they hold the union.
-            return logical_digest(logical(self.layouts(self._group.seat.inst, deadline)))
+            return logical(self.layouts(self._group.seat.inst, deadline)).digest
 
         return call.finish(registered.digest, summarise, whole)
 

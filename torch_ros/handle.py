@@ -48,7 +48,7 @@ from torch_ros.store.txn import View
 from torch_ros.store.versions import Spec, check_version, listing, newer, resolve, spec_ranges
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.local import build, local_chunks, span_of
-from torch_ros.weights.manifest import Layout, logical, logical_digest
+from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -330,6 +330,8 @@ class ShardHandle:
 
     def _register(self, state: LocalState) -> Registered:
         registered = Registered.of(state)
+        if registered is self._registered:
+            return registered
         try:
             self._offer.show(
                 registered.layout, registered.addresses, registered.devices, registered.regions
@@ -639,7 +641,7 @@ class ShardHandle:
             ref, layout, source = self._group.ask(spec_ranges(keys), rule, deadline)
             try:
                 layouts = self._filler.layouts(source, deadline)
-                if logical_digest(logical(layouts)) == layout:
+                if logical(layouts).digest == layout:
                     return ref, layouts
                 reason = "it shows other tensors by now"
             except PeerError as error:
@@ -678,7 +680,7 @@ class ShardHandle:
             nonlocal state
             check_version(version)
             state = gather()
-            build(state.tensors, state.objects, paths=state.paths)
+            _ = state.layout  # it has one
             if is_staged and self._staged & memory_of(state) and self._held is not None:
                 raise ContractBroken(
                     self._held.version,
@@ -738,7 +740,7 @@ class ShardHandle:
         def check() -> str:
             nonlocal checked
             checked = fill(layouts)
-            layout, _ = build(checked.tensors, checked.objects, paths=checked.paths)
+            layout = checked.layout
             self._reading.plan(layouts, layout, self.rank)
             if is_served and self._held == ref and self._is_registered(checked, layout):
                 return "held"
@@ -778,6 +780,8 @@ class ShardHandle:
     def _is_registered(self, state: LocalState, layout: Layout) -> bool:
         """Whether these tensors are the registered ones. Objects have a new buffer each time."""
         known = self._registered
+        if state.known is not None:
+            return state.known is known
         if known is None or known.layout.digest != layout.digest:
             return False
         tensors = known.parts[-1].memory

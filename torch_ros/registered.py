@@ -12,17 +12,30 @@ import torch
 from torch_ros.p2p.transport import HOST, Region
 from torch_ros.weights.digest import Depth, chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
-from torch_ros.weights.manifest import OBJECT, Layout, logical, logical_digest
+from torch_ros.weights.manifest import OBJECT, Layout, logical
 
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """A state dict's tensors and pickled objects, as this rank has them."""
+    """A state dict's tensors and pickled objects, as this rank has them.
+
+    If all of it is registered already, in the same memory but for the objects, whose sizes are
+    equal, then `known` is that, and `tensors` are left out.
+    """
 
     tensors: Sequence[LocalTensor]
     objects: Mapping[str, torch.Tensor]
     paths: Mapping[str, tuple[str | int, ...]]
+
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
+    known: Registered | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Raises: UsageError: A tensor and an object have the same fqn."""
+        if self.known is not None:
+            return self.known.layout
+        return build(self.tensors, self.objects, paths=self.paths)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +60,21 @@ class Registered:
     @property
     def digest(self) -> str:
         """Of the content, whatever the sharding."""
-        return logical_digest(logical([self.layout]))
+        return logical([self.layout]).digest
 
     @classmethod
     def of(cls, state: LocalState) -> Registered:
         """What these tensors and objects are, and where.
 
+        What is known already takes over the objects: nobody may be reading it.
+
         Raises:
             UsageError: A tensor and an object have the same fqn.
         """
+        if state.known is not None:
+            for fqn, pickled in state.objects.items():
+                state.known.objects[fqn].copy_(pickled)
+            return state.known
         layout, memory = build(state.tensors, state.objects, paths=state.paths)
         dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
         is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
@@ -116,6 +135,4 @@ def finish_kernels(memory: Sequence[torch.Tensor]) -> None:
 
 def mark_written(memory: Sequence[torch.Tensor]) -> None:
     """Let autograd notice that these were overwritten behind its back."""
-    for tensor in memory:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])

@@ -7,11 +7,14 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -26,6 +29,9 @@ from torch.futures import Future
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.default import check_group, default_handle
+from torch_ros.dcp.memo import Memo, memos
+from torch_ros.dcp.outline import Outline, outline
+from torch_ros.dcp.planner import ROSLoadPlanner
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
 from torch_ros.handle import ShardHandle
 from torch_ros.registered import LocalState
@@ -90,6 +96,7 @@ class ROSReader(StorageReader):
         self._contents: Mapping[str, LogicalTensor] = {}
         self._found: tuple[Any, Sequence[Layout]] = (None, ())
         self._error: TorchRosError | None = None
+        self._own: ROSLoadPlanner | None = None
         self.version: int | None = None
         """The version that was read, once dcp.load has returned."""
 
@@ -99,6 +106,19 @@ class ROSReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # a path never selects this reader
+
+    def planner(self, *, allow_partial_load: bool = False) -> ROSLoadPlanner:
+        """A planner for the one dcp.load that this reader is for.
+
+        dcp.load(state_dict, storage_reader=r, planner=r.planner()): the same is read as with dcp's
+        own planner, and a state dict with the structure of the last one is not planned again.
+
+        Args:
+            allow_partial_load: As of dcp's DefaultLoadPlanner: what the version does not have is
+                left as it is.
+        """
+        self._own = ROSLoadPlanner(allow_partial_load=allow_partial_load)
+        return self._own
 
     # No parameter called kwargs here: dcp would call it, and wait for a version, twice.
     def read_metadata(self) -> Metadata:
@@ -125,6 +145,8 @@ class ROSReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan here: no rank needs to know what another one wants."""
         self._plan = plan
+        if self._own is not None:
+            self._own.kept = plan
         return dataclasses.replace(plan, items=[])
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -150,7 +172,7 @@ class ROSReader(StorageReader):
                 "a part of version %d was read (%d tensors and objects on this rank, the version "
                 "has %d); this process does not serve it",
                 report.version,
-                len(self._plan.items),
+                load.wanted,
                 len(self._contents),
             )
         done: Future[None] = Future()
@@ -162,24 +184,61 @@ class _Load:
     """One state dict being filled: between dcp's read items and local chunks."""
 
     def __init__(self, reader: ROSReader, planner: LoadPlanner) -> None:
-        self._reader, self._planner = reader, planner
-        items = reader._plan.items
-        self._objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
-        self._wanted = [item for item in items if item.type == LoadItemType.TENSOR]
+        assert reader._handle is not None
+        self._handle, self._trust_objects = reader._handle, reader._trust_objects
+        self._plan, self._planner = reader._plan, planner
+        self._own = planner if isinstance(planner, ROSLoadPlanner) else None
+        self._seen: Outline | None = None
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._vetted: dict[str, tuple[bytes, Any]] = {}
+        self.wanted = 0
+        """How many tensors and objects are to be filled."""
 
     def fill(self, layouts: Sequence[Layout]) -> LocalState:
         """What to read from a source with these layouts."""
-        contents = logical(layouts)
-        self._targets = [(item, self._planner.resolve_tensor(item)) for item in self._wanted]
-        self._buffers = {
-            fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8)
-            for fqn in dict.fromkeys(item.storage_index.fqn for item in self._objects)
-        }
+        planner = self._planner
+        if type(planner) not in (DefaultLoadPlanner, ROSLoadPlanner):
+            return self._planned(layouts)  # whatever it makes of the state dict
+        assert isinstance(planner, DefaultLoadPlanner)
+        kept = memos(self._handle)
+        source = (
+            "nested" if self._own else "flat",
+            "partial" if planner.allow_partial_load else "whole",
+            *(layout.digest for layout in layouts),
+        )
+        before = planner.original_state_dict if self._own else planner.state_dict
+        seen, memo = outline(before), kept.get("load")
+        if memo is None or not memo.fits(seen, source):
+            if self._own:
+                self._plan = self._own.plan_now()
+                seen = outline(before)  # what was on no device is there now
+            state = self._planned(layouts)
+            memo = kept["load"] = Memo.of(seen, planner.state_dict, state, source)
+            if memo is not None:
+                memo.mappings = planner.mappings
+        else:
+            known = self._handle._registered
+            if known is None or known.layout is not memo.layout:
+                known = None
+            contents = logical(layouts)
+            self._buffers = known.objects if known else _buffers(contents, dict(memo.objects))
+            self.wanted = len(memo.tensors) + len(memo.objects)
+            planner.mappings = dict(memo.mappings)
+            state = memo.state(seen, self._buffers, known)
+        self._seen = seen
+        return state
+
+    def _planned(self, layouts: Sequence[Layout]) -> LocalState:
+        contents, items = logical(layouts), self._plan.items
+        wanted = [item for item in items if item.type == LoadItemType.TENSOR]
+        self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
+        objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
+        self._buffers = _buffers(contents, objects)
         tensors: dict[str, LocalTensor] = {}
         for item, target in self._targets:
             _add(tensors, item, target, contents)
+        self.wanted = len(tensors) + len(objects)
         for fqn, (dtype, shape) in contents.items():
             # dcp does not ask for what has no elements; the version is whole with it.
             if dtype != OBJECT and 0 in shape:
@@ -194,19 +253,43 @@ class _Load:
 
     def vet(self) -> None:
         """Nothing that came from a peer reaches pickle before weights_only has accepted it."""
-        if self._reader._trust_objects:
+        if self._trust_objects:
             return
         for fqn, buffer in self._buffers.items():
+            content = buffer.numpy().tobytes()
+            if fqn in self._vetted and self._vetted[fqn][0] == content:
+                continue
             try:
-                torch.load(_stream(buffer), weights_only=True, map_location="cpu")
+                value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
             except Exception as error:  # whatever a hostile stream makes it raise
                 raise UntrustedObject(fqn, _what_was_refused(buffer, error)) from error
+            self._vetted[fqn] = (content, value)
 
     def commit(self) -> None:
-        for item in self._objects:
-            self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
+        memo = memos(self._handle).get("load")
+        if memo is not None and self._seen is not None:
+            memo.learn(self._seen, self._handle._registered)
+        for fqn, buffer in self._buffers.items() if self._own else ():
+            assert self._own is not None
+            self._own.put(fqn, self._value(fqn, buffer))
+        for item in self._plan.items if not self._own else ():
+            if item.type == LoadItemType.BYTE_IO:
+                self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
         for item, target in self._targets:
             self._planner.commit_tensor(item, target)
+
+    def _value(self, fqn: str, buffer: torch.Tensor) -> Any:
+        if fqn in self._vetted:
+            return self._vetted[fqn][1]
+        return torch.load(_stream(buffer), weights_only=False)
+
+
+def _buffers(
+    contents: Mapping[str, LogicalTensor], objects: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    return {
+        fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8) for fqn in dict.fromkeys(objects)
+    }
 
 
 def _what_was_refused(buffer: torch.Tensor, error: Exception) -> str:
@@ -252,37 +335,43 @@ def _metadata(contents: Mapping[str, LogicalTensor], layouts: Sequence[Layout]) 
     """A version as dcp's planners want it. A tensor is one chunk, whoever holds parts of it:
     so dcp asks once for each local chunk, and where its bytes come from is decided later.
     """
-    entries: dict[str, STORAGE_TYPES] = {}
-    for fqn, (dtype, shape) in contents.items():
-        if dtype == OBJECT:
-            entries[fqn] = BytesStorageMetadata()
-            continue
-        size = torch.Size(shape)
-        entries[fqn] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_named(dtype)),
-            size=size,
-            chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-        )
     paths = {r.fqn: r.path for layout in layouts for r in layout.tensors if r.path is not None}
-    return Metadata(state_dict_metadata=_Contents(entries), planner_data=paths)
+    return Metadata(_Contents(contents), planner_data=paths)  # type: ignore[arg-type]  # read only
 
 
-class _Contents(dict[str, STORAGE_TYPES]):
+class _Contents(Mapping[str, STORAGE_TYPES]):
     """What is in the version, with errors that name what was found and what was expected.
 
     dcp's default planner looks up every wanted name here, and raises a RuntimeError or ValueError
     of its own for a missing tensor or another shape. To tell more, and with our types, the lookup
     looks at what that function holds. Elsewhere, and should that function change, this is a dict.
+
+    Entries are made when they are looked up: who does not plan does not pay for them.
     """
+
+    def __init__(self, contents: Mapping[str, LogicalTensor]) -> None:
+        self._contents = contents
+        self._entries: dict[str, STORAGE_TYPES] = {}
+
+    def __getitem__(self, fqn: str) -> STORAGE_TYPES:
+        if fqn not in self._entries:
+            self._entries[fqn] = _entry(self._contents[fqn])
+        return self._entries[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
 
     def __contains__(self, fqn: object) -> bool:
         caller = sys._getframe(1)
         if caller.f_code is create_default_local_load_plan.__code__:
             self._check(str(fqn), caller.f_locals.get("obj"), caller.f_locals.get("strict") is True)
-        return super().__contains__(fqn)
+        return fqn in self._contents
 
     def _check(self, fqn: str, target: object, is_strict: bool) -> None:
-        found = self.get(fqn)
+        found = self._contents.get(fqn)
         if found is None and is_strict:
             raise ManifestMismatch(
                 f"{fqn!r}",
@@ -290,8 +379,8 @@ class _Contents(dict[str, STORAGE_TYPES]):
                 f"a version of {len(self)} tensors and objects without it",
                 "leave it out, or pass planner=DefaultLoadPlanner(allow_partial_load=True)",
             )
-        if isinstance(found, TensorStorageMetadata) and isinstance(target, torch.Tensor):
-            there = f"{dtype_name(found.properties.dtype)} {list(found.size)}"
+        if found is not None and found.dtype != OBJECT and isinstance(target, torch.Tensor):
+            there = f"{found.dtype} {list(found.shape)}"
             here = f"{dtype_name(target.dtype)} {list(target.shape)}"
             if here != there:
                 raise ManifestMismatch(
@@ -300,3 +389,14 @@ class _Contents(dict[str, STORAGE_TYPES]):
                     f"{here} in the state dict",
                     "load into the same shape and dtype: unlike dcp's files, this does not cast",
                 )
+
+
+def _entry(found: LogicalTensor) -> STORAGE_TYPES:
+    if found.dtype == OBJECT:
+        return BytesStorageMetadata()
+    size = torch.Size(found.shape)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_named(found.dtype)),
+        size=size,
+        chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+    )

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
+from torch_ros.dcp.memo import Memo, as_bytes, memos
+from torch_ros.dcp.outline import Outline, outline
+from torch_ros.dcp.planner import ROSSavePlanner
 from torch_ros.errors import UsageError
 from torch_ros.handle import ShardHandle
 from torch_ros.registered import LocalState
@@ -67,6 +71,8 @@ class ROSWriter(StorageWriter):
         self._handle: ShardHandle | None = None
         self._plan = SavePlan([])
         self._is_collective = True
+        self._own: ROSSavePlanner | None = None
+        self._seen: Outline | None = None
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -90,12 +96,23 @@ class ROSWriter(StorageWriter):
         self._is_collective = kwargs.get("use_collectives", True)
         check_group(self._handle, kwargs.get("rank"), None)
 
+    def planner(self) -> ROSSavePlanner:
+        """A planner for the one dcp.save that this writer is for.
+
+        dcp.save(state_dict, storage_writer=w, planner=w.planner()): the same is published as with
+        dcp's own planner, and a state dict with the structure of the last one is not planned again.
+        """
+        self._own = self._own or ROSSavePlanner()
+        return self._own
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep the plan here: no rank needs to know what another one holds.
 
         That also keeps what dcp would leave to one rank of several (HSDP copies): each can serve.
         """
         self._plan = plan
+        if self._own is not None:
+            self._own.kept = plan
         return dataclasses.replace(plan, items=[], planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -108,20 +125,41 @@ class ROSWriter(StorageWriter):
         assert self._handle is not None
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
         is_staged = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+        in_place = not is_staged and self._copying is None
         self._handle._save(
             self._version,
-            lambda: self._collect(planner),
+            lambda: self._collect(planner, may_be_known=in_place),
             is_staged=is_staged and self._copying is None,
             copying=self._copying,
             timeout_s=self._timeout_s,
         )
+        memo = memos(self._handle).get("save")
+        if memo is not None and self._seen is not None and in_place:
+            memo.learn(self._seen, self._handle._registered)
+        self._seen = None
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
-    def _collect(self, planner: SavePlanner) -> LocalState:
-        """What the planner planned for this rank, in place."""
-        local = self._plan
+    def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
+        """What the planner planned for this rank, in place; or what it would, had it planned."""
+        assert self._handle is not None
+        if type(planner) not in (DefaultSavePlanner, ROSSavePlanner):
+            return self._planned(self._plan, planner)  # whatever it makes of the state dict
+        assert isinstance(planner, DefaultSavePlanner)
+        kept, is_own = memos(self._handle), isinstance(planner, ROSSavePlanner)
+        kind = ("nested",) if is_own else ("flat",)
+        self._seen = seen = outline(planner.state_dict)
+        memo = kept.get("save")
+        if memo is not None and memo.fits(seen, kind, None if is_own else planner.mappings):
+            known = self._handle._registered if may_be_known else None
+            return memo.state(seen, memo.pickled(seen), known)
+        plan = planner.plan_now() if isinstance(planner, ROSSavePlanner) else self._plan
+        state = self._planned(plan, planner)
+        kept["save"] = Memo.of(seen, planner.state_dict, state, kind)
+        return state
+
+    def _planned(self, local: SavePlan, planner: SavePlanner) -> LocalState:
         if not local.usable:  # a caching planner says: as last time
             local = SavePlanner._cached_save_plan[planner._cached_plans_key]  # type: ignore[attr-defined]
         tensors: dict[str, LocalTensor] = {}
@@ -130,8 +168,7 @@ class ROSWriter(StorageWriter):
             found = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 assert isinstance(found, io.BytesIO)
-                pickled = bytearray(found.getbuffer())
-                objects[item.index.fqn] = torch.frombuffer(pickled, dtype=torch.uint8)
+                objects[item.index.fqn] = as_bytes(found)
             else:
                 assert isinstance(found, torch.Tensor)
                 _add(tensors, item, found)

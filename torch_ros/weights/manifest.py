@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -28,6 +28,7 @@ HOST = -1  # the device of host memory; CUDA devices count from 0
 DIMENSIONS_MAX = 64
 # Nothing larger exists, and sums of two such numbers still fit in int64.
 _ELEMENTS_MAX = 2**62
+UNIONS_MAX = 8  # kept of what ranks hold together: a handful of versions that are read at a time
 
 _Elements = Annotated[int, msgspec.Meta(ge=0, le=_ELEMENTS_MAX)]
 _PerDimension = Annotated[tuple[_Elements, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
@@ -175,15 +176,44 @@ class LogicalTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def logical(layouts: Sequence[Layout]) -> dict[str, LogicalTensor]:
+class Logical(dict[str, LogicalTensor]):
+    """What a version contains, by fqn. Shared; not to be changed."""
+
+    @cached_property
+    def digest(self) -> str:
+        """As `logical_digest` says."""
+        return logical_digest(self)
+
+
+def logical(layouts: Sequence[Layout]) -> Logical:
     """What the ranks hold together, by fqn; `layouts` are in rank order.
 
-    The size of an object may differ between ranks: the lowest rank's counts.
+    The size of an object may differ between ranks: the lowest rank's counts. The last answers are
+    kept, since layouts seldom change.
 
     Raises:
         ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
     """
-    union: dict[str, LogicalTensor] = {}
+    return _logical(tuple(map(_ByDigest, layouts)))
+
+
+class _ByDigest:
+    """A layout as a key: comparing digests instead of all that it contains."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByDigest) and self.layout.digest == other.layout.digest
+
+    def __hash__(self) -> int:
+        return hash(self.layout.digest)
+
+
+@lru_cache(maxsize=UNIONS_MAX)
+def _logical(keys: tuple[_ByDigest, ...]) -> Logical:
+    layouts = [key.layout for key in keys]
+    union = Logical()
     for rank, layout in enumerate(layouts):
         for record in layout.tensors:
             mine = LogicalTensor(record.dtype, record.shape)

@@ -1,0 +1,203 @@
+"""What was found out about a state dict the last time, so that an unchanged one costs little.
+
+What depends on structure only (names, layouts, which tensor has which chunk) is kept by the tokens
+of the state dict's outline. No tensor is: a memo keeps no memory allocated.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torch_ros.dcp.outline import Outline
+from torch_ros.handle import ShardHandle
+from torch_ros.registered import LocalState, Registered
+from torch_ros.weights.local import LocalChunk, LocalTensor
+from torch_ros.weights.manifest import Layout
+
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkPlan:
+    """A chunk, as a view of a local tensor."""
+
+    offsets: tuple[int, ...]
+    leaf: int
+    skip: int  # elements from the local tensor's first to the chunk's first
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorPlan:
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spread: bool
+    chunks: tuple[_ChunkPlan, ...]
+
+    def of(self, local: Mapping[int, torch.Tensor]) -> LocalTensor:
+        chunks = []
+        for chunk in self.chunks:
+            tensor = local[chunk.leaf].detach()
+            start = tensor.storage_offset() + chunk.skip
+            view = tensor.as_strided(chunk.sizes, chunk.strides, start)
+            chunks.append(LocalChunk(chunk.offsets, view))
+        return LocalTensor(self.fqn, self.dtype, self.shape, tuple(chunks), self.spread)
+
+
+@dataclass(slots=True)
+class Memo:
+    """A state dict that was saved, or loaded into, by one handle.
+
+    Args:
+        tokens, addresses: Of its outline.
+        source: What else the answer depended on; for a load, the layouts of what it reads.
+        mappings: For a load, where the objects are in the state dict.
+        paths: By fqn.
+        objects: Its objects: fqn and number among the outline's leaves.
+    """
+
+    tokens: list[object]
+    addresses: list[int]
+    source: tuple[str, ...]
+    tensors: Sequence[_TensorPlan]
+    objects: Sequence[tuple[str, int]]
+    paths: Mapping[str, tuple[str | int, ...]]
+    layout: Layout | None = None
+    mappings: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    chunk_addresses: list[int] = field(default_factory=list)
+    pickles: dict[str, tuple[object, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        seen: Outline,
+        flat: Mapping[str, object],
+        state: LocalState,
+        source: tuple[str, ...],
+    ) -> Memo | None:
+        """What to remember of a state that was made of the state dict the long way.
+
+        None if it cannot be told what became of each leaf: the next one is made the long way too.
+
+        Args:
+            flat: The state dict as dcp flattened it.
+        """
+        names = list(flat)
+        is_aligned = len(names) == len(seen.leaves) and all(
+            there is here for there, here in zip(flat.values(), seen.leaves, strict=True)
+        )
+        if not (seen.is_known and is_aligned):
+            return None
+        leaf_of = {fqn: number for number, fqn in enumerate(names)}
+        try:
+            tensors = [_plan(tensor, leaf_of, seen) for tensor in state.tensors]
+            objects = [(fqn, leaf_of[fqn]) for fqn in state.objects]
+        except KeyError:
+            return None
+        return cls(seen.tokens, seen.addresses, source, tensors, objects, state.paths)
+
+    def fits(
+        self,
+        seen: Outline,
+        source: tuple[str, ...],
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
+    ) -> bool:
+        """Whether that state dict has the structure of this one, and these paths, if given."""
+        return (
+            seen.is_known
+            and source == self.source
+            and seen.tokens == self.tokens
+            and (paths is None or paths == self.paths)
+        )
+
+    def state(
+        self, seen: Outline, objects: Mapping[str, torch.Tensor], registered: Registered | None
+    ) -> LocalState:
+        """The state of a state dict that fits.
+
+        Args:
+            registered: What the handle has registered; if it is this very state, in the same
+                memory, then the state says so.
+        """
+        if registered is not None and self._is(registered, seen, objects):
+            return LocalState((), objects, self.paths, known=registered)
+        tensors = [plan.of(seen.locals) for plan in self.tensors]
+        return LocalState(tensors, objects, self.paths)
+
+    def _is(
+        self, registered: Registered, seen: Outline, objects: Mapping[str, torch.Tensor]
+    ) -> bool:
+        # What is registered is allocated, so equal addresses are the same memory, not its heir.
+        return (
+            registered.layout is self.layout
+            and seen.addresses == self.addresses
+            and [tensor.data_ptr() for tensor in registered.memory] == self.chunk_addresses
+            and objects.keys() == registered.objects.keys()
+            and all(objects[fqn].shape == there.shape for fqn, there in registered.objects.items())
+        )
+
+    def learn(self, seen: Outline, registered: Registered | None) -> None:
+        """That the state dict with this outline is what is registered now."""
+        if registered is None:
+            self.layout = None
+            return
+        self.layout, self.addresses = registered.layout, seen.addresses
+        self.chunk_addresses = [tensor.data_ptr() for tensor in registered.memory]
+
+    def pickled(self, seen: Outline) -> dict[str, torch.Tensor]:
+        """Each object as dcp pickles it."""
+        return {fqn: self._pickled(fqn, seen.leaves[leaf]) for fqn, leaf in self.objects}
+
+    def _pickled(self, fqn: str, value: Any) -> torch.Tensor:
+        if type(value) not in _ATOMS:
+            return pickled(value)
+        mark = pickle.dumps(value)  # tells 0.0 from -0.0, and 1 from True
+        known = self.pickles.get(fqn)
+        if known is None or known[0] != mark:
+            known = self.pickles[fqn] = (mark, pickled(value))
+        return known[1]
+
+
+def pickled(value: Any) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return as_bytes(stream)
+
+
+def as_bytes(stream: io.BytesIO) -> torch.Tensor:
+    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+
+
+def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _TensorPlan:
+    chunks = []
+    for chunk in tensor.chunks:
+        leaf = leaf_of[tensor.fqn]
+        skip_bytes = chunk.tensor.data_ptr() - seen.locals[leaf].data_ptr()
+        chunks.append(
+            _ChunkPlan(
+                chunk.offsets,
+                leaf,
+                skip_bytes // chunk.tensor.element_size(),
+                tuple(chunk.tensor.shape),
+                chunk.tensor.stride(),
+            )
+        )
+    return _TensorPlan(tensor.fqn, tensor.dtype, tensor.shape, tensor.spread, tuple(chunks))
+
+
+# The last one of each kind. A handle's own calls take turns, so its memos need no lock.
+_memos: WeakKeyDictionary[ShardHandle, dict[Literal["save", "load"], Memo | None]]
+_memos = WeakKeyDictionary()
+
+
+def memos(handle: ShardHandle) -> dict[Literal["save", "load"], Memo | None]:
+    return _memos.setdefault(handle, {})

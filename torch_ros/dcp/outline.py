@@ -1,0 +1,98 @@
+"""What a state dict looks like, cheaply: to notice that it is still the one that was planned for.
+
+Two outlines with equal tokens have the same names, nesting, kinds, dtypes, shapes, strides, devices
+and shardings, in the same order; they may differ in where the tensors are and in what the objects
+are. About a microsecond per tensor, where planning takes a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_DICT, _LIST, _TENSOR, _DTENSOR, _OBJECT = "dict", "list", "tensor", "dtensor", "object"
+
+
+@dataclass(slots=True)
+class Outline:
+    """A state dict's leaves, in the order in which dcp flattens it.
+
+    It refers to the state dict's tensors: keep `tokens` and `addresses`, and let go of the rest.
+    """
+
+    tokens: list[object] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by leaf, of those on this rank
+    addresses: list[int] = field(default_factory=list)  # of `locals`
+    is_known: bool = True  # nothing in it of a kind that only dcp understands
+    _meshes: dict[int, object] = field(default_factory=dict)
+
+
+def outline(state_dict: Mapping[str, object]) -> Outline:
+    """The outline of a state dict, nested or flat. Reads no tensor's content."""
+    found = Outline()
+    _visit(state_dict, found)
+    found.tokens.append(tuple(found._meshes.values()))
+    return found
+
+
+def _visit(value: Any, found: Outline) -> None:
+    kind = type(value)
+    if kind in _PLAIN or kind is DTensor:
+        _visit_tensor(value, kind is DTensor, found)
+    elif isinstance(value, torch.Tensor):
+        found.is_known = False
+        found.leaves.append(value)
+    elif kind is dict or isinstance(value, Mapping):
+        found.tokens += (_DICT, len(value))
+        for name, inner in value.items():
+            found.tokens.append(name if type(name) is str else str(name))
+            _visit(inner, found)
+    elif isinstance(value, list) and _is_traversed(value):
+        found.tokens += (_LIST, len(value))
+        for inner in value:
+            _visit(inner, found)
+    else:
+        found.tokens.append(_OBJECT)
+        found.leaves.append(value)
+
+
+def _is_traversed(values: list[Any]) -> bool:
+    """Whether dcp looks for tensors in this list, or pickles it as it is."""
+    return any(
+        isinstance(value, torch.Tensor | Mapping)
+        or (isinstance(value, list) and _is_traversed(value))
+        for value in values
+    )
+
+
+def _visit_tensor(tensor: Any, is_dtensor: bool, found: Outline) -> None:
+    tokens, local = found.tokens, tensor
+    if is_dtensor:
+        spec, local = tensor._spec, tensor._local_tensor
+        tokens += (_DTENSOR, spec, tensor.shape)
+        mesh = spec.mesh
+        if id(mesh) not in found._meshes:
+            found._meshes[id(mesh)] = mesh.get_coordinate()
+        if type(local) not in _PLAIN:
+            found.is_known = False
+    else:
+        tokens.append(_TENSOR)
+    if (
+        local.is_nested
+        or local.layout is not torch.strided
+        or local.is_conj()
+        or local.is_neg()
+        or local.is_meta
+    ):
+        found.is_known = False
+    else:
+        tokens += (local.dtype, local.shape, local.stride(), local.device)
+        found.locals[len(found.leaves)] = local
+        found.addresses.append(local.data_ptr())
+    found.leaves.append(tensor)

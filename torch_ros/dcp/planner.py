@@ -1,0 +1,103 @@
+"""The planners that `ROSWriter.planner` and `ROSReader.planner` make: planning is left for later.
+
+dcp's own planners look at every tensor in every save and load, before the storage is asked for
+anything. These only keep the state dict; the storage recognises an unchanged one by its outline
+(memo.py), and has it planned, by dcp's own rules, where it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+
+from torch_ros.dcp.outline import outline
+from torch_ros.errors import UsageError
+
+
+class ROSSavePlanner(DefaultSavePlanner):
+    """For one dcp.save with the ROSWriter that made it. Plans as DefaultSavePlanner does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nested: dict[str, Any] = {}
+        self.kept: SavePlan | None = None
+        """The plan that a ROSWriter was given; it stands for all that is still to be planned."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
+    ) -> None:
+        self._nested, self.kept = state_dict, None
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([])
+
+    def plan_now(self) -> SavePlan:
+        """dcp's plan for this rank; from then on `state_dict` is flat."""
+        super().set_up_planner(self._nested, None, self.is_coordinator)
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if self.kept is None:
+            raise UsageError(_ELSEWHERE.format("storage_writer", "ROSWriter"))
+        return new_plan
+
+
+class ROSLoadPlanner(DefaultLoadPlanner):
+    """For one dcp.load with the ROSReader that made it. Plans as DefaultLoadPlanner does."""
+
+    def __init__(self, *, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self.kept: LoadPlan | None = None
+        """The plan that a ROSReader was given; it stands for all that is still to be planned."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
+    ) -> None:
+        self.original_state_dict, self.state_dict, self.mappings = state_dict, state_dict, {}
+        self.metadata, self.is_coordinator, self.kept = metadata, is_coordinator, None
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def plan_now(self) -> LoadPlan:
+        """dcp's plan for this rank; from then on `state_dict` is flat."""
+        before = outline(self.original_state_dict).leaves
+        super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
+        # dcp puts None where it meets an object whose type it does not know.
+        for fqn, was in zip(list(self.state_dict), before, strict=False):
+            if self.state_dict[fqn] is None and was is not None:
+                self.state_dict[fqn] = was
+                self.put(fqn, was)
+        return super().create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if self.kept is None:
+            raise UsageError(_ELSEWHERE.format("storage_reader", "ROSReader"))
+        return new_plan
+
+    def put(self, fqn: str, value: Any) -> None:
+        """Set an object of the state dict."""
+        set_element(self.original_state_dict, self.mappings[fqn], value)
+
+
+_ELSEWHERE = (
+    "this planner leaves planning to the {1} that made it, and dcp was called without that one; "
+    "pass both, {0}=x and planner=x.planner(), or neither"
+)
