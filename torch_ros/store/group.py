@@ -131,12 +131,21 @@ class Group:
             if group is not None:
                 group.fence(lost[-1], session)
 
-        session = Session(kv, ttl_s=place.ttl_s, on_lost=on_lost, name=place.replica)
-        try:
-            seat = _take_seat(kv, place, session, deadline)
-        except BaseException:
-            session.close()
-            raise
+        def check() -> None:
+            if lost:
+                raise lost[-1]
+
+        while True:
+            session = Session(kv, ttl_s=place.ttl_s, on_lost=on_lost, name=place.replica)
+            try:
+                seat = _take_seat(kv, place, session, deadline, check=check)
+            except BaseException as error:
+                session.close()
+                if error not in lost:
+                    raise
+                deadline.check(f"replica {place.replica!r} starts over: {lost.pop().reason}")
+            else:
+                break
         group = cls(kv, place, session, seat)
         if not session.is_valid():  # lost before there was a group to tell
             group.fence(
@@ -551,12 +560,21 @@ class GroupCall:
 
     def decide_to_read(self, spec: Spec, floor: VersionRef | None, *, is_relay: bool) -> None:
         """Decide which version, and claim a source of it."""
-        effects = partial(rules.replicate, spec=spec, floor=floor, is_relay=is_relay)
+        tries = 0
+
+        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+            nonlocal tries
+            tries += 1
+            return rules.replicate(
+                view, seat, call, spec, floor, is_relay=is_relay, may_claim=tries == 1
+            )
+
+        keys = self.seat.keys
         while not self.has_ended:
-            self.decide(spec_ranges(self.seat.keys), effects)
-            if self.has_ended:
-                return
+            self.decide((*spec_ranges(keys), keys.readers(), keys.suspects()), effects)
             assert self._call is not None
+            if self.has_ended or self._call.source:
+                return
             rule = partial(sources.claim, seat=self.seat, call=self._call)
             claimed = self._settle(sources.source_ranges(self.seat, self.ref), rule)
             if claimed is None:  # the version went away in between
@@ -662,6 +680,12 @@ class GroupCall:
         if call.ref is not None:
             # From here on a peer may complete the call without this rank hearing of it.
             self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
+        if seat.world_size == 1:
+            layout = summarise({seat.rank: value})
+            alone = partial(
+                rules.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
+            )
+            return self._settle(self._ends_at(call), alone)
         count = self._settle((*seat.own, mine), ready)
         if isinstance(count, Outcome):
             return count

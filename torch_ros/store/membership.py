@@ -144,7 +144,7 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     live |= {k.parse_holding(key).run for key, _ in view.within(keys.holdings())}
     live &= numbers.keys()
     if who.run is None and live:
-        name = max(live, key=lambda run: numbers[run])
+        name = max(live, key=lambda run: (numbers[run], run))
     else:
         name = who.fresh_run if who.run in (None, "new") else who.run
     assert name is not None

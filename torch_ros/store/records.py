@@ -137,9 +137,13 @@ class VersionRef(Record, frozen=True):
     run_number: int
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Newer versions compare greater, across runs."""
-        return (self.run_number, self.version)
+    def order(self) -> tuple[int, str, int]:
+        """Newer versions compare greater, across runs.
+
+        By their names too: while the members of a run have lost their seats to a wiped store, a
+        newcomer may start one with the same number.
+        """
+        return (self.run_number, self.run, self.version)
 
 
 Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]

@@ -55,6 +55,7 @@ from torch_ros.store.seat import (
     own_group,
     recorded,
 )
+from torch_ros.store.sources import claim_of, free_source
 from torch_ros.store.txn import (
     Count,
     Delete,
@@ -208,22 +209,37 @@ def _refuse_second(view: View, seat: Seat) -> None:
 
 
 def replicate(
-    view: View, seat: Seat, call: Call, spec: Spec, floor: VersionRef | None, *, is_relay: bool
+    view: View,
+    seat: Seat,
+    call: Call,
+    spec: Spec,
+    floor: VersionRef | None,
+    *,
+    is_relay: bool,
+    may_claim: bool,
 ) -> Step[Call]:
-    """Resolve the version and announce the filling holding; `sources.claim` comes next.
+    """Resolve the version and announce the filling holding.
 
-    The holding's create revision is this replica's place in the birth order.
+    If nobody else is looking for a source, a free one is claimed at once; else `sources.claim`
+    comes next, and the holding's create revision is this replica's place in the birth order.
+
+    Args:
+        may_claim: False once that has failed: somebody else is looking too.
     """
     offer = resolve(view, seat.keys, spec, floor)
     if isinstance(offer, Wait):
         return offer
     _refuse_second(view, seat)
     ref = offer.ref
-    holding = _filling(seat, call, ref, is_relay=is_relay)
+    held = _held(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
+    decided = msgspec.structs.replace(call, ref=ref)
+    source = free_source(view, seat, ref) if may_claim else None
+    if source is not None:
+        guards, claimed = claim_of(view, seat, call.number, ref, source, is_free=True)
+        return recorded(view, seat, decided.with_source(source), guards, (held, claimed))
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
-    decided = msgspec.structs.replace(call, ref=ref)
-    return recorded(view, seat, decided, (guard,), (_held(view, seat, ref, holding),))
+    return recorded(view, seat, decided, (guard,), (held,))
 
 
 def _filling(
@@ -362,9 +378,16 @@ class Whole:
 
 
 def complete(
-    view: View, seat: Seat, call: Call, layout: str, whole: Whole = Whole()
+    view: View,
+    seat: Seat,
+    call: Call,
+    layout: str,
+    whole: Whole = Whole(),
+    reads: tuple[Range, ...] = (),
 ) -> Step[Outcome]:
     """All ranks are ready and together hold content of `layout` (agree: said so): the end.
+
+    Of a group of one, `reads` are its reader records, which go now: it has no ready record.
 
     The end flips the holding by compare-and-swap in the same transaction, so all ranks see the
     same end (I3), and a repeated one finds it done (I5).
@@ -375,7 +398,7 @@ def complete(
         return Done(_outcome_of(current, seat, call))
     if call.kind == "agree":
         return _end(view, seat, current, Outcome(said=layout))
-    ref = current.ref
+    ref, read = current.ref, tuple(map(Delete, reads))
     assert ref is not None
     version, own = (
         view.entries.get(seat.keys.version(ref.run, ref.version)),
@@ -391,18 +414,20 @@ def complete(
     )
     if expected and expected != layout:
         if call.kind == "replicate" and not whole.is_required:
-            return _end(view, seat, current, Outcome(), guards, (Delete(one(seat.holding(ref))),))
+            return _end(
+                view, seat, current, Outcome(), guards, (Delete(one(seat.holding(ref))), *read)
+            )
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
-        return _end(view, seat, current, Outcome(failure), guards, _undo(seat, current))
+        return _end(view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read))
     if call.kind == "replicate" and not whole.is_served:
-        return _end(view, seat, current, Outcome(), guards, (Delete(one(seat.holding(ref))),))
+        return _end(view, seat, current, Outcome(), guards, dropped)
     full = msgspec.structs.replace(Holding.decode(own.value), state="full")
     ops: list[Op] = [_held(view, seat, ref, full)]
     if not expected:
         key = seat.keys.version(ref.run, ref.version)
         ops.append(Put(key, Version(ref.uid, layout).encode()))
     outcome = Outcome(is_source=True, said=layout)
-    return _end(view, seat, current, outcome, guards, tuple(ops))
+    return _end(view, seat, current, outcome, guards, (*ops, *read))
 
 
 def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:

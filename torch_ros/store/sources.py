@@ -18,7 +18,7 @@ from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.records import Call, Holding, Reader, Shard, Suspect, VersionRef
 from torch_ros.store.seat import Seat, find, own_group, recorded
-from torch_ros.store.txn import Delete, Empty, Entry, Get, Put, Range, Txn, View, one
+from torch_ros.store.txn import Delete, Empty, Entry, Get, Guard, Put, Range, Txn, View, one
 
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
 TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
@@ -74,18 +74,34 @@ def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
     if not candidates:
         return Act(seat.taken_back(view, current), lambda _: None)
     choice = _predicted(view, seat, ref, candidates)
-    found = candidates[choice]
-    readers = seat.keys.readers_of(ref.run, ref.version, choice)
-    claimed = Put(
-        seat.keys.reader_group(ref.run, ref.version, choice, seat.inst),
-        Reader(current.number).encode(),
-        own_group(view, seat).lease_id,
-    )
-    guards = (
-        view.unchanged(seat.keys.holding(ref.run, ref.version, choice)),
-        *(() if found.readers else (Empty(readers),)),
-    )
+    is_free = not candidates[choice].readers
+    guards, claimed = claim_of(view, seat, current.number, ref, choice, is_free=is_free)
     return recorded(view, seat, current.with_source(choice), guards, (claimed,))
+
+
+def claim_of(
+    view: View, seat: Seat, number: int, ref: VersionRef, source: str, *, is_free: bool
+) -> tuple[tuple[Guard, ...], Put]:
+    """The record that claims a source, and the guards under which it may."""
+    anchor, keys = own_group(view, seat).lease_id, seat.keys
+    key = keys.reader_group(ref.run, ref.version, source, seat.inst)
+    guards: list[Guard] = [view.unchanged(keys.holding(ref.run, ref.version, source))]
+    if is_free:
+        guards.append(Empty(keys.readers_of(ref.run, ref.version, source)))
+    return tuple(guards), Put(key, Reader(number).encode(), anchor)
+
+
+def free_source(view: View, seat: Seat, ref: VersionRef) -> str | None:
+    """A full source that nobody reads from, if no other replica is looking for one."""
+    candidates, suspected = _candidates(view, seat, ref), _suspected(view, seat)
+    if any(
+        Holding.decode(entry.value).state == "filling"
+        for _, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
+    ):
+        return None
+    free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
+    near = [i for i in free if candidates[i].holding.datacenter == seat.datacenter]
+    return min(near, key=lambda inst: candidates[inst].entry.create_rev, default=None)
 
 
 def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:

@@ -79,7 +79,7 @@ def offered(view: View, keys: Keys) -> list[list[Offer]]:
         if holdings:
             ref = VersionRef(run, number, uid, numbers.get(run, 0))
             by_run.setdefault(run, []).append(Offer(ref, holdings))
-    runs = sorted(by_run.values(), key=lambda offers: offers[0].ref.run_number, reverse=True)
+    runs = sorted(by_run.values(), key=lambda offers: offers[0].ref.order, reverse=True)
     return [sorted(offers, key=lambda offer: offer.ref.order, reverse=True) for offers in runs]
 
 
@@ -148,7 +148,7 @@ def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
 
 def _newest_run(view: View, keys: Keys) -> str:
     numbers = run_numbers(view, keys)
-    return max(numbers, key=lambda run: numbers[run], default="")
+    return max(numbers, key=lambda run: (numbers[run], run), default="")
 
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> Offer | None:
@@ -198,7 +198,7 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     if not specs:
         return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
     there = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
-    newest = [r for r in there if r.run_number == there[0].run_number]
+    newest = [r for r in there if r.run == there[0].run]
     retained = {newest[s.back] for s in specs if s.absolute is None and s.back < len(newest)}
     absolute = {spec.absolute for spec in specs if spec.absolute is not None}
     retained |= {r for r in newest if r.version in absolute}
