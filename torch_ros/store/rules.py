@@ -412,11 +412,10 @@ def complete(
         view.unchanged(seat.keys.version(ref.run, ref.version)),
         view.unchanged(seat.holding(ref)),
     )
+    dropped = (Delete(one(seat.holding(ref))), *read)
     if expected and expected != layout:
         if call.kind == "replicate" and not whole.is_required:
-            return _end(
-                view, seat, current, Outcome(), guards, (Delete(one(seat.holding(ref))), *read)
-            )
+            return _end(view, seat, current, Outcome(), guards, dropped)
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
         return _end(view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read))
     if call.kind == "replicate" and not whole.is_served:
