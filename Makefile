@@ -6,13 +6,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test history lint bench bench-control clean
+
+# Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
+FAULTS ?= 20
+FIRST_SEED ?= 1
 
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute"
 	@echo "make test   the whole test suite"
+	@echo "make history FAULTS=20 FIRST_SEED=1"
+	@echo "            processes and an etcd that are killed, stopped and wiped while weights move"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  transfer speeds beside what people use today"
+	@echo "make bench-control"
+	@echo "            what the calls cost in etcd, and bursts of up to 128 replicas"
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +34,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+history: $(INSTALLED)
+	FAULTS=$(FAULTS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest tests/history -q -s
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,6 +44,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/transfer.py
+
+bench-control: $(INSTALLED)
+	$(BIN)/python benchmarks/control.py
 
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,308 @@
+"""What the control plane costs: the calls of a group in etcd, without weights.
+
+Ranks and replicas are threads of this process, each with a connection of its own, on a store where
+nothing else happens. Two parts:
+
+* calls of groups of several sizes, one after another; times are those of the slowest rank;
+* bursts: one replica holds a version; N others join, and replicate it, all at once. None ends its
+  read before all have found a source, as if the version were large. Counted is what they ask of
+  etcd, and the bytes of keys and values that move, besides the renewals of leases.
+
+Prints a row of JSON per result, then tables.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from report import Row, call_row, machine_row
+
+from torch_ros.store import rules
+from torch_ros.store.endpoint import connect
+from torch_ros.store.group import Group, GroupCall, Place
+from torch_ros.store.keys import Keys
+from torch_ros.store.kv import KV
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.records import Shard, VersionRef
+from torch_ros.store.run import Deadline
+from torch_ros.store.seat import own_group
+from torch_ros.store.txn import Put, Read, Reply, Txn, View, Watch
+from torch_ros.store.versions import Spec, newer, spec_ranges
+
+T = TypeVar("T")
+
+CALL_S = 60.0
+CARD = bytes(1500)  # about what a process with NIXL has
+LATEST = Spec.parse("latest")
+LAYOUT = "0" * 32
+WARM_UP = 3
+LARGE = ("groups", "holdings", "readers", "shards")  # what bytes may be about
+
+
+class Meter:
+    """A `KV` that counts what goes through it."""
+
+    def __init__(self, kv: KV) -> None:
+        self._kv, self.endpoint = kv, kv.endpoint
+        self.requests: Counter[str] = Counter()
+        self.bytes_of: Counter[str] = Counter()  # of keys and values, by what they are about
+
+    def _count_bytes(self, records: Iterable[tuple[str, bytes]]) -> None:
+        for key, value in records:
+            self.bytes_of[key.split("/")[3]] += len(key) + len(value)
+
+    def read(self, request: Read, *, timeout_s: float) -> View:
+        view = self._kv.read(request, timeout_s=timeout_s)
+        self.requests["reads"] += 1
+        self._count_bytes((key, entry.value) for key, entry in view.entries.items())
+        return view
+
+    def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
+        self._count_bytes((op.key, op.value) for op in txn.ops if isinstance(op, Put))
+        reply = self._kv.commit(txn, timeout_s=timeout_s)
+        self.requests["commits" if reply.applied else "lost"] += 1
+        for result in reply.results:
+            if not isinstance(result, int):
+                self._count_bytes((key, entry.value) for key, entry in result.items())
+        return reply
+
+    def wait(self, watch: Watch, *, timeout_s: float) -> bool:
+        self.requests["watches"] += 1
+        return self._kv.wait(watch, timeout_s=timeout_s)
+
+    def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
+        return self._kv.grant(ttl_s, timeout_s=timeout_s)
+
+    def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
+        return self._kv.keep_alive(lease_id, timeout_s=timeout_s)
+
+    def revoke(self, lease_id: int, *, timeout_s: float) -> None:
+        self._kv.revoke(lease_id, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._kv.close()
+
+
+def place(keys: Keys, name: str, rank: int = 0, world_size: int = 1) -> Place:
+    return Place(
+        keys=keys,
+        replica=name,
+        rank=rank,
+        world_size=world_size,
+        nonce=None,
+        run_name=None,
+        datacenter="default",
+        spot=False,
+        retain=(),
+        ttl_s=30,
+        drain_s=60.0,
+        shard=Shard("host", rank, CARD),
+    )
+
+
+def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
+# The calls, as ShardHandle makes them
+
+
+def publish(group: Group, version: int) -> VersionRef:
+    keys, run = group.seat.keys, group.seat.run
+    effects = partial(rules.publish, version=version, fresh_uid=uuid.uuid4().hex[:16])
+
+    def body(call: GroupCall) -> VersionRef:
+        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        call.finish(LAYOUT, lambda _: LAYOUT)
+        return call.ref
+
+    asked = f"publish {version}"
+    return group.make("publish", asked, Deadline(asked, CALL_S), body)
+
+
+def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
+    def body(call: GroupCall) -> VersionRef:
+        call.decide_to_read(LATEST, None, is_relay=True)
+        call.read(lambda _: reading())
+        call.finish(LAYOUT, lambda _: LAYOUT)
+        return call.ref
+
+    return group.make("replicate", "replicate latest", Deadline("replicate", CALL_S), body)
+
+
+def update(group: Group, held: VersionRef) -> VersionRef | None:
+    ranges, deadline = spec_ranges(group.seat.keys), Deadline("update", CALL_S)
+
+    def ask(view: View) -> Step[VersionRef | None]:
+        own_group(view, group.seat)
+        offer = newer(view, group.seat.keys, LATEST, held)
+        return Done(offer.ref if offer else None)
+
+    def decide(call: GroupCall) -> VersionRef | None:
+        call.decide(ranges, partial(rules.update, spec=LATEST, held=held))
+        return call.found
+
+    if group.seat.world_size == 1:
+        return group.ask((*group.seat.own, *ranges), ask, deadline)
+    return group.make("update", "update latest", deadline, decide)
+
+
+def unpublish(group: Group, ref: VersionRef) -> None:
+    asked = f"unpublish {ref.version}"
+    shard = Shard("host", group.seat.rank, CARD)
+    group.make(
+        "unpublish",
+        asked,
+        Deadline(asked, CALL_S),
+        lambda call: call.unpublish(ref, lambda _: shard),
+    )
+
+
+# Measured
+
+
+def timed_calls(endpoint: str, size: int, rounds: int) -> Iterator[Row]:
+    """A trainer and a rollout of `size` ranks each; what their calls take."""
+    keys = Keys(f"control-{uuid.uuid4().hex}")
+    join = lambda name, rank: Group.join(  # noqa: E731  # what at_once is given
+        connect(endpoint, timeout_s=5), place(keys, name, rank, size), Deadline("join", CALL_S)
+    )
+    trainer, rollout = (
+        at_once([partial(join, name, rank) for rank in range(size)])
+        for name in ("trainer", "rollout")
+    )
+    times: dict[str, list[float]] = defaultdict(list)
+    pool = ThreadPoolExecutor(size)
+
+    def timed(what: str, call: Callable[[Group], T], ranks: Sequence[Group]) -> T:
+        started_s = time.perf_counter()
+        answers = list(pool.map(call, ranks))
+        times[what].append(time.perf_counter() - started_s)
+        return answers[0]
+
+    for version in range(rounds + WARM_UP):
+        if version == WARM_UP:
+            times.clear()
+        ref = timed("publish", partial(publish, version=version), trainer)
+        timed("replicate, decisions only", replicate, rollout)
+        timed("update that finds nothing", partial(update, held=ref), rollout)
+        timed("unpublish, nobody reads", partial(unpublish, ref=ref), rollout)
+        timed("unpublish, nobody reads", partial(unpublish, ref=ref), trainer)
+    pool.shutdown()
+    at_once([rank.close for rank in (*trainer, *rollout)])
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    for what, seconds in times.items():
+        yield call_row(f"{what}, {ranks}", seconds)
+
+
+def burst(endpoint: str, replicas: int) -> Row:
+    """`replicas` newcomers for one version."""
+    keys = Keys(f"control-{uuid.uuid4().hex}")
+    trainer = Group.join(
+        connect(endpoint, timeout_s=5), place(keys, "trainer"), Deadline("join", 9)
+    )
+    ref = publish(trainer, 1)
+    meters = [Meter(connect(endpoint, timeout_s=5)) for _ in range(replicas)]
+    all_have_a_source = threading.Barrier(replicas)
+
+    def reading() -> None:
+        all_have_a_source.wait(CALL_S)
+
+    def follow(number: int) -> Group:
+        group = Group.join(meters[number], place(keys, f"r{number}"), Deadline("join", CALL_S))
+        assert replicate(group, reading) == ref
+        return group
+
+    started_s = time.perf_counter()
+    groups = at_once([partial(follow, number) for number in range(replicas)])
+    elapsed_s = time.perf_counter() - started_s
+    requests: Counter[str] = sum((meter.requests for meter in meters), Counter())
+    bytes_of: Counter[str] = sum((meter.bytes_of for meter in meters), Counter())
+    at_once([group.close for group in (*groups, trainer)])
+    return {
+        "kind": "burst",
+        "replicas": replicas,
+        "elapsed_s": elapsed_s,
+        "requests": requests.total(),
+        "bytes": bytes_of.total(),
+        **requests,
+        "bytes_of": dict(bytes_of),
+    }
+
+
+def growth(rows: Sequence[Row], of: Callable[[Row], float]) -> list[str]:
+    """How each row has grown, as an exponent of the number of replicas: 1 linear, 2 quadratic."""
+    found = [""]
+    for before, after in itertools.pairwise(rows):
+        ratio = math.log(after["replicas"] / before["replicas"])
+        found.append(f"{math.log(of(after) / of(before)) / ratio:.1f}")
+    return found
+
+
+def tables(machine: Row, calls: Sequence[Row], bursts: Sequence[Row]) -> Iterator[str]:
+    yield (
+        f"{machine['cores']} cores of {machine['cpu']}, load {machine['load_before']:.1f} before; "
+        f"Python {machine['python']}, etcd {machine['etcd']}"
+    )
+    yield ""
+    yield f"{'call, slowest rank':40}" + "".join(f"{h:>9}" for h in ("p50 ms", "p99 ms", "calls"))
+    for row in calls:
+        times = f"{1e3 * row['p50_s']:9.1f}{1e3 * row['p99_s']:9.1f}"
+        yield f"{row['call']:40}{times}{row['count']:9}"
+    yield ""
+    heads = ("replicas", "seconds", "requests", "commits", "lost", "KiB", *LARGE)
+    yield "".join(f"{head:>10}" for head in heads) + "   growth: requests, bytes"
+    grown = zip(
+        growth(bursts, lambda row: row["requests"]),
+        growth(bursts, lambda row: row["bytes"]),
+        strict=True,
+    )
+    for row, (requests, moved) in zip(bursts, grown, strict=True):
+        yield (
+            f"{row['replicas']:10}{row['elapsed_s']:10.2f}{row['requests']:10}{row['commits']:10}"
+            f"{row.get('lost', 0):10}{row['bytes'] / 1024:10.0f}"
+            + "".join(f"{row['bytes_of'].get(name, 0) / 1024:10.0f}" for name in LARGE)
+            + f"{requests:>19}{moved:>7}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoint", default="local", help="of the etcd (default: one of its own)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[16, 32, 64, 128])
+    given = parser.parse_args()
+    if min(*given.ranks, *given.replicas, given.rounds, 1) < 1:
+        sys.exit("expected numbers of at least 1")
+
+    rows: list[Row] = [machine_row(given.endpoint)]
+
+    def show(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+
+    print(json.dumps(rows[0]), flush=True)
+    for size in given.ranks:
+        for row in timed_calls(given.endpoint, size, given.rounds):
+            show(row)
+    for replicas in given.replicas:
+        show(burst(given.endpoint, replicas))
+    calls, bursts = ([row for row in rows if row["kind"] == kind] for kind in ("call", "burst"))
+    print()
+    print("\n".join(tables(rows[0], calls, bursts)))
+
+
+if __name__ == "__main__":
+    main()
