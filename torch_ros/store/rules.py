@@ -236,7 +236,9 @@ def replicate(
     source = free_source(view, seat, ref) if may_claim else None
     if source is not None:
         guards, claimed = claim_of(view, seat, call.number, ref, source, is_free=True)
-        return recorded(view, seat, decided.with_source(source), guards, (held, claimed))
+        # An older replica that looks for a source has no other than this one (I8).
+        alone = NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)
+        return recorded(view, seat, decided.with_source(source), (*guards, alone), (held, claimed))
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
     return recorded(view, seat, decided, (guard,), (held,))
