@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeVar, get_args
+from typing import Literal, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -195,6 +195,14 @@ def _transport(endpoint: str, asked: str | None) -> Transport:
     reason = "asked for" if name != "auto" else "the store is not in memory"
     log.info("transport: NIXL over UCX%s (%s)", ", TCP" if name == "ucx-tcp" else "", reason)
     return NixlTransport(tcp_only=name == "ucx-tcp")
+
+
+class Found(NamedTuple):
+    """What a version meant when somebody asked."""
+
+    ref: VersionRef
+    layouts: Sequence[Layout]  # rank by rank
+    is_only_here: bool  # nobody but the replica that asked holds it
 
 
 class ShardHandle:
@@ -614,9 +622,7 @@ class ShardHandle:
 
     # What torch_ros.dcp stands on
 
-    def _inspect(
-        self, version: int | str, timeout_s: float | None
-    ) -> tuple[VersionRef, Sequence[Layout]]:
+    def _inspect(self, version: int | str, timeout_s: float | None) -> Found:
         """What `version` means now, and its layouts, rank by rank. Reads no tensor.
 
         Takes no claim: what is read is checked against the digest in etcd instead.
@@ -625,7 +631,7 @@ class ShardHandle:
             deadline = self._deadline(f"find version {version}", timeout_s)
             return self._find(Spec.parse(version), deadline)
 
-    def _find(self, spec: Spec, deadline: Deadline) -> tuple[VersionRef, Sequence[Layout]]:
+    def _find(self, spec: Spec, deadline: Deadline) -> Found:
         keys, refused = self._group.seat.keys, set[str]()
 
         def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
@@ -642,7 +648,7 @@ class ShardHandle:
             try:
                 layouts = self._filler.layouts(source, deadline)
                 if logical(layouts).digest == layout:
-                    return ref, layouts
+                    return Found(ref, layouts, source == self._group.seat.inst)
                 reason = "it shows other tensors by now"
             except PeerError as error:
                 reason = str(error)
@@ -717,7 +723,7 @@ class ShardHandle:
     def _load(
         self,
         version: int | str,
-        found: tuple[VersionRef, Sequence[Layout]],
+        found: Found,
         fill: Callable[[Sequence[Layout]], LocalState],
         vet: Callable[[], object],
         *,
@@ -734,7 +740,7 @@ class ShardHandle:
         """
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
-        ref, layouts = found
+        ref, layouts, is_only_here = found
         checked: LocalState | None = None
 
         def check() -> str:
@@ -744,7 +750,8 @@ class ShardHandle:
             self._reading.plan(layouts, layout, self.rank)
             if is_served and self._held == ref and self._is_registered(checked, layout):
                 return "held"
-            self._require_another_holder(Spec.parse(version), deadline)
+            if is_only_here:
+                self._require_another_holder(Spec.parse(version), deadline)
             return "to be read"
 
         def register(now: Sequence[Layout]) -> Registered:

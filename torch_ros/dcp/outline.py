@@ -30,21 +30,30 @@ class Outline:
     locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by leaf, of those on this rank
     addresses: list[int] = field(default_factory=list)  # of `locals`
     is_known: bool = True  # nothing in it of a kind that only dcp understands
-    _meshes: dict[int, object] = field(default_factory=dict)
+    meshes: dict[int, Any] = field(default_factory=dict)  # of the DTensors, by identity
 
 
 def outline(state_dict: Mapping[str, object]) -> Outline:
     """The outline of a state dict, nested or flat. Reads no tensor's content."""
     found = Outline()
-    _visit(state_dict, found)
-    found.tokens.append(tuple(found._meshes.values()))
+    try:
+        _visit(state_dict, found)
+    except RuntimeError:  # a tensor that is not plain memory has no strides, or no shape
+        found.is_known = False
+    found.tokens.append([mesh.get_coordinate() for mesh in found.meshes.values()])
     return found
 
 
 def _visit(value: Any, found: Outline) -> None:
     kind = type(value)
-    if kind in _PLAIN or kind is DTensor:
-        _visit_tensor(value, kind is DTensor, found)
+    if kind in _PLAIN:
+        found.tokens.append(_TENSOR)
+        _visit_memory(value, value, found)
+    elif kind is DTensor and type(value._local_tensor) in _PLAIN:
+        spec = value._spec  # with the global shape
+        found.tokens += (_DTENSOR, spec)
+        found.meshes[id(spec.mesh)] = spec.mesh
+        _visit_memory(value, value._local_tensor, found)
     elif isinstance(value, torch.Tensor):
         found.is_known = False
         found.leaves.append(value)
@@ -62,6 +71,15 @@ def _visit(value: Any, found: Outline) -> None:
         found.leaves.append(value)
 
 
+def _visit_memory(tensor: torch.Tensor, local: torch.Tensor, found: Outline) -> None:
+    found.tokens += (local.dtype, local.shape, local.stride(), local.device)
+    if local.is_neg() or local.is_conj():
+        found.is_known = False
+    found.locals[len(found.leaves)] = local
+    found.addresses.append(local.data_ptr())
+    found.leaves.append(tensor)
+
+
 def _is_traversed(values: list[Any]) -> bool:
     """Whether dcp looks for tensors in this list, or pickles it as it is."""
     return any(
@@ -69,30 +87,3 @@ def _is_traversed(values: list[Any]) -> bool:
         or (isinstance(value, list) and _is_traversed(value))
         for value in values
     )
-
-
-def _visit_tensor(tensor: Any, is_dtensor: bool, found: Outline) -> None:
-    tokens, local = found.tokens, tensor
-    if is_dtensor:
-        spec, local = tensor._spec, tensor._local_tensor
-        tokens += (_DTENSOR, spec, tensor.shape)
-        mesh = spec.mesh
-        if id(mesh) not in found._meshes:
-            found._meshes[id(mesh)] = mesh.get_coordinate()
-        if type(local) not in _PLAIN:
-            found.is_known = False
-    else:
-        tokens.append(_TENSOR)
-    if (
-        local.is_nested
-        or local.layout is not torch.strided
-        or local.is_conj()
-        or local.is_neg()
-        or local.is_meta
-    ):
-        found.is_known = False
-    else:
-        tokens += (local.dtype, local.shape, local.stride(), local.device)
-        found.locals[len(found.leaves)] = local
-        found.addresses.append(local.data_ptr())
-    found.leaves.append(tensor)

@@ -33,12 +33,13 @@ from torch_ros.dcp.memo import Memo, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSLoadPlanner
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
-from torch_ros.handle import ShardHandle
+from torch_ros.handle import Found, ShardHandle
 from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import (
     OBJECT,
     Layout,
+    Logical,
     LogicalTensor,
     dtype_name,
     dtype_named,
@@ -93,8 +94,8 @@ class ROSReader(StorageReader):
         self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
         self._handle: ShardHandle | None = None
         self._plan = LoadPlan([])
-        self._contents: Mapping[str, LogicalTensor] = {}
-        self._found: tuple[Any, Sequence[Layout]] = (None, ())
+        self._contents = logical(())
+        self._found: Found | None = None
         self._error: TorchRosError | None = None
         self._own: ROSLoadPlanner | None = None
         self.version: int | None = None
@@ -128,10 +129,10 @@ class ROSReader(StorageReader):
         try:
             self._handle = handle = self._given or default_handle("load")
             self._found = handle._inspect(self._asked, self._timeout_s)
-            self._contents = logical(self._found[1])
+            self._contents = logical(self._found.layouts)
         except TorchRosError as error:
             self._error = error
-        return _metadata(self._contents, self._found[1])
+        return _metadata(self._contents)
 
     # dcp looks for a parameter of this name before it passes the rank.
     def set_up_storage_reader(
@@ -156,6 +157,7 @@ class ROSReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._handle is not None
+        assert self._found is not None
         load = _Load(self, planner)
         report = self._handle._load(  # dcp stands on the handle
             self._asked,
@@ -244,10 +246,9 @@ class _Load:
             if dtype != OBJECT and 0 in shape:
                 tensors[fqn] = LocalTensor(fqn, dtype_named(dtype), shape, (), spread=True)
         paths = {
-            record.fqn: record.path
-            for layout in layouts
-            for record in layout.tensors
-            if record.path is not None and (record.fqn in tensors or record.fqn in self._buffers)
+            fqn: path
+            for fqn, path in contents.paths.items()
+            if fqn in tensors or fqn in self._buffers
         }
         return LocalState(list(tensors.values()), self._buffers, paths)
 
@@ -331,12 +332,11 @@ def _add(
     )
 
 
-def _metadata(contents: Mapping[str, LogicalTensor], layouts: Sequence[Layout]) -> Metadata:
+def _metadata(contents: Logical) -> Metadata:
     """A version as dcp's planners want it. A tensor is one chunk, whoever holds parts of it:
     so dcp asks once for each local chunk, and where its bytes come from is decided later.
     """
-    paths = {r.fqn: r.path for layout in layouts for r in layout.tensors if r.path is not None}
-    return Metadata(_Contents(contents), planner_data=paths)  # type: ignore[arg-type]  # read only
+    return Metadata(_Contents(contents), planner_data=contents.paths)  # type: ignore[arg-type]  # read only
 
 
 class _Contents(Mapping[str, STORAGE_TYPES]):

@@ -179,6 +179,15 @@ class LogicalTensor(NamedTuple):
 class Logical(dict[str, LogicalTensor]):
     """What a version contains, by fqn. Shared; not to be changed."""
 
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self.paths = {
+            record.fqn: record.path
+            for layout in layouts
+            for record in layout.tensors
+            if record.path is not None
+        }
+        """Where the publisher's state dict had it, by fqn, if there was one."""
+
     @cached_property
     def digest(self) -> str:
         """As `logical_digest` says."""
@@ -213,7 +222,7 @@ class _ByDigest:
 @lru_cache(maxsize=UNIONS_MAX)
 def _logical(keys: tuple[_ByDigest, ...]) -> Logical:
     layouts = [key.layout for key in keys]
-    union = Logical()
+    union = Logical(layouts)
     for rank, layout in enumerate(layouts):
         for record in layout.tensors:
             mine = LogicalTensor(record.dtype, record.shape)
