@@ -81,7 +81,24 @@ DELETES_MAX = 64  # per transaction; etcd allows 128 operations
 def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
     """What the group has decided for its call `number`, if it has."""
     own_group(view, seat)
-    return Done(find(view, seat, number))
+    return Done(_recall(view, seat, number))
+
+
+def _recall(view: View, seat: Seat, number: int) -> Call | None:
+    """The group's call `number`, or None if nobody has made it yet.
+
+    Raises:
+        SelfFenced: It was made, and is forgotten: it must not be decided again (I3).
+    """
+    calls = calls_of(view, seat)
+    if len(calls) == CALLS_KEPT and number < min(call.number for call in calls):
+        raise _forgotten(seat, number)
+    return find(view, seat, number)
+
+
+def _forgotten(seat: Seat, number: int) -> SelfFenced:
+    reason = f"call {number} is older than the {CALLS_KEPT} calls that the group remembers"
+    return SelfFenced(seat.replica, reason)
 
 
 def decide(
@@ -100,7 +117,7 @@ def decide(
         SelfFenced: This incarnation is no longer the living one.
     """
     own_group(view, seat)
-    if call := find(view, seat, number):
+    if call := _recall(view, seat, number):
         return Done(call)
     call = Call(number, kind, asked, by=seat.rank)
     try:
@@ -330,8 +347,7 @@ def put_ready(
 def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
     if current is not None and current.outcome is not None:
         return current.outcome
-    reason = f"call {call.number} is older than the {CALLS_KEPT} calls that the group remembers"
-    raise SelfFenced(seat.replica, reason)
+    raise _forgotten(seat, call.number)
 
 
 def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
@@ -345,11 +361,11 @@ def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
         return Done(current.outcome)
     try:
         own_group(view, seat)
-    except SelfFenced:
+    except SelfFenced as lost:
         ready = seat.keys.ready(seat.inst, call.number, seat.rank)
         # Both records hang on this rank's lease.
         is_alive = seat.keys.shard(seat.inst, seat.rank) in view.entries
-        if is_alive and ready not in view.entries:
+        if not lost.may_return and is_alive and ready not in view.entries:
             return Done(Outcome())
         raise
     if current is None:
@@ -479,7 +495,7 @@ def abort(
 ) -> Step[Outcome]:
     """End the call for all ranks with `failure`, unless it has ended: then that outcome."""
     own_group(view, seat)
-    call = find(view, seat, number) or Call(number, kind, asked, by=seat.rank)
+    call = _recall(view, seat, number) or Call(number, kind, asked, by=seat.rank)
     if call.outcome is not None:
         return Done(call.outcome)
     return _end(view, seat, call, Outcome(failure), (), _undo(seat, call))
@@ -503,7 +519,7 @@ def unpublish(
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
     reading = [k.parse_reader(key) for key, _ in view.within(readers)]
     own_key = seat.holding(ref)
-    call = find(view, seat, number)
+    call = _recall(view, seat, number)
     if call is not None and call.asked != asked:
         return Done(call)
     if call is not None and call.outcome is not None:
