@@ -1,0 +1,507 @@
+"""What must hold after every step, seen from outside: the store's records and everyone's memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from replicas import CONTENT, TTL_S, Process, Start
+
+from torch_ros.errors import (
+    CallMismatch,
+    ClosedError,
+    SelfFenced,
+    StoreUnavailable,
+)
+from torch_ros.exchange import EVERYTHING, Word
+from torch_ros.store import keys as k
+from torch_ros.store.loops import Wait, WaitAtMost
+from torch_ros.store.records import Decisions, Group, Holding, Run, VersionRef, mark
+from torch_ros.store.txn import Commit, Read, Watch, under
+from torch_ros.store.versions import Spec
+
+SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
+OF_A_RANK_ALONE = (SelfFenced, StoreUnavailable, ClosedError)
+
+
+class Broken(AssertionError):
+    pass
+
+
+def demand(holds: object, why: str) -> None:
+    if not holds:
+        raise Broken(why)
+
+
+def told_at_once(check: Callable) -> Callable:
+    """What production code may catch on its way still ends the run."""
+
+    @functools.wraps(check)
+    def checked(self, *args):
+        try:
+            return check(self, *args)
+        except Exception as error:
+            self.world.crash = self.world.crash or error
+            raise
+
+    return checked
+
+
+class Checks:
+    def __init__(self, world) -> None:
+        self.world = world
+        self.starts: dict[str, Start] = {}  # by incarnation
+        self.truth: dict[str, int] = {}  # uid -> the content that was published
+        self.marks: dict[int, int] = {}  # what processes show -> the content
+        self.answers: dict[tuple, object] = {}
+        self.decided: dict[tuple, object] = {}
+        self.groups: dict[str, Group] = {}
+        self.holdings: dict[str, Holding] = {}
+        self.numbers: dict[str, int] = {}  # of runs
+        self.root = under("/torch-ros/m/")
+
+    # Told by the world
+
+    def seated(self, process: Process) -> None:
+        """Look over the shoulder of its calls, and of what it reads from."""
+        handle = process.handle
+        group, filler = handle._group, handle._filler
+        fetch = filler._fetch
+        make = group.make
+
+        def spied_make(kind, asked, deadline, body):
+            calls = []
+
+            def spied_body(call):
+                calls[:] = [call]
+                process.calls[call.number] = call
+                return body(call)
+
+            try:
+                result = make(kind, asked, deadline, spied_body)
+            except Exception as error:
+                if calls:
+                    self._answered(process, calls[0], kind, error)
+                raise
+            self._answered(process, calls[0], kind, None)
+            return result
+
+        def spied_fetch(call, filling, watch, deadline, source):
+            self._attached(process, call, source)
+            process.reads_from = (call.mark, source.inst, source.mark)
+            try:
+                return fetch(call, filling, watch, deadline, source)
+            finally:
+                process.reads_from = None
+
+        group.make, filler._fetch = spied_make, spied_fetch
+
+    @told_at_once
+    def _answered(self, process: Process, call, kind: str, error: Exception | None) -> None:
+        """I3: all ranks get the same answer, or the same error."""
+        if isinstance(error, OF_A_RANK_ALONE):
+            return
+        if error is not None and not (call.has_ended and kind in {"publish", "replicate"}):
+            return
+        if isinstance(error, CallMismatch):
+            return  # this rank is behind its peers
+        answer: object = None
+        if error is None:
+            answer = call.said if kind == "agree" else call._call and call._call.ref
+        where = (str(process.start), call.number, kind)
+        known = self.answers.setdefault(where, (answer, process, error))
+        demand(
+            known[0] == answer,
+            f"I3: call {where} was {known[0] or known[2]!r} to {known[1]}, "
+            f"{answer or error!r} to {process}",
+        )
+
+    @told_at_once
+    def _attached(self, process: Process, call, source) -> None:
+        world = self.world
+        world.saw("attached" if source.is_full else "attached to a relay")
+        if "+" in source.inst:
+            world.saw("attached to a copy")
+        if call.reroutes:
+            world.saw("re-routed")
+        processes = [world.process_of(shard) for shard in source.shards]
+        start = processes[0].start
+        demand(len(processes) == start.size, f"I7: {process} is sent to {len(processes)} processes")
+        for peer in processes:
+            late_s = max(peer.died_s or world.now_s, world.leases_renewed_s) + TTL_S + 0.1
+            is_late = peer.died_s is not None and world.now_s > late_s
+            demand(not is_late, f"I7: {process} is sent to {peer}, dead since {peer.died_s}")
+        demand(start is not process.start, f"{process} reads from itself")
+        if not source.is_full and "+" not in source.inst:
+            self._acyclic(process, start, source.mark, (process.start, call.mark))
+
+    def _acyclic(self, process: Process, start: Start, number: int, goal: tuple, depth=0) -> None:
+        cycle = f"{process} reads from {start}, which reads from it, in a cycle"
+        demand((start, number) != goal and depth < 50, cycle)
+        for peer in start.processes:
+            if peer.reads_from is not None and peer.reads_from[0] == number:
+                source = self.starts.get(peer.reads_from[1])
+                if source is not None:
+                    self._acyclic(process, source, peer.reads_from[2], goal, depth + 1)
+
+    @told_at_once
+    def returned(self, process: Process, version: int) -> None:
+        """I1, as users mean it: a call said that this version is here."""
+        cells = process.cells
+        if not len(cells):
+            return
+        content = int(cells[0]) // CONTENT
+        if not np.array_equal(cells, process.expected(content)):
+            raise Broken(f"I1: {process} has version {version} torn: {cells}")
+        known = {self.truth[uid] for uid, v in self.world.versions.items() if v == version}
+        demand(content in known, f"I1: {process} has {content} as version {version}, not {known}")
+        ref = self._held_by(process)
+        if ref is not None and self.truth[ref.uid] != content:
+            raise Broken(f"I1: {process} has {content} as {ref}, not {self.truth[ref.uid]}")
+
+    def _held_by(self, process: Process) -> VersionRef | None:
+        kept = process.handle._group.held
+        return kept.ref if kept else None
+
+    @told_at_once
+    def withdrew(self, process: Process) -> None:
+        """I5: nothing is left of a rank's part in a call that failed."""
+        world = self.world
+        if process.handle is None or world.now_s < process.unsure_until_s:
+            return
+        seat = process.handle._group.seat
+        mine = f"/{seat.inst}/{seat.rank:06d}"
+        left = [
+            key
+            for key in world.store.read(Read((world.keys.readers(),))).entries
+            if key.endswith(mine)
+        ]
+        demand(not left, f"I5: a failed call of {process} left {left}")
+
+    @told_at_once
+    def took(self, process: Process, task, took_s: float) -> None:
+        late = took_s > task.timeout_s + SLACK_S and task.kind != "idle"
+        if late and not self.world.was_hindered(process, took_s):
+            demand(False, f"I6: {process} took {took_s:.1f} s for {task}")
+
+    # Memory
+
+    def _shown(self, process: Process) -> tuple[Word, int]:
+        """What it says is there, and how many of its cells that are."""
+        if process.handle is None:
+            return Word(), 0
+        word = Word.unpack(int(process.handle._offer._word[0]))
+        if word.mark == 0 or word.position == 0:
+            return word, 0
+        ends = process.ends
+        position = len(ends) if word.position == EVERYTHING else word.position
+        return word, ends[position - 1] if ends else 0
+
+    def _expected(self, process: Process, number: int):
+        content = self.marks.get(number)
+        return None if content is None else process.expected(content)
+
+    @told_at_once
+    def landed(self, process: Process, target: int, size: int) -> None:
+        first = (target - process.base) // 8
+        if 0 <= first < len(process.cells):
+            self._compare(process, first, first + max(1, size // 8), "a read landed")
+
+    @told_at_once
+    def wrote(self, process: Process) -> None:
+        self._compare(process, 0, len(process.cells), "its owner wrote")
+
+    @told_at_once
+    def shown(self, process: Process) -> None:
+        self._compare(process, 0, len(process.cells), "it said so")
+        word, _ = self._shown(process)
+        if process.handle is not None and word.mark:
+            inst = process.handle._group.seat.inst
+            for key, holding in self.holdings.items():
+                if holding.mark == word.mark and k.parse_holding(key).inst == inst:
+                    self._compare_with(process, holding, key)
+
+    def _compare(self, process: Process, first: int, last: int, why: str) -> None:
+        """Cells that are said to be there."""
+        word, end = self._shown(process)
+        last = min(last, end)
+        if first >= last:
+            return
+        expected = self._expected(process, word.mark)
+        if expected is None:
+            return
+        if not np.array_equal(process.cells[first:last], expected[first:last]):
+            raise Broken(
+                f"I1, I2: {process} shows {word}, {why}, and cells {first} to {last} are "
+                f"{process.cells[first:last]}, not {expected[first:last]}"
+            )
+
+    def _compare_with(self, process: Process, holding: Holding, key: str) -> None:
+        """What its replica is said to hold, by its record."""
+        word, end = self._shown(process)
+        if process.is_gone or word.mark != holding.mark:
+            return
+        content = self.truth.get(holding.uid)
+        if content is None:
+            return
+        expected = process.expected(content)
+        if not np.array_equal(process.cells[:end], expected[:end]):
+            raise Broken(
+                f"I1: {key} is {holding.state} with call {holding.call}, {process} shows {word}, "
+                f"and its cells are {process.cells[:end]}, not {expected[:end]}"
+            )
+
+    @told_at_once
+    def copied(self, copy, process: Process) -> None:
+        """A copy in host memory is what was published."""
+        content = self.truth[copy.kept.ref.uid]
+        cells = [cell for chunk in copy._chunks for cell in chunk.flatten().tolist()]
+        good = cells == process.expected(content).tolist()
+        demand(good, f"I4: {process} copies {copy.kept.ref} as {cells}")
+        self.world.saw("copied to host memory")
+
+    # The store
+
+    @told_at_once
+    def changed(self, keys: set[str], what: object) -> None:
+        entries = self.world.store._entries
+        before, groups = dict(self.holdings), dict(self.groups)
+        kinds: dict[str, list[str]] = {}
+        for key in keys:
+            kinds.setdefault(key.split("/")[3], []).append(key)
+        for kind, look in (
+            ("runs", self._changed_run),
+            ("groups", self._changed_group),
+            ("decisions", self._changed_decisions),
+            ("holdings", self._changed_holding),
+            ("readers", self._changed_reader),
+        ):
+            for key in kinds.get(kind, ()):
+                look(key, entries.get(key))
+        if "holdings" in kinds or "groups" in kinds:
+            self._records()
+        if "holdings" in kinds and isinstance(what, Commit):
+            self._retained(before, groups)
+
+    def _changed_run(self, key: str, entry) -> None:
+        if entry is not None:
+            self.numbers[k.parse_run(key)] = Run.decode(entry.value).number
+
+    def _changed_reader(self, key: str, entry) -> None:
+        if entry is not None and key.endswith("/group"):
+            self._anchored(key, k.parse_reader(key)[1], entry)
+
+    def _changed_group(self, key: str, entry) -> None:
+        old = self.groups.pop(key, None)
+        if entry is None:
+            return
+        group = self.groups[key] = Group.decode(entry.value)
+        inst = k.instance(k.replica_of(key.rpartition("/")[2]), group.nonce)
+        if inst not in self.starts:
+            start = self.world.start_of(k.replica_of(inst), group.nonce)
+            self.starts[inst] = start
+            if "." in group.nonce:
+                self.world.saw("seats taken again")
+        if old is None or old.nonce != group.nonce:
+            self.world.saw("group created")
+
+    def _records(self) -> None:
+        holders: set[str] = set()
+        uids: dict[str, str] = {}
+        for key, holding in self.holdings.items():
+            inst = k.parse_holding(key).inst
+            demand(inst not in holders, f"I5: two holdings of {inst}: {sorted(self.holdings)}")
+            holders.add(inst)
+            uid = uids.setdefault(key.rpartition("/")[0], holding.uid)
+            demand(uid == holding.uid, f"I1: {key} has uid {holding.uid}, another has {uid}")
+            demand(self._is_seated(inst), f"I7: {key} is there, and its group is not")
+
+    def _is_seated(self, inst: str) -> bool:
+        replica = k.replica_of(inst).partition("+")[0]
+        group = self.groups.get(self.world.keys.group(replica))
+        return (
+            group is not None
+            and group.left is None
+            and k.is_of(inst, k.instance(replica, group.nonce))
+        )
+
+    def _anchored(self, key: str, inst: str, entry) -> None:
+        """I3: a group's records live as long as its own record."""
+        replica = k.replica_of(inst).partition("+")[0]
+        group = self.world.store._entries.get(self.world.keys.group(replica))
+        if group is None or not self._is_seated(inst):
+            return
+        demand(
+            entry.lease_id == group.lease_id,
+            f"I3: {key} hangs on lease {entry.lease_id}, its group on {group.lease_id}",
+        )
+
+    def _changed_holding(self, key: str, entry) -> None:
+        old = self.holdings.pop(key, None)
+        if entry is None:
+            return
+        new = self.holdings[key] = Holding.decode(entry.value)
+        inst = k.parse_holding(key).inst
+        self._anchored(key, inst, entry)
+        if old is None:
+            born = new.state
+            self.world.saw(f"holding begins {born}")
+            may_be_full = "+" in inst or "." in inst
+            demand(born == "filling" or may_be_full, f"I1: {key} begins as {born}")
+        elif new.state != old.state:
+            step = (old.state, new.state)
+            self.world.saw(f"{step[0]} to {step[1]}")
+            allowed = {("filling", "full"), ("full", "draining")}
+            allowed |= {("draining", "full")} if "+" in inst else set()
+            demand(step in allowed, f"I5: {key} goes from {old.state} to {new.state}")
+        if "+" not in inst:
+            for process in self.starts[inst].processes:
+                self._compare_with(process, new, key)
+
+    def _changed_decisions(self, key: str, entry) -> None:
+        if entry is None:
+            return
+        inst = key.rpartition("/")[2]
+        self._anchored(key, inst, entry)
+        start = self.starts[inst]
+        for call in Decisions.decode(entry.value).calls:
+            where = (inst, call.number)
+            old = self.decided.get(where)
+            if old == call:
+                continue
+            if old is not None and old.outcome is not None and call.outcome is not None:
+                known, said = old.outcome, call.outcome
+                # A rank that forgot what it held says that it unpublished it.
+                is_same = known == said and (old.ref == call.ref or known.failure is not None)
+                demand(is_same, f"I3: {start} ended {old}, then {call}")
+            if call.kind == "publish" and call.ref is not None and call.ref.uid not in self.truth:
+                self.truth[call.ref.uid] = self.world.content(call.ref.version)
+                self.world.versions[call.ref.uid] = call.ref.version
+            if call.ref is not None and call.ref.uid in self.truth:
+                self.marks[mark(call.ref.uid, call.number)] = self.truth[call.ref.uid]
+            if call.outcome is not None and (old is None or old.outcome is None):
+                failure = call.outcome.failure
+                self.world.saw(f"{call.kind} ends: {failure.kind if failure else 'ok'}")
+                if failure is None and call.copy:
+                    self.world.saw("unpublished with a copy")
+            self.decided[where] = call
+
+    def _retained(self, before: dict[str, Holding], groups: dict[str, Group]) -> None:
+        """I4: nobody gives up, of his own accord, the last copy of what others retain."""
+        lost = self._keepers(before)
+        for ref in self._keepers(self.holdings):
+            lost.pop(ref, None)
+        for (run, version, uid), keys in lost.items():
+            dropped = [key for key in keys if self._is_seated(k.parse_holding(key).inst)]
+            if not dropped:
+                continue  # its replica ended, or takes its seats again
+            there = sorted((v for r, v, _ in self._keepers(before) if r == run), reverse=True)
+            _, newest = max((self.numbers.get(r, 0), r) for r, _, _ in self._keepers(before))
+            if run != newest:
+                continue
+            for key, group in groups.items():
+                if not group.is_complete or group.left is not None:
+                    continue
+                for text in group.retain:
+                    spec = Spec.parse(int(text) if text.isdecimal() else text)
+                    meant = spec.absolute
+                    if meant is None:
+                        meant = there[spec.back] if spec.back < len(there) else None
+                    demand(
+                        meant != version,
+                        f"I4: {dropped} was the last copy of {version} ({uid}), and "
+                        f"{key} retains {text}",
+                    )
+
+    def _keepers(self, holdings: dict[str, Holding]) -> dict[tuple, list[str]]:
+        found: dict[tuple, list[str]] = {}
+        for key, holding in holdings.items():
+            if holding.state == "full" and not holding.spot:
+                where = k.parse_holding(key)
+                found.setdefault((where.run, where.version, holding.uid), []).append(key)
+        return found
+
+    # At special moments
+
+    def stalled(self) -> None:
+        """I6: nobody can move before time passes; those who sleep have a reason to."""
+        world = self.world
+        if any(p.is_hindered for p in world.processes if not p.is_gone) or any(
+            str(actor.waiting).startswith("no answer") for actor in world.actors
+        ):
+            return  # others may wait for what such a one is about to do
+        views: dict[tuple, object] = {}
+        for actor in world.actors:
+            process = actor.process
+            if not isinstance(actor.waiting, Watch) or not actor.loops:
+                continue
+            if (
+                max(process.suspended_until_s, process.cut_until_s, world.down_until_s)
+                > world.now_s
+            ):
+                continue
+            if process.handle is None and any(peer.is_gone for peer in process.start.processes):
+                continue  # the last to come completes the group, or nobody does
+            ranges, rule = actor.loops[-1]
+            if ranges not in views:
+                views[ranges] = world.store.read(Read(ranges))
+            try:
+                answer = rule(views[ranges])
+            except Exception as error:
+                answer = error
+            demand(
+                isinstance(answer, Wait | WaitAtMost),
+                f"I6: {actor} sleeps ({actor.waiting.reason}), and {answer} is there",
+            )
+
+    def calm(self) -> None:
+        """A while after the last fault: what is held is offered, and what is offered is there."""
+        for start in self.world.starts:
+            processes = [p for p in start.processes if p.handle is not None]
+            if not start.is_intact or len(processes) < start.size:
+                continue
+            refs = {self._held_by(process) for process in processes}
+            groups = [process.handle._group for process in processes]
+            if any(group.is_fenced or group.unfinished or group._pending for group in groups):
+                continue
+            if len(refs) != 1 or None in refs or len({g.seat.inst for g in groups}) != 1:
+                continue
+            (ref,) = refs
+            key = groups[0].seat.holding(ref)
+            record = self.world.store._entries.get(self.world.keys.version(ref.run, ref.version))
+            if record is not None and f'"{ref.uid}"'.encode() not in record.value:
+                continue  # published anew, by somebody who did not know
+            demand(
+                key in self.holdings, f"I4, I6: all of {start} hold {ref}, and it is not offered"
+            )
+        for key, holding in self.holdings.items():
+            inst = k.parse_holding(key).inst
+            start = self.starts[inst if "+" not in inst else _owner(inst)]
+            if holding.state != "full" or "+" in inst or not start.is_intact:
+                continue
+            for process in start.processes:
+                group = process.handle._group
+                if group.is_fenced or group._pending or group.seat.inst != inst:
+                    continue
+                word, _ = self._shown(process)
+                demand(
+                    word == Word(holding.mark, EVERYTHING),
+                    f"I6: {key} is full with call {holding.call}, and {process} shows {word}",
+                )
+
+    def end(self) -> None:
+        left = [
+            key
+            for key in self.world.store._entries
+            if key.split("/")[3] not in {"runs", "versions"}
+        ]
+        demand(not left, f"I6: everybody has gone, and this is left: {left}")
+
+
+def _owner(inst: str) -> str:
+    replica, _, nonce = inst.partition("@")
+    return f"{replica.partition('+')[0]}@{nonce}"
+
+
+__all__ = ["Broken", "Checks", "demand"]

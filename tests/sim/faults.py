@@ -1,0 +1,726 @@
+"""Faults to plant in the protocol. A simulator that does not notice them proves nothing.
+
+Each is what somebody might write who had not understood a rule: `hole` is the number that the
+rule's story has in the table of docs/TESTING.md, where it has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+
+from torch_ros import copies, exchange, filling, handle, reading
+from torch_ros.store import group as group_module
+from torch_ros.store import keys as keys_module
+from torch_ros.store import loops, membership, records, rules, seat, sources, versions
+from torch_ros.store.keys import Keys
+from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
+from torch_ros.store.records import Outcome
+from torch_ros.store.txn import (
+    UNKNOWN,
+    Commit,
+    Count,
+    Created,
+    Delete,
+    Empty,
+    NoneNewer,
+    Put,
+    Unchanged,
+    View,
+    Watch,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    hole: int  # 0: not among the first
+    plant: Callable  # a context manager
+    scenario: str = ""  # the one that finds it; "": the simulator does
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(what: str, *wheres, hole: int = 0, scenario: str = "") -> Callable:
+    """Register a replacement for each (owner, name) of `wheres`, made from the original."""
+
+    def register(change: Callable) -> Callable:
+        @contextmanager
+        def plant():
+            with ExitStack() as stack:
+                for owner, name in wheres:
+                    new = change(getattr(owner, name))
+                    stack.enter_context(patch.object(owner, name, new))
+                yield
+
+        assert what not in FAULTS
+        FAULTS[what] = Fault(what, hole, plant, scenario)
+        return change
+
+    return register
+
+
+# Changes to the transactions of a rule
+
+
+def edited(guards=lambda guard: True, ops=lambda op: op) -> Callable:
+    """Keep only some guards of the transactions of a rule, and change or drop its operations."""
+
+    def edit(step):
+        if isinstance(step, WaitAtMost):
+            return dataclasses.replace(step, otherwise=edit(step.otherwise))
+        if not isinstance(step, Act):
+            return step
+        kept = tuple(filter(guards, step.txn.guards))
+        done = tuple(new for old in step.txn.ops if (new := ops(old)) is not None)
+        return Act(dataclasses.replace(step.txn, guards=kept, ops=done), step.then)
+
+    def change(rule):
+        @functools.wraps(rule)
+        def faulty(*args, **kwargs):
+            return edit(rule(*args, **kwargs))
+
+        return faulty
+
+    return change
+
+
+def not_on(part: str) -> Callable:
+    kinds = (Unchanged, Created)
+    return lambda guard: not (isinstance(guard, kinds) and f"/{part}/" in guard.key)
+
+
+def without(*kinds: type) -> Callable:
+    return lambda guard: not isinstance(guard, kinds)
+
+
+def spare(part: str) -> Callable:
+    """Delete nothing there."""
+    return lambda op: None if isinstance(op, Delete) and f"/{part}/" in op.range.start else op
+
+
+def said(view: View, old: bytes, new: bytes, part: str = "/holdings/") -> View:
+    """The view, if its records said something else."""
+    entries = {
+        key: dataclasses.replace(entry, value=re.sub(old, new, entry.value))
+        if part in key
+        else entry
+        for key, entry in view.entries.items()
+    }
+    return View(view.rev, entries)
+
+
+def unseen(view: View, *keys: str) -> View:
+    return View(view.rev, {key: entry for key, entry in view.entries.items() if key not in keys})
+
+
+# Names and calls
+
+fault("an incarnation has no nonce in its name", (keys_module, "instance"), hole=1)(
+    lambda instance: lambda replica, nonce: instance(replica, "0")
+)
+fault("ready records without the call's number", (Keys, "ready"), (Keys, "readies"), hole=4)(
+    lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank)
+)
+fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), hole=12)(
+    lambda make: (
+        lambda *args: dataclasses.replace(
+            txn := make(*args), guards=tuple(filter(not_on("decisions"), txn.guards))
+        )
+    )
+)
+
+
+@fault(
+    "decisions hang on the lease of who decides",
+    (rules, "group_txn"),
+    (seat, "group_txn"),
+    hole=13,
+)
+def _(make):
+    def faulty(view, seat, *args):
+        txn = make(view, seat, *args)
+        first = dataclasses.replace(txn.ops[0], lease_id=seat.lease_id)
+        return dataclasses.replace(txn, ops=(first, *txn.ops[1:]))
+
+    return faulty
+
+
+@fault("an abort is told to nobody", (rules, "abort"), hole=14)
+def _(rule):
+    def faulty(view, seat, number, kind, asked, failure):
+        step = rule(view, seat, number, kind, asked, failure)
+        return Done(Outcome(failure)) if isinstance(step, Act) else step
+
+    return faulty
+
+
+@fault("an abort undoes a call that has ended", (rules, "abort"))
+def _(rule):
+    def faulty(view, seat, number, kind, asked, failure):
+        step = rule(view, seat, number, kind, asked, failure)
+        if isinstance(step, Done) and step.value.failure is None:
+            call = rules.find(view, seat, number)
+            return rules._end(view, seat, call, Outcome(failure), (), rules._undo(seat, call))
+        return step
+
+    return faulty
+
+
+fault("an aborted call leaves its holding", (rules, "_undo"))(lambda undo: lambda seat, call: ())
+
+
+@fault("the second rank decides again", (rules, "decide"), hole=12)
+def _(rule):
+    def faulty(view, seat, number, *args, **kwargs):
+        found = rules.find(view, seat, number)
+        if found is None or found.by == seat.rank or found.outcome is not None:
+            return rule(view, seat, number, *args, **kwargs)
+        others = [c for c in seat_calls(view, seat) if c.number != number]
+        entry = dataclasses.replace(
+            view.entries[seat.decisions], value=records.Decisions(others).encode()
+        )
+        return rule(
+            View(view.rev, {**view.entries, seat.decisions: entry}), seat, number, *args, **kwargs
+        )
+
+    return faulty
+
+
+def seat_calls(view, at):
+    return seat.calls_of(view, at)
+
+
+fault("most ranks do not look what was decided", (rules, "look_up"), (rules, "decide"))(
+    lambda rule: (
+        lambda view, seat, number, *args, **kwargs: rule(
+            unseen(view, seat.decisions), seat, number, *args, **kwargs
+        )
+    )
+)
+
+
+@fault("ready: counted before it is put", (rules, "put_ready"))
+def _(rule):
+    def faulty(*args, **kwargs):
+        step = rule(*args, **kwargs)
+        if not isinstance(step, Act):
+            return step
+        ops = sorted(step.txn.ops, key=lambda op: not isinstance(op, Count))
+        return Act(dataclasses.replace(step.txn, ops=tuple(ops)), step.then)
+
+    return faulty
+
+
+@fault("ready: a repeat after a lost reply waits for the peers", (rules, "put_ready"), hole=15)
+def _(rule):
+    def faulty(view, seat, call, *args, **kwargs):
+        key = seat.keys.ready(seat.inst, call.number, seat.rank)
+        return Done(0) if key in view.entries else rule(view, seat, call, *args, **kwargs)
+
+    return faulty
+
+
+@fault("the first rank that is ready ends the call", (rules, "readies"))
+def _(rule):
+    def faulty(view, seat, call):
+        step = rule(view, seat, call)
+        return Done({seat.rank: "layout"}) if step == Done(None) else step
+
+    return faulty
+
+
+@fault("all ranks say they are the last", (rules, "put_ready"), (rules, "readies"))
+def _(rule):
+    def faulty(view, seat, call, *args, **kwargs):
+        step = rule(view, seat, call, *args, **kwargs)
+        if isinstance(step, Act):
+            return Act(step.txn, lambda _: 99)
+        if step == Done(None):
+            found = [
+                records.Ready.decode(entry.value).value
+                for _, entry in view.within(seat.keys.readies(seat.inst, call.number))
+            ]
+            return Done({seat.rank: found[0]}) if found else step
+        return step
+
+    return faulty
+
+
+@fault("a lost reply counts as done", (loops, "settle"), hole=15)
+def _(settle):
+    def faulty(what, ranges, rule):
+        steps, reply = settle(what, ranges, rule), None
+        while True:
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            reply = yield request
+            if isinstance(request, Commit) and reply is UNKNOWN:
+                reply = dataclasses.replace(UNKNOWN, applied=True, results=({}, 0))
+
+    return faulty
+
+
+@fault("a watch begins one revision late", (loops, "settle"), hole=5)
+def _(settle):
+    def faulty(what, ranges, rule):
+        steps, reply = settle(what, ranges, rule), None
+        while True:
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(request, Watch):
+                request = dataclasses.replace(request, after_rev=request.after_rev + 1)
+            reply = yield request
+
+    return faulty
+
+
+# Versions
+
+fault("publish: newer versions are not guarded", (rules, "publish"), hole=11)(
+    edited(guards=without(NoneNewer))
+)
+fault("publish: the version's record is not guarded", (rules, "publish"), hole=6)(
+    edited(guards=not_on("versions"))
+)
+
+
+@fault("a number keeps its uid when nobody holds it", (rules, "_fellow_publisher"), hole=6)
+def _(fellow):
+    def faulty(view, seat, version):
+        key = seat.keys.version(seat.run, version)
+        return fellow(view, seat, version) or (key if key in view.entries else "")
+
+    return faulty
+
+
+@fault("a number that only readers hold is published again", (rules, "_fellow_publisher"), hole=6)
+def _(fellow):
+    def faulty(view, seat, version):
+        try:
+            return fellow(view, seat, version)
+        except rules.VersionConflict:
+            return ""
+
+    return faulty
+
+
+fault("a draining source is offered", (versions, "offered"))(
+    lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
+)
+fault("a filling replica is offered", (versions, "offered"), hole=18)(
+    lambda offered: lambda view, keys: offered(said(view, b"filling", b"full"), keys)
+)
+
+
+@fault("a wait for a version watches only the own calls", (versions, "_wait_for_version"))
+def _(rule):
+    return lambda *args: Wait(rule(*args).reason, ())
+
+
+def awake(op):
+    return None if isinstance(op, Put) and "/versions/" in op.key else op
+
+
+fault("who waits for a version does not see that a replica comes back", (membership, "join"))(
+    edited(ops=awake)
+)
+
+
+# Sources
+
+
+@fault("a younger replica is a source", (sources, "_candidates"), hole=17)
+def _(rule):
+    def faulty(view, seat, ref):
+        own = view.entries.get(seat.holding(ref))
+        if own is None:
+            return rule(view, seat, ref)
+        late = dataclasses.replace(own, create_rev=math.inf)
+        return rule(View(view.rev, {**view.entries, seat.holding(ref): late}), seat, ref)
+
+    return faulty
+
+
+fault("attach: the source's processes are not counted", (sources, "attach"), hole=24)(
+    lambda rule: (
+        lambda view, seat, call, source: rule(
+            said(view, rb'"world_size":\d+', b'"world_size":0'), seat, call, source
+        )
+    )
+)
+fault(
+    "a claim is not guarded on nobody being there", (sources, "claim"), hole=20, scenario="burst"
+)(edited(guards=without(Empty)))
+fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
+    lambda rule: (
+        lambda view, seat, ref, candidates: sources._best(
+            candidates, sources._suspected(view, seat), seat, {}
+        )
+    )
+)
+
+
+@fault("a suspicion is a verdict", (sources, "_candidates"), hole=22, scenario="flaky")
+def _(rule):
+    def faulty(view, seat, ref):
+        bad = sources._suspected(view, seat)
+        found = rule(view, seat, ref)
+        return {inst: candidate for inst, candidate in found.items() if inst not in bad}
+
+    return faulty
+
+
+fault("a failed call leaves its reader records", (rules, "withdraw"))(
+    lambda rule: lambda view: Done(None)
+)
+
+# Bytes, and the word that says whether they count
+
+
+@fault("the word is not asked for after the bytes have landed", (reading._Run, "_end"), hole=2)
+def _(end):
+    def faulty(self, batch):
+        needs, batch.needs = batch.needs, {}
+        try:
+            end(self, batch)
+        finally:
+            batch.needs = needs
+
+    return faulty
+
+
+@fault("the word is asked for before staged bytes have landed", (reading._Run, "_end"), hole=2)
+def _(end):
+    def faulty(self, batch):
+        for rank in batch.needs:
+            self._ask(rank)
+        needs, batch.needs = batch.needs, {}
+        try:
+            end(self, batch)
+        finally:
+            batch.needs = needs
+
+    return faulty
+
+
+@fault(
+    "the word does not name the call",
+    (records, "mark"),
+    (group_module, "mark"),
+    (copies, "mark"),
+    hole=10,
+)
+def _(mark):
+    return lambda uid, call: 1
+
+
+@fault(
+    "the word names the call, not the content",
+    (records, "mark"),
+    (group_module, "mark"),
+    (copies, "mark"),
+    hole=10,
+)
+def _(mark):
+    return lambda uid, call: call
+
+
+fault("the word is not voided before tensors are written", (exchange.Offer, "void"), hole=8)(
+    lambda void: lambda self: None
+)
+fault("the word stays when the last call's bad end is learned", (handle.ShardHandle, "_catch_up"))(
+    lambda rule: lambda self, deadline: self._group.catch_up(deadline)
+)
+
+
+@fault("a relay is read beyond what it has", (reading._Run, "_is_there"))
+def _(rule):
+    return lambda self, batch: True
+
+
+@fault("progress counts chunks, not the prefix", (reading.Progress, "_tell"))
+def _(tell):
+    def faulty(self):
+        done = int(np.sum(self.done))
+        self._offer.serve(self._mark, exchange.EVERYTHING if self.done.all() else done)
+
+    return faulty
+
+
+@fault("progress is told before it is certain", (reading._Run, "_landed"))
+def _(landed):
+    def faulty(self, read):
+        batch = self._batch_of[read]
+        if batch.reads_left == 1:
+            done = self._progress.done.copy()
+            self._progress.add(self._chunks[batch.chunks], 0)
+            self._progress.done[:] = done
+        landed(self, read)
+
+    return faulty
+
+
+@fault("what was read of another version is kept", (filling.Filling, "start"), hole=6)
+def _(start):
+    def faulty(self, ref):
+        if self.ref is None:
+            start(self, ref)
+        self.ref = ref
+
+    return faulty
+
+
+fault("reads of a lost source are not ended", (reading, "close_all"), hole=3)(
+    lambda close_all: lambda reads: None
+)
+
+
+# Unpublishing
+
+fault("unpublish: nobody reading is not guarded", (rules, "unpublish"), scenario="drain")(
+    edited(guards=without(Empty))
+)
+
+
+@fault("unpublish: readers are not looked at", (rules, "unpublish"), scenario="drain")
+def _(rule):
+    def faulty(view, **kwargs):
+        readers = [key for key in view.entries if "/readers/" in key]
+        return edited(guards=without(Empty))(rule)(unseen(view, *readers), **kwargs)
+
+    return faulty
+
+
+fault(
+    "unpublish: only readers of this incarnation count",
+    (Keys, "readers_of_any"),
+    hole=5,
+    scenario="earlier readers",
+)(lambda name: lambda self, run, version, source: self.readers_of(run, version, source))
+
+
+@fault("unpublish waits without a bound", (rules, "unpublish"), hole=19, scenario="stuck reader")
+def _(rule):
+    def faulty(*args, **kwargs):
+        step = rule(*args, **kwargs)
+        return step.wait if isinstance(step, WaitAtMost) else step
+
+    return faulty
+
+
+# Retention
+
+fault("the last copy is not kept", (rules, "keeping"), hole=21)(
+    lambda keeping: (
+        lambda view, keys, ref, inst: dataclasses.replace(
+            keeping(view, keys, ref, inst), is_needed=False
+        )
+    )
+)
+fault("what a copy may go for is not guarded", (rules, "keeping"), hole=21)(
+    lambda keeping: (
+        lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
+    )
+)
+fault("a witness may be draining", (versions, "_keepers"), hole=21)(
+    lambda keepers: lambda view, keys: keepers(said(view, b"draining", b"full"), keys)
+)
+fault("a witness may be filling", (versions, "_keepers"), hole=21)(
+    lambda keepers: lambda view, keys: keepers(said(view, b"filling", b"full"), keys)
+)
+fault("a spot replica is a witness", (versions, "_keepers"))(
+    lambda keepers: lambda view, keys: keepers(said(view, rb'"spot":true', b'"spot":false'), keys)
+)
+
+
+@fault("the own copy is the witness", (rules, "keeping"))
+def _(keeping):
+    return lambda view, keys, ref, inst: keeping(view, keys, ref, "nobody")
+
+
+@fault("a copy is offered before all ranks have theirs", (rules, "copied"))
+def _(rule):
+    def faulty(view, seat, **kwargs):
+        step = rule(view, seat, **kwargs)
+        if isinstance(step, Wait):
+            return rule(view, dataclasses.replace(seat, world_size=1), **kwargs)
+        return step
+
+    return faulty
+
+
+fault("a copy is offered behind the back of who ends its group", (rules, "copied"))(
+    edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op)
+)
+fault("a copy is never released", (rules, "release"))(
+    lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
+)
+
+# Membership
+
+fault("a successor leaves its predecessor's holdings", (membership, "create_group"))(
+    edited(ops=spare("holdings"))
+)
+fault("a successor does not guard the predecessor's decisions", (membership, "create_group"))(
+    edited(guards=not_on("decisions"))
+)
+fault("expelling leaves the holdings", (membership, "expel"))(edited(ops=spare("holdings")))
+fault("expelling does not guard the decisions", (membership, "expel"))(
+    edited(guards=not_on("decisions"))
+)
+fault("closing leaves the holdings", (membership, "leave"))(edited(ops=spare("holdings")))
+fault("closing does not guard the decisions", (membership, "leave"))(
+    edited(guards=not_on("decisions"))
+)
+
+
+@fault("nobody watches the neighbour", (membership, "watch_over"))
+def _(rule):
+    def faulty(view, seat):
+        step = rule(view, seat)
+        return Wait("", (rules.one(seat.group),)) if step == Done(None) else step
+
+    return faulty
+
+
+def unfenced(own_group):
+    def faulty(view, at):
+        try:
+            return own_group(view, at)
+        except seat.SelfFenced:
+            if at.group in view.entries:
+                return view.entries[at.group]
+            raise
+
+    return faulty
+
+
+fault(
+    "a fenced incarnation does not notice",
+    (rules, "own_group"),
+    (seat, "own_group"),
+    (sources, "own_group"),
+    (membership, "own_group"),
+)(unfenced)
+
+
+@fault("a group is complete before all have come", (membership, "join"), hole=16)
+def _(rule):
+    def faulty(view, who, nonce):
+        step = rule(view, who, nonce)
+        if isinstance(step, Wait) and "has ranks" in step.reason:
+            run = records.Group.decode(view.entries[who.group].value).run
+            return Done(membership.Joined(nonce, run, 1, is_complete=True))
+        return step
+
+    return faulty
+
+
+@fault("a rank that lost its seat does not come back", (membership, "find_group"), hole=5)
+def _(rule):
+    def faulty(view, who):
+        if who.left_behind:
+            raise membership.SelfFenced(who.replica, "it is over")
+        return rule(view, who)
+
+    return faulty
+
+
+@fault("ranks that come back bring nothing", (membership, "adopted"), hole=5)
+def _(adopted):
+    return lambda shards: ([], None)
+
+
+@fault("ranks that come back: whoever holds something is believed", (membership, "adopted"))
+def _(adopted):
+    def faulty(shards):
+        calls, kept = adopted(shards)
+        return calls, kept or next((s.kept for s in shards if s.kept is not None), None)
+
+    return faulty
+
+
+@fault("ranks that come back: one that knows less is believed", (membership, "adopted"))
+def _(adopted):
+    return lambda shards: (adopted(shards)[0], shards[0].kept)
+
+
+@fault("ranks that come back: nobody need be in the call that brought it", (membership, "adopted"))
+def _(adopted):
+    def faulty(shards):
+        calls, _ = adopted(shards)
+        last = max((call.number for call in calls), default=0)
+        knowing = [s for s in shards if last in {call.number for call in s.ended}]
+        return calls, (knowing or shards)[0].kept
+
+    return faulty
+
+
+@fault("ranks that come back: the calls that ended are forgotten", (membership, "adopted"))
+def _(adopted):
+    return lambda shards: ([], adopted(shards)[1])
+
+
+@fault("what the owner took back is not noted", (group_module.Group, "forget"))
+def _(forget):
+    def faulty(self):
+        ended = list(self._ended)
+        result = forget(self)
+        self._ended.clear()
+        self._ended.extend(ended)
+        return result
+
+    return faulty
+
+
+@fault("what the owner took back is still held", (group_module.Group, "forget"))
+def _(forget):
+    def faulty(self):
+        held = self.held
+        result = forget(self)
+        if result is not False:
+            self.held = held
+        return result
+
+    return faulty
+
+
+@fault("an end is learned without a seat", (group_module.Group, "learn"))
+def _(learn):
+    def faulty(self, call, outcome, seat):
+        lost, mine = self._lost, self.seat
+        self._lost, self.seat = None, seat
+        try:
+            learn(self, call, outcome, seat)
+        finally:
+            self._lost, self.seat = lost, mine
+
+    return faulty
+
+
+@fault("the own lease is not certified", (group_module.Group, "await_certainty"), hole=23)
+def _(certain):
+    return lambda self, deadline: None
+
+
+@contextmanager
+def planted(what: str):
+    with FAULTS[what].plant():
+        yield
+
+
+__all__ = ["FAULTS", "planted"]

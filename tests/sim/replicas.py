@@ -1,0 +1,363 @@
+"""What programs do with `torch_ros` here: trainers, rollouts, and how they take what happens.
+
+The handles are real. A program calls them as a user's would, and writes over its tensors at the
+first moment at which it may, with something that no version contains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torch_ros import handle as handle_module
+from torch_ros.errors import SelfFenced, TorchRosError
+from torch_ros.registered import LocalState
+from torch_ros.weights.local import LocalChunk, LocalTensor
+
+TTL_S = 10
+PROBE = 10_000  # the version that must get through once all faults are over
+CONTENT = 1000  # a cell says which content it is of, and where in it
+PATIENCE_S = 600  # of a program, once all faults are over
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call that all ranks of an incarnation make."""
+
+    kind: str
+    version: int | str = 0
+    content: int = 0
+    timeout_s: float = 20.0
+
+
+@dataclass(eq=False)
+class Start:
+    """The processes of a replica from one start to its end, and the calls that they make."""
+
+    world: object
+    replica: str
+    is_trainer: bool
+    size: int
+    sharding: str  # "rows", "whole" or "stages"
+    nonce: str | None = None
+    run: str | None = None
+    spot: bool = False
+    retain: tuple = ()
+    datacenter: str = "default"
+    drain_s: float = 60.0
+    is_probe: bool = False
+    loads: bool = False  # uses what dcp uses: save, and load
+    script: Callable | None = None  # instead of tasks: what each of its processes does
+    tasks: list[Task] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    is_replaced: bool = False  # another one with its name was started
+    number: int = 0
+
+    def task(self, index: int) -> Task:
+        while len(self.tasks) <= index:
+            self.tasks.append(self.world.next_task(self))
+        return self.tasks[index]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has happened to it that it need not survive."""
+        return not self.is_replaced and not any(p.is_gone or p.gave_up for p in self.processes)
+
+    def __str__(self) -> str:
+        return f"{self.replica}.{self.number}"
+
+
+def chunk_of(sharding: str, number: int, shape: tuple[int, ...], rank: int, size: int):
+    """Offsets and sizes of what a rank has of a tensor; None: nothing."""
+    whole = (0,) * len(shape), shape
+    if sharding == "whole":
+        return whole
+    if sharding == "stages":
+        return whole if number % size == rank else None
+    dim = len(shape) - 1  # columns of what has two dimensions: those rows are short and strided
+    part = shape[dim] // size
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = rank * part, part
+    return tuple(offsets), tuple(sizes)
+
+
+class Process:
+    def __init__(self, world, start: Start, rank: int, number: int) -> None:
+        self.world, self.start, self.rank, self.number = world, start, rank, number
+        self.actors: list = []
+        self.held_up: list = []
+        self.suspended_until_s = self.cut_until_s = self.unlinked_until_s = 0.0
+        self.unsure_until_s = 0.0
+        self.hindered_s = 0.0  # how long it was suspended or cut off, in all
+        self.died_s: float | None = None
+        self.is_gone = False  # its memory cannot be read any more
+        self.gave_up = False  # its program ended before the end
+        self.handle = None
+        self.task: Task | None = None
+        self.made = 0  # tasks
+        self.loaded: int | None = None  # by the last load
+        self.reads_from: tuple | None = None  # own call, source, its call
+        self.calls: dict = {}  # by number
+        self._make_memory()
+
+    def _make_memory(self) -> None:
+        pieces, index = [], []
+        for number, (fqn, shape) in enumerate(self.world.shapes):
+            start = self.start
+            chunk = chunk_of(start.sharding, number, shape, self.rank, start.size)
+            if chunk is None:
+                pieces.append((fqn, shape, None, None))
+                continue
+            offsets, sizes = chunk
+            of_all = np.arange(math.prod(shape)).reshape(shape)
+            mine = of_all[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            index.append(mine.reshape(-1) + 100 * number)
+            pieces.append((fqn, shape, offsets, sizes))
+        self.ends = np.cumsum([len(part) for part in index]).tolist()  # of the chunks, in cells
+        self.index = np.concatenate(index) if index else np.zeros(0, np.int64)
+        self.memory = torch.full((len(self.index),), -1, dtype=torch.int64)
+        self.cells = self.memory.numpy()
+        self.base = self.memory.data_ptr()
+        self.tensors, begin = [], 0
+        for fqn, shape, offsets, sizes in pieces:
+            chunks = ()
+            if offsets is not None:
+                end = begin + math.prod(sizes)
+                chunks = (LocalChunk(offsets, self.memory[begin:end].view(sizes)),)
+                begin = end
+            spread = self.start.sharding == "rows"
+            self.tensors.append(LocalTensor(fqn, torch.int64, shape, chunks, spread=spread))
+
+    def __str__(self) -> str:
+        return f"{self.start}/{self.rank}"
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.suspended_until_s > self.world.now_s
+
+    @property
+    def is_unreachable(self) -> bool:
+        return self.is_gone or self.unlinked_until_s > self.world.now_s
+
+    @property
+    def is_hindered(self) -> bool:
+        return max(self.suspended_until_s, self.cut_until_s) > self.world.now_s
+
+    # Memory
+
+    def expected(self, content: int):
+        return self.index + content * CONTENT
+
+    def fill(self, content: int) -> None:
+        self.cells[:] = self.expected(content)
+        self.world.checks.wrote(self)
+
+    def scribble_if_free(self) -> None:
+        """The most eager owner."""
+        if self.handle is None or self.handle.version is None:
+            self.cells[:] = -self.world.number()
+            self.world.checks.wrote(self)
+
+    # Life
+
+    def live(self) -> None:
+        try:
+            self._live()
+        except SelfFenced as fenced:
+            self.world.tell(self, f"is fenced for good: {fenced.reason}")
+            self.world.saw("fenced for good")
+            self._take_back()
+        self.gave_up = self.gave_up or not self.world.is_calm
+        if self.handle is not None:
+            self.handle.close()
+            assert not self.handle._copies or self._has_keepers, "copies are left after close"
+            self.cells[:] = -self.world.number()
+        self.is_gone = True
+        self.reads_from = None
+        self.world.tell(self, "ends")
+
+    @property
+    def _has_keepers(self) -> bool:
+        return any(actor.role.startswith("keeps") for actor in self.actors)
+
+    def _live(self) -> None:
+        start, world = self.start, self.world
+        try:
+            self.handle = handle_module.open(
+                "m",
+                endpoint=f"sim://{self.number}",
+                replica=start.replica,
+                rank=self.rank,
+                world_size=start.size,
+                run=start.run,
+                retain=start.retain,
+                datacenter=start.datacenter,
+                spot=start.spot,
+                timeout_s=120 if start.is_probe else 20,
+                ttl_s=TTL_S,
+                drain_s=start.drain_s,
+            )
+        except TorchRosError as error:
+            world.saw(f"open: {type(error).__name__}")
+            world.tell(self, f"open raises {error}")
+            assert not start.is_probe, f"I6: with all faults over, open fails: {error}"
+            self.gave_up = True
+            return
+        world.saw("opened")
+        world.checks.seated(self)
+        if not start.loads:
+            self.handle._register(LocalState(self.tensors, {}, {}))
+        if start.script is not None:
+            start.script(self)
+            return
+        while not world.is_calm:
+            task = self.task = start.task(self.made)
+            self.made += 1
+            if task.kind == "close":
+                world.saw("closed")
+                self.gave_up = True
+                return
+            self._attempt(task)
+        self._finale()
+
+    def _attempt(self, task: Task) -> Exception | None:
+        world, began_s, hindered_s = self.world, self.world.now_s, self.hindered_s
+        error = None
+        try:
+            answer = getattr(self, task.kind)(task)
+            world.tell(self, f"{task.kind} {task.version} -> {answer}")
+            world.saw(f"{task.kind}: {'ok' if answer is None else answer}")
+        except SelfFenced as fenced:
+            world.tell(self, f"{task.kind} {task.version} raises {fenced}")
+            world.saw(f"{task.kind}: SelfFenced")
+            if not fenced.may_return:
+                raise
+            error = fenced
+        except TorchRosError as failed:
+            world.tell(self, f"{task.kind} {task.version} raises {failed!r}")
+            world.saw(f"{task.kind}: {type(failed).__name__}")
+            world.checks.withdrew(self)
+            error = failed
+        took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
+        world.checks.took(self, task, took_s)
+        if task.kind not in {"unpublish", "idle"}:
+            self.scribble_if_free()
+        return error
+
+    def _take_back(self) -> None:
+        """Fenced for good, its owner gets the tensors back all the same."""
+        if self.handle is not None and self.world.random() < 0.7:
+            self.handle.unpublish(timeout_s=30)
+            assert self.handle.version is None, "I2: unpublish returned, and a version is held"
+            self.scribble_if_free()
+
+    # Calls
+
+    def publish(self, task: Task) -> None:
+        if self.handle.version is not None and self.world.random() < 0.9:
+            self.handle.unpublish(timeout_s=task.timeout_s)  # before it trains
+        if self.handle.version is None:
+            self.fill(task.content)
+        elif self.start.loads or self.handle._group.unfinished:
+            return  # it would publish the old content again
+        if self.start.loads:
+            state = lambda: LocalState(self.tensors, {}, {})
+            self.handle._save(task.version, state, is_staged=False, timeout_s=task.timeout_s)
+        else:
+            self.handle.publish(task.version, timeout_s=task.timeout_s)
+        self.world.checks.returned(self, task.version)
+
+    def unpublish(self, task: Task) -> None:
+        self.handle.unpublish(timeout_s=task.timeout_s)
+        assert self.handle.version is None, "I2: unpublish returned, and a version is held"
+        self.scribble_if_free()
+
+    def replicate(self, task: Task):
+        if self.start.loads:
+            return self.load(task)
+        version = self.handle.replicate(task.version, timeout_s=task.timeout_s)
+        self.world.checks.returned(self, version)
+        return None
+
+    def update(self, task: Task):
+        if self.start.loads:
+            return self.load(task)
+        is_new = self.handle.update(task.version, timeout_s=task.timeout_s)
+        if self.handle.version is not None:  # else its end was learned, and then forgotten
+            self.world.checks.returned(self, self.handle.version)
+        return None if is_new else False
+
+    def load(self, task: Task):
+        state = LocalState(self.tensors, {}, {})
+        found = self.handle._inspect(task.version, task.timeout_s)
+        is_served = self.start.number % 3 > 0
+        report = self.handle._load(
+            task.version,
+            found,
+            lambda layouts: state,
+            lambda: None,
+            is_served=is_served,
+            timeout_s=task.timeout_s,
+        )
+        self.world.saw("loaded")
+        self.loaded = report.version
+        self.world.checks.returned(self, report.version)
+
+    def wait(self, task: Task) -> None:
+        self.handle.wait(bool, timeout_s=task.timeout_s)
+
+    def list(self, task: Task) -> None:
+        self.handle.list(timeout_s=task.timeout_s)
+
+    def idle(self, task: Task) -> None:
+        self.world.sleep(task.timeout_s)
+
+    # The end, when all faults are over
+
+    def _finale(self) -> None:
+        world = self.world
+        if self.start.is_probe:
+            self._insist(Task("publish", PROBE, world.content(PROBE), 120), PROBE)
+        else:
+            if self.start.is_trainer:
+                self._insist(Task("unpublish", timeout_s=120), None)
+            self._insist(Task("update", "latest", timeout_s=60), PROBE)
+        world.meet("has the probe", self)
+        self._insist(Task("unpublish", timeout_s=120), None)
+        world.meet("has nothing", self)
+        if self.start.retain:
+            return
+        world.meet("nobody retains", self)
+        until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
+        while self.handle._copies and world.now_s < until_s:
+            world.sleep(4.0)
+        left = self.handle._copies and self.start.is_intact
+        assert not left, f"I6: {self} keeps {list(self.handle._copies)}, and nobody retains it"
+
+    def _insist(self, task: Task, wanted: int | None) -> None:
+        """What a program does that wants to get on: it calls again."""
+        world, until_s = self.world, self.world.now_s + PATIENCE_S
+        errors: list[Exception] = []
+        while not self._has(wanted):
+            error = self._attempt(task)
+            if error is not None:
+                errors.append(error)
+            if len(errors) > 3 and not self.start.is_intact:
+                raise SelfFenced(self.start.replica, "its peers are gone")
+            is_late = world.now_s > until_s and self.start.is_intact
+            assert not is_late, (
+                f"I6: with all faults over, {self} cannot {task.kind}: {errors[-3:]}"
+            )
+            if world.now_s > until_s:
+                raise SelfFenced(self.start.replica, "its peers are gone")
+            if not self._has(wanted):
+                world.sleep(0.5)
+
+    def _has(self, wanted: int | None) -> bool:
+        if self.start.loads and wanted is not None and not self.start.is_probe:
+            return self.loaded == wanted
+        return self.handle.version == wanted

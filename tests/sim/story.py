@@ -1,0 +1,36 @@
+"""What happened, for people."""
+
+from __future__ import annotations
+
+import re
+
+from torch_ros.store.txn import Commit, Delete, Put, Read, Watch
+
+
+def short(what: object) -> str:
+    """A request in one line."""
+    match what:
+        case Read(ranges):
+            return "read " + ", ".join(_key(range_.start) for range_ in ranges)
+        case Commit(txn):
+            guards = ", ".join(type(guard).__name__ for guard in txn.guards)
+            return f"commit [{guards}] " + "; ".join(map(_op, txn.ops))
+        case Watch(ranges, rev, reason):
+            where = ", ".join(_key(range_.start) for range_ in ranges)
+            return f"watches {where} after {rev}: {reason}"
+    return str(what)
+
+
+def _key(text: str) -> str:
+    return text.removeprefix("/torch-ros/m/").replace("0000000000000000", "").rstrip("\0")
+
+
+def _op(op: object) -> str:
+    match op:
+        case Put(name, value, lease_id):
+            text = re.sub(r'"host".*"card":"[^"]*"', "...", value.decode(errors="replace"))
+            cut = text if len(text) < 200 else f"...{text[-180:]}"
+            return f"put {_key(name)} {cut} ({lease_id})"
+        case Delete(range_):
+            return f"delete {_key(range_.start)}"
+    return f"{type(op).__name__.lower()} {_key(op.range.start)}"

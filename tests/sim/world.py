@@ -1,0 +1,513 @@
+"""One seed, one history: replicas of a model, a store and wires that fail, and who moves when.
+
+Production code that runs here as it is: everything behind `torch_ros.open`, which is the handle,
+its data plane (`exchange`, `reading`, `hostcopy`), the group with its threads, the session, the
+loops and all the rules. Only three things are others: the store (`stores`), the transport
+(`wires`), and time and threads (`schedule`), by which the seed decides what happens next.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import Counter, deque
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import msgspec
+from checks import Broken, Checks
+from replicas import PROBE, TTL_S, Process, Start, Task
+from schedule import Scheduler
+from stores import Connection, Store, wakes
+from story import short
+from wires import Wire
+
+from torch_ros import copies, exchange, filling, handle, reading
+from torch_ros.copies import HostCopy
+from torch_ros.exchange import Card
+from torch_ros.identity import Identity
+from torch_ros.store import group, loops, run, session
+from torch_ros.store import keys as keys_module
+from torch_ros.store.keys import Keys
+from torch_ros.store.records import Record
+from torch_ros.store.run import Deadline
+
+FAULTS = (
+    "kill", "suspend", "cut", "unlink", "lose", "lose reply", "late", "early", "read", "slow",
+    "restart", "expire", "wipe", "store restarts", "store away",
+)  # fmt: skip
+# What must have happened in a couple of thousand seeds, or they prove less than they seem to.
+EVENTS = (
+    *(f"fault: {kind}" for kind in FAULTS),
+    "attached",
+    "attached to a copy",
+    "attached to a relay",
+    "closed",
+    "copied to host memory",
+    "draining to full",
+    "fenced for good",
+    "filling to full",
+    "full to draining",
+    "garbage read",
+    "loaded",
+    "other bytes under an old number",
+    "race lost",
+    "re-routed",
+    "read ended early",
+    "read failed",
+    "replicate: SourceLost",
+    "replicate: VersionNotFound",
+    "seats taken again",
+    "started twice",
+    "unpublish: DeadlineExceeded",
+    "unpublished with a copy",
+    "update: CallAborted",
+)
+STORY = 60  # steps that a failure shows
+STEPS_MAX = 60_000
+SHAPES = (
+    (("w0", (12,)), ("w1", (12,)), ("w2", (12,))),
+    (("w0", (12,)), ("w1", (12,))),
+    (("m", (3, 12)), ("w", (12,)), ("x", (24,))),
+)
+
+
+class World(Scheduler):
+    def __init__(self, seed: int, *, story: int = STORY) -> None:
+        super().__init__(seed)
+        rng = self.rng
+        self.seen: Counter[str] = Counter()
+        self.told: deque = deque(maxlen=story)
+        self.store = Store(self)
+        self.keys = Keys("m")
+        self.wires: dict[str, Wire] = {}
+        self.watchers: dict = {}
+        self.down_until_s = self.leases_renewed_s = 0.0
+        self.store_hindered: list[tuple[float, float]] = []
+        self.processes: list[Process] = []
+        self.starts: list[Start] = []
+        self.names = 0
+        self.top = 0  # the highest version that anybody thought of
+        self.contents: dict[int, int] = {}
+        self.versions: dict[str, int] = {}  # by uid
+        self.is_calm = False
+        self.meetings: dict[str, set] = {}
+        self.steps = 0
+        self.shapes = rng.choice(SHAPES)
+        self.checks = Checks(self)
+        # Each seed has its own kinds of trouble, and its own pace.
+        rate = rng.choice([0.0, 1.0, 1.0, 1.0, 3.0])
+        self.rates = {kind: rate * rng.choice([0, 0, 1, 1, 2]) for kind in FAULTS}
+        self.step_s = rng.choice([0.002, 0.01, 0.03, 0.1])
+        self.haste = rng.choice([0.0, 0.0, 0.8])
+        self.read_s = rng.choice([0.0, 0.0, 0.05, 2.0])
+        self.steps_of_trouble = rng.randrange(150, 700)
+        self.is_in_datacenters = rng.random() < 0.3
+        self.is_retaining = rng.random() < 0.5
+        self._populate()
+
+    def _populate(self) -> None:
+        for number in range(self.rng.choice([1, 1, 1, 2])):
+            self.launch(f"t{number}", is_trainer=True)
+        for number in range(self.rng.choice([1, 2, 2, 3])):
+            self.launch(f"r{number}", is_trainer=False)
+
+    # What happened
+
+    def tell(self, who: object, what: object, fault: str = "") -> None:
+        self.told.append((self.now_s, who, what, fault))
+
+    def saw(self, what: str) -> None:
+        self.seen[what] += 1
+
+    def tale(self) -> str:
+        lines = (f"{s - 1000:8.2f} {who!s:16} {short(what)} {f}" for s, who, what, f in self.told)
+        return "\n".join(lines)
+
+    # Names
+
+    def number(self) -> int:
+        self.names += 1
+        return self.names
+
+    def token(self, _: int = 0) -> str:
+        return f"x{self.number()}"
+
+    def deadline(self, what: str, timeout_s: float) -> Deadline:
+        return Deadline(what, timeout_s, self.now_s)
+
+    def process_of(self, shard) -> Process:
+        return self.wires[msgspec.msgpack.decode(shard.card, type=Card).agent].process
+
+    def start_of(self, replica: str, nonce: str) -> Start:
+        """Whose group record that is: its creator is about to say so."""
+        creator = self.current.process.start
+        if creator.replica == replica:
+            return creator
+        return self.checks.starts[f"{replica}@{nonce}"]
+
+    # Replicas and what they do
+
+    def launch(self, name: str, *, is_trainer: bool, is_probe: bool = False) -> Start:
+        rng = self.rng
+        size = 2 if is_probe else rng.choice([1, 1, 2, 2, 3, 4])
+        for start in self.starts:
+            start.is_replaced |= start.replica == name
+        made = Start(self, name, is_trainer, size, rng.choice(["rows", "rows", "whole", "stages"]))
+        made.number = len(self.starts)
+        self.starts.append(made)
+        if not is_probe:
+            made.nonce = self.token() if rng.random() < 0.5 and size > 1 else None
+            made.run = "new" if is_trainer and rng.random() < 0.05 else None
+            made.spot = not is_trainer and rng.random() < 0.25
+            made.drain_s = rng.choice([1.0, 5.0, 60.0])
+            made.loads = rng.random() < 0.15
+            if self.is_retaining and rng.random() < 0.4:
+                made.retain = rng.choice([("latest",), ("latest-1",), ("latest", "1")])
+        if self.is_in_datacenters:
+            made.datacenter = rng.choice(["east", "west"])
+        made.is_probe = is_probe
+        for rank in range(size):
+            process = Process(self, made, rank, len(self.processes))
+            self.processes.append(process)
+            made.processes.append(process)
+            self.spawn(process, "main", process.live)
+        self.tell(made, f"starts: {size} ranks, {made.sharding}, retain={made.retain}")
+        return made
+
+    def start_named(self, name: str) -> Start:
+        return next(start for start in self.starts if start.replica == name)
+
+    def next_task(self, at: Start) -> Task:
+        rng, last = self.rng, at.tasks[-1] if at.tasks else Task("start")
+        timeout_s = rng.choice([0.5, 5.0, 20.0, 20.0, 40.0])
+        if rng.random() < 0.015:
+            return Task("close")
+        if rng.random() < 0.03:
+            return Task(rng.choice(["wait", "list"]), timeout_s=timeout_s)
+        if at.is_trainer:
+            if last.kind == "publish" and rng.random() < 0.6:
+                return self._idle()
+            if last.kind in {"publish", "idle"} and rng.random() < 0.9 and len(at.tasks) > 1:
+                return Task("unpublish", timeout_s=timeout_s)
+            version = max(0, self.top + rng.choice([-1, 0, 0, 1, 1, 1, 1, 2]))
+            self.top = max(self.top, version)
+            return Task("publish", version, self.content(version), timeout_s)
+        if last.kind != "idle" and rng.random() < 0.2:
+            return self._idle()
+        version = rng.choice(["latest"] * 8 + ["latest-1", max(0, self.top - 1), self.top])
+        kind = rng.choices(["replicate", "update", "unpublish"], [1, 15, 4])[0]
+        return Task(kind, version, timeout_s=timeout_s)
+
+    def _idle(self) -> Task:
+        longest_s = 20 if self.rng.random() < 0.15 else 80 * self.step_s
+        return Task("idle", timeout_s=self.rng.random() * longest_s)
+
+    def content(self, version: int) -> int:
+        """The bytes of a version: others only when nobody is there who means the old ones."""
+        known = self.contents.get(version)
+        if known is None or (not self._is_meant(version) and self.rng.random() < 0.7):
+            if known is not None:
+                self.saw("other bytes under an old number")
+            known = self.contents[version] = self.number()
+        return known
+
+    def _is_meant(self, version: int) -> bool:
+        for start in self.starts:
+            if not start.is_trainer or all(process.is_gone for process in start.processes):
+                continue
+            if start.is_probe and version == PROBE:
+                return True
+            if any(task.kind == "publish" and task.version == version for task in start.tasks):
+                return True
+        return False
+
+    def meet(self, where: str, process: Process) -> None:
+        """Wait until everybody who can come has come."""
+        came = self.meetings.setdefault(where, set())
+        came.add(process)
+        self.tell(process, f"waits until everybody {where}")
+        until_s = self.now_s + 2000
+        while not all(p.is_gone or p in came for p in self.processes):
+            assert self.now_s < until_s, f"I6: not everybody {where}: {self._missing(came)}"
+            self.sleep(4.0)
+
+    def _missing(self, came: set) -> list[str]:
+        return [str(p) for p in self.processes if not p.is_gone and p not in came]
+
+    # Steps
+
+    def play(self) -> None:
+        while self.actors:
+            self.steps += 1
+            if self.steps > STEPS_MAX:
+                there = [f"{actor} {short(actor.waiting)}" for actor in self.actors]
+                raise Broken(f"I6: it does not come to an end: {there}")
+            if not self.is_calm:
+                if self.steps > self.steps_of_trouble:
+                    self._calm_down()
+                elif self.random() < 0.1:
+                    self._trouble()
+            if not self.step() and self.actors:
+                self._pass_time()
+        self.now_s += 3 * TTL_S
+        self.store.expire_due()
+        self.store_changed("the end")
+        self.checks.end()
+
+    def _pass_time(self) -> None:
+        if self.random() < (0.01 if self.is_calm else 0.08):
+            self.checks.stalled()
+        next_s = self.next_timer_s()
+        assert next_s < math.inf, f"I6: everybody sleeps for ever: {list(map(str, self.actors))}"
+        self.now_s = max(self.now_s, next_s)
+
+    def store_changed(self, what: object) -> None:
+        """Check what is there now, and wake those who watch it."""
+        store = self.store
+        if not store.fresh:
+            return
+        keys, store.fresh = store.fresh, set()
+        for actor, (token, watch, connection) in list(self.watchers.items()):
+            if connection.is_reachable and wakes(watch, keys):
+                self.wake(actor, token, "changed")
+        self.checks.changed(keys, what)
+
+    # Trouble
+
+    def _strikes(self, kind: str, probability: float) -> bool:
+        if self.is_calm or self.random() >= probability * self.rates[kind]:
+            return False
+        self.seen[f"fault: {kind}"] += 1
+        return True
+
+    def request_fault(self, connection: Connection) -> str:
+        if connection.process.cut_until_s > self.now_s:
+            return "cut"
+        if self.down_until_s > self.now_s:
+            return "down"
+        if self.is_calm or self.random() >= 0.03:
+            return ""
+        kinds = {"lose": 0.25, "lose reply": 0.3, "late": 0.1}
+        return next((kind for kind, p in kinds.items() if self._strikes(kind, p)), "")
+
+    def read_error(self) -> str:
+        return "the read failed" if self._strikes("read", 0.01) else ""
+
+    def read_delay_s(self) -> float:
+        if self._strikes("slow", 0.02):
+            return self.random() * 20
+        return self.random() * self.read_s if self.read_s and not self.is_calm else 0.0
+
+    def _trouble(self) -> None:
+        rng = self.rng
+        alive = [p for p in self.processes if not p.is_gone]
+        if not alive:
+            self._start_again()
+            return
+        if self._strikes("kill", 0.04):
+            self._kill_one(rng.choice(alive))
+        if self._strikes("suspend", 0.05):
+            self._suspend(rng.choice(alive), rng.choice([0.5, 1, 4, 9, 12, 25]))
+        if self._strikes("cut", 0.05):
+            self._cut(rng.choice(alive), rng.choice([1, 4, 9, 12, 25]))
+        if self._strikes("unlink", 0.04):
+            victim, away_s = rng.choice(alive), rng.choice([0.1, 1, 4, 12])
+            victim.unlinked_until_s = self.now_s + away_s
+            self.tell(victim, f"cannot be read from, nor read, for {away_s} s")
+        if self._strikes("early", 0.1):
+            for actor, (token, _, _) in list(self.watchers.items()):
+                self.wake(actor, token, "early")
+        if self._strikes("restart", 0.04):
+            self._start_again()
+        if self._strikes("expire", 0.04):
+            self._expire(rng.choice(alive))
+        if self._strikes("wipe", 0.015):
+            self._wipe()
+        if self._strikes("store restarts", 0.02):
+            self.tell("the store", "restarts")
+            self.store.restart()
+            self.leases_renewed_s = self.now_s
+            self._store_away(rng.choice([0.1, 1, 4]))
+        if self._strikes("store away", 0.03):
+            self._store_away(rng.choice([1, 4, 9, 12, 25]))
+
+    def _suspend(self, victim: Process, pause_s: float) -> None:
+        self.tell(victim, f"is suspended for {pause_s} s")
+        victim.suspended_until_s = self.now_s + pause_s
+        victim.hindered_s += pause_s
+        self.at(victim.suspended_until_s + 1e-6, self.release, victim)
+
+    def _cut(self, victim: Process, cut_s: float) -> None:
+        self.tell(victim, f"is cut off from the store for {cut_s} s")
+        victim.cut_until_s = self.now_s + cut_s
+        victim.hindered_s += cut_s
+        self.at(victim.cut_until_s + 1e-6, self._reconnected)
+
+    def _store_away(self, away_s: float) -> None:
+        self.tell("the store", f"is away for {away_s} s")
+        self.down_until_s = max(self.down_until_s, self.now_s + away_s)
+        for process in self.processes:
+            process.hindered_s += away_s
+        self.at(self.down_until_s + 1e-6, self._reconnected)
+
+    def _reconnected(self) -> None:
+        """A watch that was broken off looks again."""
+        for actor, (token, _, connection) in list(self.watchers.items()):
+            if connection.is_reachable:
+                self.wake(actor, token, "reconnected")
+
+    def _wipe(self) -> None:
+        self.tell("the store", "IS WIPED")
+        self.store.wipe()
+        for process in self.processes:
+            process.hindered_s += TTL_S
+        for actor, (token, _, _) in list(self.watchers.items()):
+            self.wake(actor, token, "wiped")
+        self.store_changed("wiped")
+
+    def _expire(self, victim: Process) -> None:
+        if victim.handle is not None:
+            self.tell(victim, "loses its lease")
+            victim.hindered_s += TTL_S
+            self.store.expire(victim.handle._group.session.lease_id)
+            self.store_changed("a lease ends")
+
+    def _kill_one(self, victim: Process) -> None:
+        """Its lease may have had little left, and its neighbour may be slow to notice."""
+        peers = [p for p in victim.start.processes if p is not victim and not p.is_gone]
+        if peers and self.random() < 0.3:
+            self._suspend(self.rng.choice(peers), self.rng.choice([1, 8]))
+        self.kill_process(victim)
+        if victim.handle is not None and self.random() < 0.5:
+            self._expire(victim)
+
+    def kill_process(self, victim: Process) -> None:
+        self.tell(victim, "IS KILLED")
+        victim.died_s, victim.is_gone, victim.reads_from = self.now_s, True, None
+        self.kill(victim.actors)
+
+    def _start_again(self) -> None:
+        name = self.rng.choice([start.replica for start in self.starts])
+        old = next(start for start in reversed(self.starts) if start.replica == name)
+        alive = [p for p in old.processes if not p.is_gone]
+        if self.random() < 0.6:
+            for process in alive:
+                self.kill_process(process)
+        elif alive:
+            self.saw("started twice")
+        self.launch(name, is_trainer=old.is_trainer)
+
+    def _calm_down(self) -> None:
+        self.is_calm, self.haste = True, 0.0
+        self.step_s = min(self.step_s, 0.005)  # so that no lease ends for want of a turn
+        self.tell("the world", "is calm from now on")
+        self.down_until_s = self.now_s
+        for process in self.processes:
+            process.cut_until_s = process.suspended_until_s = self.now_s
+            process.unlinked_until_s = self.now_s
+            self.release(process)
+        self._reconnected()
+        self.at(self.now_s + 4 * TTL_S, self.checks.calm)
+        self.at(self.now_s + 4 * TTL_S, self._probe)
+
+    def _probe(self) -> None:
+        self.launch("probe", is_trainer=True, is_probe=True)
+
+    def was_hindered(self, process: Process, took_s: float) -> bool:
+        """Whether anything slowed it down of late that is not counted with it."""
+        return bool(self.read_s) or self.rates["slow"] > 0
+
+    # Production code, told to live here
+
+    @contextmanager
+    def inhabited(self):
+        world, threads, time = self, self.threads(), self.time()
+
+        def settle(what, ranges, rule):
+            mine, loops_in = (ranges, rule), world.current.loops
+            loops_in.append(mine)
+            try:
+                return (yield from loops.settle(what, ranges, rule))
+            finally:  # of one that was given up, whenever that is
+                loops_in[:] = [one for one in loops_in if one is not mine]
+
+        class Copy(HostCopy):
+            def __init__(self, transport, *args) -> None:
+                super().__init__(transport, *args)
+                world.checks.copied(self, transport.process)
+
+        serve, void = exchange.Offer.serve, exchange.Offer.void
+
+        def slow_serve(offer, mark, position):
+            world.pause("is about to say what is there")
+            serve(offer, mark, position)
+            world.checks.shown(offer._transport.process)
+
+        def slow_void(offer):
+            world.pause("is about to void what it says")
+            void(offer)
+
+        def identify(replica, rank, world_size, *, timeout_s):
+            return Identity(replica, rank, world_size, world.current.process.start.nonce)
+
+        everywhere = {
+            "threading": threads,
+            "time": time,
+            "secrets": SimpleNamespace(token_hex=self.token),
+            "settle": settle,
+            "Deadline": self.deadline,
+            "HostCopy": Copy,
+            "identify": identify,
+            "_open_handles": set(),
+            "_close_open_handles_at_exit": lambda: None,
+            "mark_written": lambda _: None,
+            "_transport": lambda *_, **__: Wire(world, world.current.process),
+            "connect_store": lambda _, **__: Connection(world, world.current.process),
+            "BATCH_BYTES": 1,
+        }
+        with ExitStack() as stack:
+            for module in (copies, exchange, filling, group, handle, reading, run, session):
+                for name, value in everywhere.items():
+                    if hasattr(module, name) and not (module is run and name == "Deadline"):
+                        stack.enter_context(patch.object(module, name, value))
+            for owner, name in ((keys_module, "_name"), (Record, "decode")):  # pure, and slow
+                fast = functools.lru_cache(4096)(
+                    getattr(owner, name).__func__ if owner is Record else keys_module._name
+                )
+                stack.enter_context(
+                    patch.object(owner, name, classmethod(fast) if owner is Record else fast)
+                )
+            stack.enter_context(patch.object(exchange.Offer, "serve", slow_serve))
+            stack.enter_context(patch.object(exchange.Offer, "void", slow_void))
+            logging.disable(logging.CRITICAL)
+            stack.callback(logging.disable, logging.NOTSET)
+            stack.callback(self.abandon)
+            yield
+
+    def abandon(self) -> None:
+        for process in self.processes:
+            process.is_gone = True
+        self.kill(list(self.actors))
+
+
+def simulate(seed: int, *, story: int = STORY) -> Counter[str]:
+    """What happened. Raises Broken, with a story, if something did that must not."""
+    world = None
+    try:
+        world = World(seed, story=story)
+        with world.inhabited():
+            world.play()
+    except Exception as broken:
+        tale = world.tale() if world else ""
+        replay = f"make sim SEEDS=1 FIRST_SEED={seed} STORY=1"
+        raise Broken(
+            f"{tale}\n\nseed {seed}: {type(broken).__name__}: {broken}\nreplay: {replay}"
+        ) from broken
+    world.seen["steps"] = world.steps
+    return world.seen
+
+
+__all__ = ["Broken", "World", "simulate"]
