@@ -6,15 +6,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test history lint bench bench-control clean
+.PHONY: help demo test sim sim-faults history lint bench bench-control clean
 
 # Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
 FAULTS ?= 20
 FIRST_SEED ?= 1
 
+# Of `make sim`: how many histories, from FIRST_SEED on. STORY=1 tells a failure from its beginning.
+SEEDS ?= 2000
+STORY ?=
+
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute"
 	@echo "make test   the whole test suite"
+	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
+	@echo "            the same code on simulated threads, time, etcd and wires; seeds choose faults"
+	@echo "make sim-faults"
+	@echo "            whether the simulator finds mistakes that are planted in the protocol"
 	@echo "make history FAULTS=20 FIRST_SEED=1"
 	@echo "            processes and an etcd that are killed, stopped and wiped while weights move"
 	@echo "make lint   ruff and mypy"
@@ -33,6 +41,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+sim: $(INSTALLED)
+	$(BIN)/python tests/sim/sim.py --seeds $(SEEDS) --first $(FIRST_SEED) $(if $(STORY),--story)
+
+sim-faults: $(INSTALLED)
+	$(BIN)/python tests/sim/sim.py --seeds 1000 --faults
 
 history: $(INSTALLED)
 	FAULTS=$(FAULTS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest tests/history -q -s
