@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import UsageError
+from torch_ros.errors import UsageError, VersionConflict
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -98,3 +98,23 @@ def test_a_copy_that_does_not_fit_is_refused_and_what_is_held_stays(opened):
 def test_what_cannot_be_cast_to_is_named(opened):
     with pytest.raises(UsageError, match=r"dtype=torch\.int8"):
         opened("trainer").publish_copy(1, {"w": torch.ones(3)}, dtype=torch.int8)
+
+
+def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(opened):
+    trainer = opened("trainer")
+    rollout, target = opened("rollout"), torch.zeros(1000)
+    rollout.register({"w": target})
+    trainer.publish_copy(7, {"w": torch.full((1000,), 7.0)})
+    with pytest.raises(VersionConflict):
+        trainer.publish_copy(6, {"w": torch.full((1000,), 6.0)})
+    held = trainer._registered.memory[0]
+    unpublish = trainer._unpublish
+
+    def look(deadline):
+        assert torch.equal(held, torch.full((1000,), 7.0)), "written while it was published"
+        unpublish(deadline)
+
+    trainer._unpublish = look
+    trainer.publish_copy(8, {"w": torch.full((1000,), 8.0)})
+    rollout.replicate()
+    assert torch.equal(target, torch.full((1000,), 8.0))

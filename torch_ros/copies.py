@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from torch_ros.errors import BackendError, ClosedError, SelfFenced
-from torch_ros.exchange import EVERYTHING, Offer
+from torch_ros.exchange import EVERYTHING, Digests, Offer
 from torch_ros.p2p.transport import HOST, Region, Transport
 from torch_ros.registered import Registered
 from torch_ros.store.group import Group, GroupCall
@@ -37,6 +37,7 @@ class HostCopy:
     Args:
         memory: Of each chunk of `layout`; copied before this returns.
         call: The number of the group's call that made it, which readers see.
+        digests: Of the same content.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HostCopy:
         memory: Sequence[torch.Tensor],
         kept: Kept,
         call: int,
+        digests: Digests,
     ) -> None:
         self.kept, self.call = kept, call
         self.is_kept = False  # a thread sees to it that it is offered for as long as needed
@@ -59,6 +61,7 @@ class HostCopy:
         ordered = sorted(regions, key=lambda region: region.address)
         addresses = [chunk.data_ptr() for chunk in self._chunks]
         self.offer.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
+        self.offer.show_digests(digests)
         self.offer.serve(mark(kept.ref.uid, call), EVERYTHING)
 
     def close(self) -> None:
@@ -79,13 +82,13 @@ class Copies:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def make(self, call: GroupCall, registered: Registered) -> Shard:
+    def make(self, call: GroupCall, registered: Registered, digests: Digests) -> Shard:
         """This rank's part of a copy in host memory, of the last that counts of a version."""
         if call.number not in self._copies:
             kept = self._group.holds
             assert kept is not None
             self._copies[call.number] = HostCopy(
-                self._transport, registered.layout, registered.memory, kept, call.number
+                self._transport, registered.layout, registered.memory, kept, call.number, digests
             )
         return shard_of(self._copies[call.number].offer)
 
@@ -108,15 +111,16 @@ class Copies:
         forever = Deadline(f"keeping version {version}", math.inf)
         shard = shard_of(copy.offer)
         while True:
-            inst = copy_of(seat.inst, copy.call)
+            inst, session = copy_of(seat.inst, copy.call), group.session
             try:
                 if group.host(copy.kept, seat, inst, copy.call, shard, forever):
                     group.release(copy.kept.ref, seat, inst)
                 break
             except SelfFenced as lost:
-                group.fence(lost)
+                group.fence(lost, session)
             except BackendError as error:
                 log.warning("keeping version %d: %s", version, error)
+                group.pause()
             except ClosedError:
                 break
             try:

@@ -225,8 +225,10 @@ class Intake:
     def shown(self, card: bytes, deadline: Deadline) -> Shown:
         """What the process behind `card` shows now; it is connected from then on.
 
+        Without a manifest if it shows none, or rewrote it while it was read.
+
         Raises:
-            TransferFailed: It is gone, or rewrote the manifest while it was read.
+            TransferFailed: It is gone.
         """
         try:
             where = msgspec.msgpack.decode(card, type=Card)
@@ -235,8 +237,11 @@ class Intake:
         if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
             self.forget(where.agent)  # it registers anew all the time; only a new start forgets
         peer = self._peer(where)
+        self._attach(peer, where.mailbox)
+        # First: who serves something has shown it before, and nothing says in which order the
+        # bytes of one read are fetched.
+        word = self.word(Shown(where.agent, where.mailbox_address, Word(), None), deadline)
         box = self._read_bytes(peer, where.mailbox, where.mailbox_address, MAILBOX_BYTES, deadline)
-        word = Word.unpack(int.from_bytes(box[:8], "little"))
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]
         content = box[HEADER_BYTES : HEADER_BYTES + length]
         if length == 0 or _digest(content) != digest:
@@ -248,7 +253,7 @@ class Intake:
                 peer, notice.descriptor, notice.address, notice.size_bytes, deadline
             )
             if _digest(manifest) != notice.digest:
-                raise TransferFailed(where.agent, "its manifest changed while it was read")
+                return Shown(where.agent, where.mailbox_address, word, None)
             known = (notice.digest, Manifest.decode(manifest))
             self._manifests[where.agent] = known
         return Shown(where.agent, where.mailbox_address, word, known[1])

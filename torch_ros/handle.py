@@ -6,7 +6,6 @@ import atexit
 import functools
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -447,9 +446,7 @@ class ShardHandle:
     def _publish(
         self, call: GroupCall, version: int, registered: Registered, deadline: Deadline
     ) -> None:
-        effects = partial(
-            rules.publish, version=check_version(version), fresh_uid=secrets.token_hex(8)
-        )
+        effects = partial(rules.publish, version=check_version(version), fresh_uid=call.fresh_uid)
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         self._filler.publish(call, registered, deadline)
@@ -514,7 +511,8 @@ class ShardHandle:
     def _unpublish_held(self, call: GroupCall, held: VersionRef) -> None:
         registered = self._registered
         assert registered is not None
-        call.unpublish(held, lambda _: self._copies.make(call, registered))
+        digests = self._filler.digests
+        call.unpublish(held, lambda _: self._copies.make(call, registered, digests))
 
     def _check_contract(self, held: VersionRef) -> None:
         registered, known = self._registered, self._filler.digests
@@ -600,10 +598,11 @@ class ShardHandle:
         # Nobody could decide otherwise: one read, nothing written.
         while True:
             self._group.await_seat(deadline)
+            session = self._group.session
             try:
                 return self._group.ask((*self._group.seat.own, *ranges), ask, deadline)
             except SelfFenced as lost:
-                self._group.fence(lost)
+                self._group.fence(lost, session)
 
     def _replicate(self, version: int | str, floor: VersionRef | None, deadline: Deadline) -> int:
         asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
@@ -718,6 +717,8 @@ class ShardHandle:
                 assert state is not None
                 self._staged = memory_of(state) if is_staged else set()
             finally:
+                if copying is not None and self._held is not None:
+                    self._staging.turn()
                 self._unregister_unless_held()
 
     def _load(

@@ -100,9 +100,9 @@ def connect(
             if now.word.mark == mark and now.manifest is not None:
                 shown.append(now)
                 break
-            if is_full or now.word.mark:
+            if now.word.mark != mark and (is_full or now.word.mark):
                 raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
-            patience.wait(f"rank {rank} of {replica!r} has not begun to read")
+            patience.wait(f"rank {rank} of {replica!r} does not show it yet")
     return Feed(replica, mark, is_full, shown, is_there, certify)
 
 

@@ -49,8 +49,12 @@ class StagingBuffers:
         self._buffers: dict[torch.device, list[torch.Tensor]] = {}
         self._next = 0
 
+    def turn(self) -> None:
+        """What was filled last is published now: the next copy goes to another buffer."""
+        self._next = (self._next + 1) % BUFFERS
+
     def fill(self, state: LocalState, copying: Copying) -> LocalState:
-        """A copy of `state`, contiguous and cast, in the buffer that is not the last one filled.
+        """A copy of `state`, contiguous and cast, in a buffer that is not published.
 
         Of the state dict's objects nothing is copied: they are copies already.
 
@@ -71,7 +75,6 @@ class StagingBuffers:
                 self._buffers[device] = [
                     torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)
                 ]
-        number, self._next = self._next, (self._next + 1) % BUFFERS
         ends = dict.fromkeys(self._buffers, 0)
         tensors = []
         for tensor in state.tensors:
@@ -81,7 +84,7 @@ class StagingBuffers:
                 start = ends[device]
                 ends[device] = start + _room(chunk, dtype)
                 size = chunk.tensor.numel() * dtype.itemsize
-                place = self._buffers[device][number][start : start + size]
+                place = self._buffers[device][self._next][start : start + size]
                 copy = place.view(dtype).view(chunk.tensor.shape)
                 copy.copy_(chunk.tensor)
                 chunks.append(LocalChunk(chunk.offsets, copy))

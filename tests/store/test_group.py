@@ -26,7 +26,7 @@ from torch_ros.store.group import Group, Place
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Done
 from torch_ros.store.membership import Applicant
-from torch_ros.store.records import Shard
+from torch_ros.store.records import Call, Shard, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.txn import Delete, Read, Txn, one, under
@@ -410,6 +410,8 @@ def test_a_group_that_lost_its_seats_takes_them_again_and_makes_its_call_again(s
     def loses_its_lease():
         if not lost.is_set():
             store.kv.commit(Txn(ops=(Delete(one(shard)),)), timeout_s=5)
+            while not (rollout[0].is_fenced or rollout[0].seat.inst != before):
+                time.sleep(0.01)
             lost.set()
 
     refs = at_once(
@@ -573,3 +575,43 @@ def test_a_rank_that_dies_in_a_read_does_not_hold_its_source_up(store):
     assert isinstance(error, SelfFenced | CallAborted), error
     unpublish(trainer, ref, timeout_s=3)
     assert store.there("readers/") == []
+
+
+def test_a_publication_that_is_made_again_is_no_conflict_with_its_own_readers(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    ref = publish(trainer, 7)
+    replicate(rollout)
+    holding = Delete(one(trainer.seat.holding(ref)))
+    store.kv.commit(Txn(ops=(holding,)), timeout_s=5)  # as after a seat was lost
+    keys, run = store.keys, trainer.seat.run
+    ranges = (*trainer.seat.own, keys.versions(run), keys.holdings(run))
+    view = store.kv.read(Read(ranges), timeout_s=5)
+    call = Call(2, "publish", "publish 7", 0)
+    again = rules.publish(view, trainer.seat, call, 7, ref.uid)
+    assert store.kv.commit(again.txn, timeout_s=5).applied
+    assert isinstance(
+        attempt(partial(rules.publish, view, trainer.seat, call, 7, "another")), VersionConflict
+    )
+
+
+def test_the_same_number_with_other_content_is_newer_than_what_the_store_forgot(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    ref = publish(trainer, 7)
+    held = VersionRef(ref.run, ref.version, "forgotten", ref.run_number)
+    view = store.kv.read(Read(spec_ranges(store.keys)), timeout_s=5)
+    assert versions.newer(view, store.keys, Spec.parse("latest"), held).ref == ref
+    assert versions.newer(view, store.keys, Spec.parse("latest"), ref) is None
+    assert rollout.held is None
+
+
+def test_a_rank_that_closes_while_its_peers_come_back_tells_them(store):
+    first, second = store.replica("r", 2, ttl_s=2)
+    lost = SelfFenced("r", "its lease ended", may_return=True)
+    first._come_back = lambda: None  # it takes long
+    first.fence(lost)
+    first.close()
+    started = time.monotonic()
+    while second._lost is None or second._lost.may_return:
+        assert time.monotonic() - started < 20
+        time.sleep(0.05)
+    assert "rank 0 closed its handle" in second._lost.reason

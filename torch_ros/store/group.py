@@ -15,13 +15,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hashlib import blake2b
 from typing import TypeVar
 
 import msgspec
 
 from torch_ros.errors import (
+    BackendError,
     ClosedError,
-    Contention,
     DeadlineExceeded,
     NotAvailable,
     SelfFenced,
@@ -105,13 +106,12 @@ class Group:
         self._alone_since_s: float | None = None  # etcd answers, peers are missing
         self._ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self._pending = 0
+        self._times_forgotten = 0
         # Guards what a rank brings along when it comes back: no end is learned while it has lost
         # its seat.
         self._state = threading.Condition()
         self._calling = threading.Lock()
         self._closing = threading.Event()
-        self.on_return: Callable[[], None] = lambda: None
-        """Called, by a thread of the group, when this rank has its seat again."""
         self._watch()
 
     @classmethod
@@ -171,6 +171,10 @@ class Group:
         self.check_open()
         if self._lost is not None:
             raise SelfFenced(*self._lost.args)
+
+    def pause(self) -> None:
+        """Between tries; ends early when the seat is given up."""
+        self._closing.wait(RETRY_S)
 
     def check_final(self) -> None:
         """Raises: SelfFenced, ClosedError: This seat is lost for good, or given up."""
@@ -247,7 +251,7 @@ class Group:
             self.is_closed = True
             self._closing.set()
             self._state.notify_all()
-        if self.seat.world_size > 1 and not self.is_fenced:
+        if self.seat.world_size > 1 and (self._lost is None or self._lost.may_return):
             try:
                 self._leave()
             except TorchRosError as error:
@@ -313,8 +317,8 @@ class Group:
                         self._state.notify_all()
                     log.warning("%s", lost)
                     return
-            except (StoreUnavailable, Contention, NotAvailable) as error:
-                log.info("replica %r cannot take its seat yet: %s", self.seat.replica, error)
+            except (BackendError, NotAvailable) as error:
+                log.warning("replica %r cannot take its seat yet: %s", self.seat.replica, error)
             except ClosedError:
                 return
             else:
@@ -342,6 +346,7 @@ class Group:
             shard = msgspec.structs.replace(
                 place.shard, kept=self.held, ended=list(self._ended), pending=pending
             )
+            times_forgotten = self._times_forgotten
         try:
             forever = Deadline(f"taking the seat of replica {place.replica!r} again", math.inf)
             place = dataclasses.replace(place, shard=shard)
@@ -350,7 +355,7 @@ class Group:
             session.close()
             raise
         with self._state:
-            if self.held != shard.kept:
+            if self._times_forgotten != times_forgotten:
                 lost.append(SelfFenced(place.replica, "it unpublished meanwhile", may_return=True))
             is_seated = not (self.is_closed or lost)
             if is_seated:
@@ -361,7 +366,6 @@ class Group:
             check()
         log.warning("replica %r has its seat again, as %s", place.replica, seat.inst)
         self._watch()
-        self.on_return()
 
     # Calls
 
@@ -473,11 +477,15 @@ class Group:
                 return False
             if (kept := self.holds) is None:
                 return True
+            number = self.calls_made + 1
+            if self.unfinished is not None and self.unfinished.kind == "unpublish":
+                number = self.unfinished.number
             asked = f"unpublish {kept.ref.version}"
-            call = Call(self.calls_made + 1, "unpublish", asked, self.seat.rank, kept.ref)
-            self.calls_made += 1
+            call = Call(number, "unpublish", asked, self.seat.rank, kept.ref)
+            self.calls_made = number
             self._ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
+            self._times_forgotten += 1
             return True
 
 
@@ -487,7 +495,7 @@ class GroupCall:
     def __init__(
         self, group: Group, number: int, kind: Kind, asked: str, deadline: Deadline
     ) -> None:
-        self._group, self.number, self._kind = group, number, kind
+        self._group, self.number, self.kind = group, number, kind
         self._asked, self.deadline = asked, deadline
         self.seat, self.session = group.seat, group.session
         self._call: Call | None = None
@@ -505,6 +513,12 @@ class GroupCall:
         assert self._call is not None
         assert self._call.ref is not None
         return self._call.ref
+
+    @property
+    def fresh_uid(self) -> str:
+        """For content that this call publishes; the same on all ranks, and if it is made again."""
+        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}"
+        return blake2b(who.encode(), digest_size=8).hexdigest()
 
     @property
     def mark(self) -> int:
@@ -543,7 +557,7 @@ class GroupCall:
                 rules.decide,
                 seat=seat,
                 number=self.number,
-                kind=self._kind,
+                kind=self.kind,
                 asked=self._asked,
                 effects=lambda view, call: effects(view, seat, call),
             )
@@ -755,6 +769,8 @@ class GroupCall:
             if not self.has_ended and not isinstance(error, SelfFenced):
                 self._abort(error)
         except TorchRosError as also:
+            # Perhaps the store has a decision whose reply was lost: the number is used up.
+            self.is_recorded = True
             log.warning("%s: could not tell the other ranks: %s", self._asked, also)
         try:
             self._withdraw()
@@ -777,7 +793,7 @@ class GroupCall:
             rules.abort,
             seat=self.seat,
             number=self.number,
-            kind=self._kind,
+            kind=self.kind,
             asked=self._asked,
             failure=failure,
         )
@@ -793,7 +809,7 @@ class GroupCall:
             run(settle(self._asked, ranges, rules.withdraw), self._group.kv, deadline)
 
     def _learn(self, outcome: Outcome) -> None:
-        call = self._call or Call(self.number, self._kind, self._asked, self.seat.rank)
+        call = self._call or Call(self.number, self.kind, self._asked, self.seat.rank)
         self._group.learn(call, outcome, self.seat)
         self.has_ended, self.may_hold, self._said = True, None, outcome.said
 

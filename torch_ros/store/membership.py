@@ -14,7 +14,7 @@ from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.records import Call, Decisions, Failure, Group, Holding, Kept, Run, Shard
 from torch_ros.store.records import Version as VersionRecord
 from torch_ros.store.rules import DELETES_MAX
-from torch_ros.store.seat import CALLS_KEPT, Seat, own_group
+from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat, own_group
 from torch_ros.store.txn import (
     Count,
     Created,
@@ -88,7 +88,10 @@ def find_group(view: View, who: Applicant) -> Step[str]:
 
 
 def require_own(group: Group, who: Applicant) -> None:
-    if group.left is None and k.family(group.nonce) != k.family(who.left_behind):
+    is_own = k.family(group.nonce) == k.family(who.left_behind)
+    if is_own and group.left is not None:
+        raise SelfFenced(who.replica, f"rank {group.left} {CLOSED}")
+    if not is_own and group.left is None:
         raise SelfFenced(who.replica, f"another start has taken its name ({group.nonce})")
 
 
@@ -193,6 +196,10 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         return Done(None)
     if group.refusal is not None:
         raise group.refusal.error()
+    if group.left is not None:
+        if who.left_behind:
+            require_own(group, who)
+        return Done(None)
     if group.world_size != who.world_size:
         return _refuse(view, who, group)
     inst = k.instance(who.replica, nonce)
@@ -333,12 +340,18 @@ def expel(view: View, seat: Seat) -> Step[SelfFenced]:
 
 
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
-    """This rank closes its handle, so the replica ends; say so, or it looks like a crash."""
+    """This rank closes its handle, so the replica ends; say so, or it looks like a crash.
+
+    To peers that take their seats again too: they need not wait for this one.
+    """
     try:
-        entry = own_group(view, seat)
-    except SelfFenced:
-        return Done(None)
-    left = msgspec.structs.replace(Group.decode(entry.value), left=seat.rank)
+        own_group(view, seat)
+    except SelfFenced as lost:
+        if not lost.may_return:
+            return Done(None)
+    entry = view.entries.get(seat.group)
+    group = Group.decode(entry.value) if entry else Group(seat.nonce, seat.world_size, seat.run)
+    left = msgspec.structs.replace(group, left=seat.rank)
     records = holdings_of(view, seat.keys, seat.inst)
     # The decisions stay, for peers that wait for an outcome.
     txn = Txn(

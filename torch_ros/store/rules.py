@@ -72,7 +72,7 @@ from torch_ros.store.txn import (
 )
 from torch_ros.store.versions import Spec, keeping, keeping_ranges, newer, published, resolve
 
-DELETES_MAX = 64  # per transaction; etcd allows 128 operations
+DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
 
 # Calls of a group
@@ -163,14 +163,17 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
 
     The version's record outlives its holdings for as long as it is the newest, so that numbers
     cannot go back when nobody holds anything. Published again when nobody holds it, it gets a
-    new uid: the bytes may be others.
+    new uid: the bytes may be others. `fresh_uid` is the call's own: if it is there already, this
+    call is made again, and readers may even have the version since.
     """
     _refuse_old(view, seat, version)
     _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
-    fellow = _fellow_publisher(view, seat, version)
-    record = Version.decode(view.entries[key].value) if fellow else Version(fresh_uid)
+    there = Version.decode(view.entries[key].value) if key in view.entries else None
+    is_again = there is not None and there.uid == fresh_uid
+    fellow = "" if is_again else _fellow_publisher(view, seat, version)
+    record = there if there is not None and (is_again or fellow) else Version(fresh_uid)
     held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
     forgotten = [
         old
@@ -188,6 +191,8 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
             view.unchanged(key),
             NoneNewer(above, view.rev),
             *map(view.unchanged, (*forgotten, *((fellow,) if fellow else ()))),
+            # A replica that comes back may bring a holding of what seems forgotten.
+            *(Empty(keys.holdings_of(run, k.parse_version(old)[1])) for old in forgotten),
         ),
         (
             Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it

@@ -158,8 +158,9 @@ def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> Offer | None:
     offer = resolve(view, keys, spec)
     if isinstance(offer, Wait):
         return None
-    is_wanted = offer.ref != held if spec.absolute is not None else offer.ref.order > held.order
-    return offer if is_wanted else None
+    # Equal in number and not in content: it was published again after the store had forgotten it.
+    is_wanted = offer.ref.order >= held.order if spec.absolute is None else True
+    return offer if is_wanted and offer.ref != held else None
 
 
 # Retention
