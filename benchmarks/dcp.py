@@ -1,6 +1,7 @@
 """What dcp.save and dcp.load cost beside the bytes they move: 603 tensors and some objects.
 
-"none" is the same without dcp: publish and replicate of what was registered once.
+Planners: dcp's own ("default"); ours; ours, and dcp.save with use_collectives=False ("apart"); or
+no dcp at all, but publish and replicate of what was registered once ("none").
 
 A step is a warm one of an unchanged job: the trainer takes its weights back, saves the next
 version, and a rollout in the same processes loads it. Each step with DCP's own planners is followed
@@ -47,7 +48,7 @@ from torch_ros.dcp import ROSReader, ROSWriter
 LAYERS = 67  # of nine tensors each: 603
 WIDTH = 64
 WARM_UP = 2  # steps at the beginning of a turn that do not count
-PARTS = ("save", "load", "bytes", "store", "ours", "dcp", "work", "work_dcp")
+PARTS = ("total", "save", "load", "bytes", "store", "ours", "dcp", "work", "work_dcp")
 
 
 def state(mesh: DeviceMesh | None, value: float) -> dict[str, Any]:
@@ -79,11 +80,13 @@ class Clock:
     def __init__(self) -> None:
         self.spent_s: dict[str, float] = defaultdict(float)
         self.worked_s: dict[str, float] = defaultdict(float)  # of that, on a processor
+        self.calls: dict[str, int] = defaultdict(int)
         self._depth: dict[str, int] = defaultdict(int)
 
     def clear(self) -> None:
         self.spent_s.clear()
         self.worked_s.clear()
+        self.calls.clear()
 
     def on(self, thing: object, method: str, name: str) -> None:
         inner = getattr(thing, method)
@@ -93,6 +96,7 @@ class Clock:
             if threading.current_thread() is not threading.main_thread():
                 return inner(*arguments, **options)  # a handle's own threads wait all the time
             self._depth[name] += 1
+            self.calls[name] += 1
             began_s, began_work_s = time.perf_counter(), time.thread_time()
             try:
                 return inner(*arguments, **options)
@@ -158,6 +162,7 @@ class Job:
             "dcp": 0.0,
             "work": worked_s,
             "work_dcp": 0.0,
+            "requests": self._clock.calls["store"],
         }
 
     def _with_dcp(self, planner: str) -> dict[str, float]:
@@ -166,12 +171,17 @@ class Job:
         saved, got = anew(self._saved), anew(self._got)
         writer = ROSWriter(self._version, handle=self._trainer)
         reader = ROSReader(self._version, handle=self._rollout)
-        ours = planner == "ours"
+        ours = planner != "default"
         if dist.is_initialized():
             dist.barrier()
         self._clock.clear()
         began_s, began_work_s = time.perf_counter(), time.thread_time()
-        dcp.save(saved, storage_writer=writer, planner=writer.planner() if ours else None)
+        dcp.save(
+            saved,
+            storage_writer=writer,
+            planner=writer.planner() if ours else None,
+            use_collectives=planner != "apart",
+        )
         saved_s = time.perf_counter()
         dcp.load(got, storage_reader=reader, planner=reader.planner() if ours else None)
         loaded_s, worked_s = time.perf_counter(), time.thread_time() - began_work_s
@@ -187,6 +197,7 @@ class Job:
             "dcp": loaded_s - began_s - spent_s["handle"],
             "work": worked_s,
             "work_dcp": worked_s - self._clock.worked_s["handle"],
+            "requests": self._clock.calls["store"],
         }
 
     def close(self) -> None:
@@ -231,7 +242,7 @@ def profile(call: Callable[[], object]) -> None:
     for _ in range(10):
         call()
     profiler.disable()
-    pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumulative").print_stats(110)
+    pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumulative").print_stats(100)
 
 
 def measure(given: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
@@ -259,9 +270,11 @@ def measure(given: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
                 "median_ms": 1e3 * statistics.median(step[part] for step in steps),
                 "min_ms": 1e3 * min(step[part] for step in steps),
             }
-            for part in steps[0]
+            for part in PARTS
         }
-        rows.append({"ranks": ranks, "planner": planner, "rounds": len(steps), **parts})
+        requests = statistics.median(step["requests"] for step in steps)
+        row = {"ranks": ranks, "planner": planner, "steps": len(steps), "etcd_requests": requests}
+        rows.append({**row, **parts})
     return rows
 
 
@@ -271,7 +284,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7, help="steps in a turn")
-    parser.add_argument("--planners", nargs="+", default=["none", "default", "ours"])
+    parser.add_argument("--planners", nargs="+", default=["none", "default", "ours", "apart"])
     parser.add_argument("--profile", action="store_true", help="of rank 0 and the last planner")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -281,12 +294,12 @@ def main() -> None:
             rows += measure(given, ranks)
     for row in rows:
         print(json.dumps(row))
-    parts = ("total", *PARTS)
-    print(f"\n{'median / min, ms':24}" + "".join(f"{part:>16}" for part in parts))
+    heads = "".join(f"{part:>15}" for part in (*PARTS, "requests"))
+    print(f"\n{'median / min, ms':20}{heads}")
     for row in rows:
-        figures = (f"{row[part]['median_ms']:.1f} / {row[part]['min_ms']:.1f}" for part in parts)
+        figures = (f"{row[part]['median_ms']:.1f} / {row[part]['min_ms']:.1f}" for part in PARTS)
         name = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}, {row['planner']}"
-        print(f"{name:24}" + "".join(f"{figure:>16}" for figure in figures))
+        print(f"{name:20}" + "".join(f"{f:>15}" for f in (*figures, f"{row['etcd_requests']:.0f}")))
 
 
 if __name__ == "__main__":

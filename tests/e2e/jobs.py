@@ -164,6 +164,62 @@ def reshard(model):
     close_all(rollout, back)
 
 
+def planned(model):
+    """Our planners: FSDP(2) to TP(2) at every step, with new DTensors, changes and refusals."""
+    mesh = init_device_mesh("cpu", (2,))
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    module, parallel = fsdp(0, mesh), tensor_parallel(0, mesh)
+
+    def step(version, state, target, **options):
+        writer = ROSWriter(version, handle=trainer)
+        dcp.save(state, storage_writer=writer, planner=writer.planner(), **options)
+        reader = ROSReader(version, handle=rollout)
+        dcp.load(target, storage_reader=reader, planner=reader.planner())
+
+    def saved_state(version):
+        return {"model": get_model_state_dict(module), "step": version}
+
+    before = []
+    for version in (1, 2, 3):
+        trainer.unpublish()
+        expected = whole(version)
+        for fqn, tensor in get_model_state_dict(module).items():
+            full = expected[fqn]
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(
+                    distribute_tensor(full, mesh, tensor.placements, src_data_rank=None).to_local()
+                )
+            else:
+                tensor.copy_(full)
+        target = {"model": get_model_state_dict(parallel), "step": 0}
+        step(version, saved_state(version), target, use_collectives=version != 3)
+        check(target["model"], expected)
+        assert target["step"] == version
+        before.append((trainer._registered, rollout._registered))
+    assert before[0][0] is before[1][0] is before[2][0], "registered again"
+    assert before[0][1] is before[1][1] is before[2][1]
+
+    # One rank's state dict changes: an error on both, and nothing is given up.
+    bad = {"model": get_model_state_dict(parallel), "step": 0}
+    if dist.get_rank() == 1:
+        bad["model"]["up.bias"] = bad["model"]["up.bias"].double()
+    trainer.unpublish()
+    try:
+        step(4, saved_state(4), bad)
+        raise AssertionError("no error")
+    except CheckpointException as error:
+        kinds = {rank: type(failure[0]) for rank, failure in error.failures.items()}
+        assert kinds == dict.fromkeys((0, 1), errors.ManifestMismatch), error
+    assert rollout.version == 3
+
+    # Other shardings of the same names, shapes and dtypes.
+    other = {"model": get_model_state_dict(fsdp(0, mesh)), "step": 0}
+    trainer.unpublish()
+    step(5, {"model": get_model_state_dict(tensor_parallel(5, mesh)), "step": 5}, other)
+    check(other["model"], whole(5))
+    close_all(trainer, rollout)
+
+
 def hsdp(model):
     """Copies that dcp would leave to one rank are published too, in place."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

@@ -82,6 +82,10 @@ def test_fsdp2_to_tensor_parallel_to_one_process_and_back(processes):
     processes.run("reshard", ranks=2)
 
 
+def test_an_unchanged_sharded_job_is_planned_and_registered_once(processes):
+    processes.run("planned", ranks=2)
+
+
 def test_hsdp_copies_are_published_in_place(processes):
     processes.run("hsdp", ranks=2)
 
