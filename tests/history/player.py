@@ -7,6 +7,7 @@ into theirs and check every word. A version's number is never used twice, whatev
 publisher, so a word tells for certain when it was written.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -223,6 +224,7 @@ def main():
         player.is_over = True
 
     signal.signal(signal.SIGTERM, end)
+    faulthandler.register(signal.SIGUSR1)  # says in the log where it hangs
     player.note("born", pid=os.getpid())
     player.play(player.train if player.part.who == "trainer" else player.follow)
 

@@ -1,6 +1,5 @@
 """Plays a plan: an etcd, the processes, the strikes, and an observer of etcd from outside."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ DRAIN_S = 2.0
 START_S = 60.0
 MOMENT_S = 2.0  # how long a moment is waited for, until the strike comes anyway
 FOLLOW_S = 30.0  # for all to have news after the last fault is healed, born processes included
-END_S = 20.0
+END_S = 30.0  # longer than any call may take
 OBSERVE_S = 0.15
 
 
@@ -135,8 +134,11 @@ class Stage:
             process.popen.terminate()
         deadline = time.monotonic() + END_S
         for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.send_signal(signal.SIGUSR1)
+                time.sleep(1)  # to write it down
             name, code = f"{process.who}/{process.rank}", process.popen.returncode
             self.diary.exits.append({"who": name, "code": code})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import SelfFenced
+from torch_ros.errors import CallMismatch, SelfFenced
 from torch_ros.store import memory
 from torch_ros.store.seat import CALLS_KEPT
 
@@ -60,24 +60,43 @@ def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
     assert trainer.list() == {2: {"trainer"}}
 
 
-def test_a_rank_that_is_further_behind_than_its_group_remembers_does_not_decide_again(
-    trainer, endpoint
-):
+@pytest.fixture
+def rollout(endpoint):
+    """A replica of two ranks, and how to make both call something."""
+
     def open_rank(rank):
         options = {"replica": "rollout", "rank": rank, "world_size": 2, "timeout_s": 20}
         handle = torch_ros.open("m", endpoint=endpoint, **options)
         handle.register({"w": torch.zeros(10)})
         return handle
 
-    trainer.publish(1)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(open_rank, (0, 1))
-        assert list(pool.map(lambda handle: handle.replicate(), (first, second))) == [1, 1]
+        ranks = list(pool.map(open_rank, (0, 1)))
+        yield ranks, lambda call: list(pool.map(call, ranks))
+    for handle in ranks:
+        handle.close()
+
+
+def test_a_rank_that_is_further_behind_than_its_group_remembers_does_not_decide_again(
+    trainer, rollout
+):
+    (first, second), both = rollout
+    trainer.publish(1)
+    assert both(lambda handle: handle.replicate()) == [1, 1]
     for _ in range(CALLS_KEPT + 1):
         assert first.update() is False
     trainer.unpublish()
     trainer.publish(2)
     with pytest.raises(SelfFenced, match="older than the 64 calls"):
         second.update()
-    first.close()
-    second.close()
+
+
+def test_a_rank_that_calls_something_else_learns_what_its_group_has_done(trainer, rollout):
+    (first, second), both = rollout
+    trainer.publish(1)
+    assert both(lambda handle: handle.replicate()) == [1, 1]
+    first.unpublish()
+    with pytest.raises(CallMismatch, match="'unpublish 1' for the ranks that came first"):
+        second.update()
+    assert (first.version, second.version) == (None, None)
+    assert both(lambda handle: handle.update()) == [True, True]

@@ -110,8 +110,25 @@ def test_ranks_that_learn_different_ends_of_a_call_are_blamed(history):
 
 
 def test_an_error_that_nothing_excuses_is_blamed(history):
-    wrong = history.call(R1, "update", 1, 2, error="CallMismatch", text="call 4 is").judged()
-    assert "unexpected: update CallMismatch" in wrong[0]
+    history.call(R1, "update", 7, 8, error="CallMismatch", text="call 4 is")
+    assert "unexpected: update CallMismatch" in history.judged()[0]
+    assert history.judged([strike("away", "etcd", 2, 6)]) == []
+    assert history.judged([strike("restart", "etcd", 2, 6)]) != []
+
+
+def test_a_group_is_not_blamed_for_what_came_after_its_first_rank_had_asked(history):
+    followed(history)
+    group = {"family": "ab", "ends": [[3, "replicate latest", 1, ""]]}
+    history.call(R20, "update", 5.5, 9, answer=True, version=1, group=group)
+    history.call(R21, "update", 8.5, 9, answer=True, version=1, group=group)
+    assert history.judged() == []
+
+
+def test_who_relies_on_a_holder_that_has_just_died_is_not_blamed(history):
+    followed(history).call(R1, "update", 9, 10, error="SourceLost")
+    sights = [sight(12, {})]
+    assert history.judged([strike("kill", "trainer/0", 8.5, 9)], sights=sights) == []
+    assert "lost" in history.judged(sights=sights)[0]
 
 
 def test_a_version_that_is_not_there_though_a_holder_lives_is_blamed(history):
@@ -124,6 +141,7 @@ def test_a_version_goes_with_its_last_holder(history):
     sights = [sight(9)]
     assert "lost: version 1" in history.judged(sights=sights)[0]
     assert history.judged([strike("kill", "trainer/0", 8, 9)], sights=sights) == []
+    assert history.judged([strike("freeze", "trainer/0", 8, 12)], sights=sights) == []
     assert history.judged([strike("wipe", "etcd", 8, 9)], sights=sights) == []
     for harmless in (strike("restart", "etcd", 8, 9), strike("kill", "r3/0", 8, 9)):
         assert "lost: version 1" in history.judged([harmless], sights=sights)[0]

@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strikes import CAST, ETCD, SPOT
+from strikes import CAST, ETCD, SPOT, TTL_S
 
 # Beyond a call's deadline: a request that is under way (5 s), reads in flight, abort and withdraw
 # (5 s each). docs/PROTOCOL.md, "Where they do not hold yet".
 SLACK_S = 16.0
 CLOSE_S = 8.0  # which has no deadline of its own
+CATCH_UP_S = 10.0  # for the ranks of a group to agree again, once etcd is back
 # Calls that fail for these reasons may: the caller does the same again.
 EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SelfFenced"}
 EXPECTED |= {"StoreUnavailable", "Contention", "VersionNotFound"}
@@ -104,7 +105,7 @@ def judge(lives: Sequence[Life], strikes: Sequence[dict], diary: dict) -> list[s
     return [
         *torn(lives),
         *hangs(lives, strikes, {end["who"] for end in diary["exits"] if end["code"]}),
-        *unexpected(lives),
+        *unexpected(lives, strikes),
         *different_answers(lives),
         *steps_back(lives),
         *stale(lives, holds),
@@ -151,10 +152,15 @@ def overtime(lives: Iterable[Life]) -> float:
     return max((c.end - c.begin - c.timeout_s for c in ended), default=0.0)
 
 
-def unexpected(lives: Iterable[Life]) -> Iterator[str]:
+def unexpected(lives: Iterable[Life], strikes: Sequence[dict]) -> Iterator[str]:
+    """A rank that gave up while etcd was away may not know what its peers have done since."""
+    outages = [s for s in strikes if s["who"] == ETCD and s["kind"] in ENDS_LEASES]
     for life in lives:
         for call in life.calls:
-            if call.error and call.error not in EXPECTED:
+            if not call.error or call.error in EXPECTED:
+                continue
+            is_after_outage = any(s["at"] < call.end < s["healed"] + CATCH_UP_S for s in outages)
+            if not (call.error == "CallMismatch" and is_after_outage):
                 yield f"{life.who}/{life.rank} at {call.begin:.2f}: unexpected: {call}"
 
 
@@ -227,46 +233,68 @@ def _cuts(strike: dict, since: float) -> bool:
     return strike["healed"] > since  # a call that ended within it counts for nothing
 
 
-def stale(lives: Iterable[Life], holds: Sequence[Hold]) -> Iterator[str]:
+def stale(lives: Sequence[Life], holds: Sequence[Hold]) -> Iterator[str]:
     """`latest` is never older than what was certainly there all the time."""
+    begins: dict[tuple, float] = {}  # of calls of groups: when the first rank asked
+    for life in lives:
+        for call in life.calls:
+            for key in _numbers(call):
+                begins[key] = min(begins.get(key, call.begin), call.begin)
     for life in lives:
         for call in life.calls:
             if call.call not in ("update", "replicate") or call.error or call.version is None:
                 continue
+            begin = min([call.begin, *(begins[key] for key in _numbers(call))])
             for hold in holds:
-                is_there = hold.begin < call.begin and hold.end > call.end
+                is_there = hold.begin < begin and hold.end > call.end
                 if is_there and hold.version > call.version:
                     yield (
-                        f"{life.who}/{life.rank} at {call.begin:.2f}: stale: {call}, while "
+                        f"{life.who}/{life.rank} at {begin:.2f}: stale: {call}, while "
                         f"{hold.who} held {hold.version}"
                     )
                     break
 
 
+def _numbers(call: Call) -> Iterator[tuple]:
+    for number, *_ in call.group["ends"] if call.group else ():
+        yield (call.who, call.group["family"], number)
+
+
 def lost(holds: Sequence[Hold], strikes: Sequence[dict], sights: Sequence[dict]) -> Iterator[str]:
     """What a replica that is not on a spot has held is there, or a newer version is, until a
     strike has taken each of its certain holders.
+
+    A dead holder counts as one until its lease has ended. So who gives up a copy in that time may
+    give up the last one.
     """
     counted = [hold for hold in holds if hold.who not in SPOT]
-    turns = [(hold.begin, 1, hold) for hold in counted]
+    ghosts = [
+        (strike["at"], strike["at"] + TTL_S + 1)
+        for strike in strikes
+        if strike["who"] != ETCD and _ends_hold(strike, strike["who"].partition("/")[0])
+    ]
+    given_up = [hold.end for hold in counted if any(a <= hold.end <= b for a, b in ghosts)]
+    turns: list[tuple[float, int, dict]] = []
     turns += [(strike["at"], 0, strike) for strike in strikes]
-    turns += [(sight["asked"], 2, sight) for sight in sights]
+    turns += [(at, 1, {}) for at in given_up]
+    turns += [(hold.begin, 2, {"version": hold.version}) for hold in counted]
+    turns += [(sight["asked"], 3, sight) for sight in sights]
     floor = -1
     for at, order, turn in sorted(turns, key=lambda turn: turn[:2]):
-        if order == 1:
-            floor = max(floor, turn.version)
-        elif order == 0:
-            if turn["who"] == ETCD:
+        left = max((hold.version for hold in counted if hold.begin < at < hold.end), default=-1)
+        match order:
+            case 0 if turn["who"] == ETCD:
                 floor = -1 if turn["kind"] in ENDS_LEASES else floor
-            elif turn["kind"] != "pause" and turn["who"].partition("/")[0] not in SPOT:
-                left = [h.version for h in counted if h.begin < at < h.end]
-                floor = min(floor, max(left, default=-1))
-        else:
-            newest = max((int(v) for v in (turn["runs"] or [{}])[0]), default=-1)
-            is_struck = any(at <= s["at"] <= turn["at"] for s in strikes)
-            if newest < floor and not is_struck:
-                yield f"etcd at {at:.2f}: lost: version {floor}; available: {turn['runs']}"
-                floor = newest  # said once
+            case 0 | 1:
+                floor = min(floor, left)
+            case 2:
+                floor = max(floor, turn["version"])
+            case 3:
+                newest = max((int(v) for v in (turn["runs"] or [{}])[0]), default=-1)
+                is_struck = any(at <= s["at"] <= turn["at"] for s in strikes)
+                if newest < floor and not is_struck:
+                    yield f"etcd at {at:.2f}: lost: version {floor}; available: {turn['runs']}"
+                    floor = newest  # said once
 
 
 def left_behind(diary: dict) -> Iterator[str]:

@@ -568,9 +568,9 @@ class GroupCall:
 
     def _found(self, call: Call) -> None:
         self.is_recorded = True
+        self._call = call  # also if it is another one: this rank learns what became of it
         if error := rules.mismatch(self.seat, call, self._asked):
             raise error
-        self._call = call
 
     def decide_to_read(self, spec: Spec, floor: VersionRef | None, *, is_relay: bool) -> None:
         """Decide which version, and claim a source of it."""
