@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from torch_ros.errors import CorruptWeights, SourceLost, TransferFailed
+from torch_ros.errors import CorruptWeights, ManifestMismatch, SourceLost, TransferFailed
 from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
+from torch_ros.progress import ProgressLine
 from torch_ros.reading import Feed, Progress, Reading, connect
 from torch_ros.registered import Registered, finish_kernels, mark_written
 from torch_ros.store.group import Group, GroupCall
@@ -132,8 +133,7 @@ class Filler:
     ) -> int:
         """This rank's part in reading a version, whole or what is still missing of it."""
         watch = Stopwatch()
-        # A part of a version cannot serve those who want all of it.
-        call.decide_to_read(spec, floor, is_relay=whole.is_required and self._relays)
+        call.decide_to_read(spec, floor, is_relay=whole.is_relayed and self._relays)
         if call.has_ended:  # while this rank had no seat; its part was done
             self._offer.serve(call.mark, EVERYTHING)
             return call.ref.version
@@ -141,7 +141,9 @@ class Filler:
         if filling.ref != call.ref:
             self._offer.void()  # it may show a part of another one, from before a seat was lost
             filling.start(call.ref)
-        call.read(partial(self._fetch, call, filling, watch, deadline))
+        what = f"version {call.ref.version} of {self._model!r}"
+        with ProgressLine(what, is_shown=self._rank == 0) as line:
+            call.read(partial(self._fetch, call, filling, watch, deadline, line))
         registered, progress = filling.registered, filling.progress
         assert registered is not None
         assert progress is not None
@@ -168,6 +170,7 @@ class Filler:
         filling: Filling,
         watch: Stopwatch,
         deadline: Deadline,
+        line: ProgressLine,
         source: Source,
     ) -> None:
         feed = connect(
@@ -193,9 +196,18 @@ class Filler:
             self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress
         assert progress is not None
-        plans = [self._reading.plan(layouts, part.layout, self._rank) for part in registered.parts]
+        try:
+            plan = self._reading.plan
+            plans = [plan(layouts, part.layout, self._rank) for part in registered.parts]
+        except ManifestMismatch as error:
+            if source.is_full:
+                raise
+            # Of another version than it thought, it reads a part; the next source has all of it.
+            raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
         watch.lap("plan")
         progress.serve(call.mark)
+        progress.added = line.add
+        line.expect(sum(plan.bytes_read for plan in plans))
         for plan, part in zip(plans, registered.parts, strict=True):
             self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
             filling.landed()

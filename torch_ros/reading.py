@@ -38,6 +38,8 @@ class Progress:
         self._offer, self._mark = offer, 0
         self.done: npt.NDArray[np.bool_] = np.zeros(chunks, np.bool_)
         self.bytes_read = 0
+        self.added: Callable[[int], object] = lambda _: None
+        """Called with the bytes of whatever is there from then on."""
 
     def serve(self, mark: int) -> None:
         """Say so from now on."""
@@ -49,6 +51,7 @@ class Progress:
         self.done[chunks] = True
         self.bytes_read += bytes_read
         self._tell()
+        self.added(bytes_read)
 
     def _tell(self) -> None:
         is_all = bool(self.done.all())
