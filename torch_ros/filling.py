@@ -197,8 +197,8 @@ class Filler:
         registered, progress = filling.registered, filling.progress
         assert progress is not None
         try:
-            plan = self._reading.plan
-            plans = [plan(layouts, part.layout, self._rank) for part in registered.parts]
+            plan_for = self._reading.plan
+            plans = [plan_for(layouts, part.layout, self._rank) for part in registered.parts]
         except ManifestMismatch as error:
             if source.is_full:
                 raise

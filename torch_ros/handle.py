@@ -753,7 +753,8 @@ class ShardHandle:
                 return "held"
             if is_only_here:
                 self._require_another_holder(Spec.parse(version), deadline)
-            return "to be read"
+            is_whole = logical([layout]).digest == logical(layouts).digest
+            return "whole" if is_served and is_whole else "a part"
 
         def register(now: Sequence[Layout]) -> Registered:
             is_as_checked = all(a is b for a, b in zip(now, layouts, strict=False))
@@ -770,8 +771,8 @@ class ShardHandle:
                 assert checked is not None
                 return self._already_held(checked, vet)
             self._unpublish(deadline)
-            whole = Whole(is_required=False, is_served=is_served)
             spec = Spec.parse(version)
+            whole = Whole(is_required=False, is_served=is_served, is_relayed=said == "whole")
 
             def attempt(filling: Filling) -> int:
                 body = lambda call: self._filler.fill(call, spec, None, filling, whole, deadline)  # noqa: E731  # short

@@ -23,6 +23,7 @@ from torch_ros.errors import (
     UsageError,
     VersionConflict,
 )
+from torch_ros.store import rules
 
 
 @dataclass
@@ -344,3 +345,22 @@ def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
 def test_options_of_a_copy_are_checked_at_once(options, found):
     with pytest.raises(UsageError, match=found):
         ROSWriter(1, **options)
+
+
+def test_who_loads_all_of_a_version_passes_on_what_it_has_already(handles, monkeypatch):
+    trainer, rollout = handles
+    save(trainer, 1, state())
+    relayed = []
+    replicate = rules.replicate
+
+    def look(*arguments, is_relay, **options):
+        relayed.append(is_relay)
+        return replicate(*arguments, is_relay=is_relay, **options)
+
+    monkeypatch.setattr(rules, "replicate", look)
+    load(rollout, blank())
+    save(trainer, 2, state())
+    part = blank()
+    del part["optimizer"]
+    load(rollout, part)
+    assert relayed == [True, False]

@@ -251,6 +251,9 @@ def replicate(
     offer = resolve(view, seat.keys, spec, floor)
     if isinstance(offer, Wait):
         return offer
+    if all(k.is_of(inst, seat.inst) for inst in offer.holdings):
+        reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
+        return Wait(reason, (seat.keys.versions(), seat.keys.holdings()))
     _refuse_second(view, seat)
     ref = offer.ref
     held = _held(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
@@ -398,6 +401,7 @@ class Whole:
 
     is_required: bool = True  # else taking a part is fine, and the group is no source
     is_served: bool = True  # else the group is no source in any case
+    is_relayed: bool = True  # others may read the part that is there; not if that is all to come
 
 
 def complete(
