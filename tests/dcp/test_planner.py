@@ -222,17 +222,33 @@ def test_the_same_is_published_as_with_dcps_own_planner(handles):
     assert_same(saved, got)
 
 
-def test_names_that_flatten_alike_are_told_apart(handles):
+@pytest.mark.parametrize(
+    "ours", [(), (1, 2, 3), (2,)], ids=["dcp's planner", "ours", "dcp's, ours, dcp's"]
+)
+def test_names_that_flatten_alike_are_told_apart(handles, ours):
     trainer, _ = handles
     w = torch.ones(3)
-    for version, saved in enumerate(({"a": {"b": w}}, {"a.b": w}), 1):
-        for planner in (None, "ours"):
-            trainer.unpublish()
-            writer = ROSWriter(version, handle=trainer)
-            chosen = writer.planner() if planner else None
-            dcp.save(saved, storage_writer=writer, planner=chosen)
-            (record,) = trainer._offer.manifest.layout.tensors
-            assert record.path == (("a", "b") if version == 1 else ("a.b",))
+    for version, (saved, path) in enumerate(
+        [({"a": {"b": w}}, ("a", "b")), ({"a.b": w}, ("a.b",)), ({"a": {"b": w}}, ("a", "b"))], 1
+    ):
+        trainer.unpublish()
+        writer = ROSWriter(version, handle=trainer)
+        planner = writer.planner() if version in ours else None
+        dcp.save(saved, storage_writer=writer, planner=planner)
+        (record,) = trainer._offer.manifest.layout.tensors
+        assert record.path == path
+
+
+def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(handles):
+    trainer, _ = handles
+    place = np.ones(100)
+    for version in (1, 2):
+        save(trainer, version, {"w": torch.from_numpy(place)})
+    trainer.unpublish()
+    known = trainer._registered
+    known.memory[0].set_()  # what becomes of it when its storage is freed, as FSDP1 does
+    save(trainer, 3, {"w": torch.from_numpy(place)})
+    assert trainer._registered is not known
 
 
 def test_what_a_rank_sends_to_the_coordinator_does_not_grow():
@@ -241,7 +257,9 @@ def test_what_a_rank_sends_to_the_coordinator_does_not_grow():
         writer = ROSWriter(1)
         planner = writer.planner()
         planner.set_up_planner({f"t{n}": torch.ones(2) for n in range(count)})
-        sent.append(pickle.dumps(writer.prepare_local_plan(planner.create_local_plan())))
+        plan = planner.create_local_plan()
+        assert not plan.items, "planned before anything was asked for"
+        sent.append(pickle.dumps(writer.prepare_local_plan(plan)))
     assert sent[0] == sent[1]
     plans, metadata = planner.create_global_plan([SavePlan([])] * 64)
     assert plans == [SavePlan([])] * 64
@@ -289,6 +307,8 @@ def test_what_is_remembered_keeps_no_tensor(handles):
     assert gone() is None
 
 
+# torch's first tensors take a while.
+PATIENT = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 LEAVES = st.one_of(
     st.integers(),
     st.text(max_size=2),
@@ -304,7 +324,7 @@ TREES = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # torch's first tensors take a while
+@settings(PATIENT)
 @given(st.dictionaries(st.sampled_from("abc"), TREES, max_size=3))
 def test_an_outline_has_the_leaves_that_dcp_flattens_to(tree):
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -316,7 +336,7 @@ def test_an_outline_has_the_leaves_that_dcp_flattens_to(tree):
     assert outline(renewed(tree)).tokens == found.tokens
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(PATIENT)
 @example({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}})
 @example({"a": [{"b": 1}], "c": [{"b": 2}]}, {"a": [{"b": 1, "c": [{"b": 2}]}]})
 @given(
