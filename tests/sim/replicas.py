@@ -100,8 +100,9 @@ class Process:
         self.task: Task | None = None
         self.made = 0  # tasks
         self.loaded: int | None = None  # by the last load
-        self.reads_from: tuple | None = None  # own call, source, its call
-        self.calls: dict = {}  # by number
+        self.reads_from: tuple | None = (
+            None  # when its own holding was made, from whom, and when that one's was
+        )
         self._make_memory()
 
     def _make_memory(self) -> None:
@@ -355,7 +356,7 @@ class Process:
             if world.now_s > until_s:
                 raise SelfFenced(self.start.replica, "its peers are gone")
             if not self._has(wanted):
-                world.sleep(0.5)
+                world.sleep(0.5 if error is not None else 5.0)
 
     def _has(self, wanted: int | None) -> bool:
         if self.start.loads and wanted is not None and not self.start.is_probe:

@@ -98,12 +98,13 @@ class World(Scheduler):
         self.shapes = rng.choice(SHAPES)
         self.checks = Checks(self)
         # Each seed has its own kinds of trouble, and its own pace.
-        rate = rng.choice([0.0, 1.0, 1.0, 1.0, 3.0])
+        rate = rng.choice([0.0, 0.3, 0.3, 1.0, 1.0, 2.0])
         self.rates = {kind: rate * rng.choice([0, 0, 1, 1, 2]) for kind in FAULTS}
         self.step_s = rng.choice([0.002, 0.01, 0.03, 0.1])
         self.haste = rng.choice([0.0, 0.0, 0.8])
         self.read_s = rng.choice([0.0, 0.0, 0.05, 2.0])
-        self.steps_of_trouble = rng.randrange(150, 700)
+        self.steps_of_trouble = rng.randrange(150, 2000)
+        self.is_seen_through = rng.random() < 0.35  # until everybody is well again; that takes long
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
         self._populate()
@@ -150,9 +151,9 @@ class World(Scheduler):
 
     # Replicas and what they do
 
-    def launch(self, name: str, *, is_trainer: bool, is_probe: bool = False) -> Start:
+    def launch(self, name: str, *, is_trainer: bool, is_probe: bool = False, size=0) -> Start:
         rng = self.rng
-        size = 2 if is_probe else rng.choice([1, 1, 2, 2, 3, 4])
+        size = size or rng.choice([1, 1, 2, 2, 3, 4])
         for start in self.starts:
             start.is_replaced |= start.replica == name
         made = Start(self, name, is_trainer, size, rng.choice(["rows", "rows", "whole", "stages"]))
@@ -195,7 +196,7 @@ class World(Scheduler):
             version = max(0, self.top + rng.choice([-1, 0, 0, 1, 1, 1, 1, 2]))
             self.top = max(self.top, version)
             return Task("publish", version, self.content(version), timeout_s)
-        if last.kind != "idle" and rng.random() < 0.2:
+        if last.kind != "idle" and rng.random() < 0.5:
             return self._idle()
         version = rng.choice(["latest"] * 8 + ["latest-1", max(0, self.top - 1), self.top])
         kind = rng.choices(["replicate", "update", "unpublish"], [1, 15, 4])[0]
@@ -247,6 +248,8 @@ class World(Scheduler):
                 raise Broken(f"I6: it does not come to an end: {there}")
             if not self.is_calm:
                 if self.steps > self.steps_of_trouble:
+                    if not self.is_seen_through:
+                        return
                     self._calm_down()
                 elif self.random() < 0.1:
                     self._trouble()
@@ -398,7 +401,8 @@ class World(Scheduler):
                 self.kill_process(process)
         elif alive:
             self.saw("started twice")
-        self.launch(name, is_trainer=old.is_trainer)
+        size = self.rng.choice([old.size] * 8 + [1, 2])
+        self.launch(name, is_trainer=old.is_trainer, size=size)
 
     def _calm_down(self) -> None:
         self.is_calm, self.haste = True, 0.0
@@ -410,11 +414,11 @@ class World(Scheduler):
             process.unlinked_until_s = self.now_s
             self.release(process)
         self._reconnected()
-        self.at(self.now_s + 4 * TTL_S, self.checks.calm)
-        self.at(self.now_s + 4 * TTL_S, self._probe)
+        self.at(self.now_s + 3 * TTL_S, self.checks.calm)
+        self.at(self.now_s + 3 * TTL_S, self._probe)
 
     def _probe(self) -> None:
-        self.launch("probe", is_trainer=True, is_probe=True)
+        self.launch("probe", is_trainer=True, is_probe=True, size=2)
 
     def was_hindered(self, process: Process, took_s: float) -> bool:
         """Whether anything slowed it down of late that is not counted with it."""

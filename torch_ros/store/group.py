@@ -517,7 +517,7 @@ class GroupCall:
     @property
     def fresh_uid(self) -> str:
         """For content that this call publishes; the same on all ranks, and if it is made again."""
-        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}"
+        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self._asked}"
         return blake2b(who.encode(), digest_size=8).hexdigest()
 
     @property
@@ -765,6 +765,10 @@ class GroupCall:
         self._failure = Failure.of(
             error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
         )
+        if not self.has_ended and isinstance(error, SelfFenced):
+            # Peers may have made this call, and may end it well: the number is used up, and its
+            # end is learned before the next call.
+            self.is_recorded = True
         try:
             if not self.has_ended and not isinstance(error, SelfFenced):
                 self._abort(error)

@@ -30,6 +30,7 @@ class Source:
 
     inst: str
     mark: int  # what its processes show with what they have
+    born: int  # when its holding was created; one that is made anew has another place
     is_full: bool
     shards: tuple[Shard, ...]
 
@@ -253,7 +254,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     ref, keys = call.ref, seat.keys
     assert ref is not None
     entry = view.entries.get(keys.holding(ref.run, ref.version, source))
-    holding = Holding.decode(entry.value) if entry else None
+    holding, born = (Holding.decode(entry.value), entry.create_rev) if entry else (None, 0)
     is_claimed = keys.reader_group(ref.run, ref.version, source, seat.inst) in view.entries
     is_waiting = holding is not None and holding.state == "draining" and is_claimed
     if holding is None or not (is_waiting or source in _candidates(view, seat, ref)):
@@ -264,7 +265,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
             reason = f"{len(shards)} of its {holding.world_size} processes are alive"
             raise SourceLost(k.replica_of(source), reason, 0, 0)
         records = tuple(Shard.decode(shards[key].value) for key in sorted(shards))
-        return Source(source, holding.mark, holding.state != "filling", records)
+        return Source(source, holding.mark, born, holding.state != "filling", records)
 
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
     if key in view.entries:  # put before, and the reply was lost
@@ -287,7 +288,7 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     raise_if_ended(view, seat, call)
     assert call.ref is not None
     entry = view.entries.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
-    return Done(entry is not None and Holding.decode(entry.value).mark == source.mark)
+    return Done(entry is not None and entry.create_rev == source.born)
 
 
 def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:

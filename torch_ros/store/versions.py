@@ -205,9 +205,13 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     retained |= {r for r in newest if r.version in absolute}
     if ref in retained:
         return Keeping(is_needed=True, guards=())
-    above = newest[: 1 + max((spec.back for spec in specs), default=0)]
-    stays = tuple(view.unchanged(keepers[r][0]) for r in above if r in keepers)
-    return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev), *stays))
+    deepest = max((spec.back for spec in specs), default=0)
+    guards: list[Guard] = [NoneNewer(keys.groups(), view.rev)]
+    guards += [view.unchanged(keepers[r][0]) for r in newest[: 1 + deepest] if r in keepers]
+    if ref in newest[:deepest]:  # newer versions that come would make it `latest-<k>`
+        newer_ones = Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)
+        guards.append(NoneNewer(newer_ones, view.rev))
+    return Keeping(is_needed=False, guards=tuple(guards))
 
 
 def _number(text: str) -> int | str:
