@@ -55,7 +55,7 @@ def _strike(rng: random.Random, *, is_first: bool) -> Strike:
     moments: list[Moment] = ["any", "serving"]
     if who != "trainer":
         moments += ["reading", "relaying", "relaying"]
-    longest = {"kill": (0.0, 1.0), "pause": (0.2, 1.0), "restart": (0.0, 0.5), "wipe": (0.0, 0.5)}
+    longest = {"kill": (0.0, 1.0), "pause": (0.2, 1.8), "restart": (0.0, 0.5), "wipe": (0.0, 0.5)}
     overlaps = not is_first and rng.random() < 0.35
     return Strike(
         kind=kind,
