@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.errors import PeerError, TransferFailed
+from torch_ros.errors import DeadlineExceeded, PeerError, TransferFailed
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
 from torch_ros.store.run import Deadline
 from torch_ros.weights.digest import Depth
@@ -197,13 +197,26 @@ class Shown:
     manifest: Manifest | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _WordRead:
     """Kept, since a word is asked for after every batch."""
 
     buffer: npt.NDArray[np.uint64]
     registration: Registration
     read: Read
+    is_late: bool = False  # in flight still, since nobody waited for it any longer
+
+    def ask(self, deadline: Deadline) -> int:
+        while self.is_late and not self.read.is_done():  # what that brings is of no use
+            deadline.check("a word that was asked for earlier is still to be read")
+            time.sleep(POLL_S)
+        self.is_late = False
+        try:
+            perform([self.read], deadline, pause_s=0.0)
+        except DeadlineExceeded:
+            self.is_late = True
+            raise
+        return int(self.buffer[0])
 
     def close(self) -> None:
         self.read.close()
@@ -282,9 +295,13 @@ class Intake:
             spans = np.array([[shown.mailbox_address, buffer.ctypes.data, 8]], np.uint64)
             read = self._peers[shown.agent].prepare(spans)
             self._words[key] = _WordRead(buffer, registration, read)
-        asked = self._words[key]
-        perform([asked.read], deadline, pause_s=0.0)
-        return Word.unpack(int(asked.buffer[0]))
+        try:
+            return Word.unpack(self._words[key].ask(deadline))
+        except DeadlineExceeded:
+            raise
+        except BaseException:
+            self._words.pop(key).close()
+            raise
 
     def prepare(
         self,

@@ -9,8 +9,17 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import CallMismatch, SelfFenced
+from torch_ros.errors import (
+    CallMismatch,
+    DeadlineExceeded,
+    SelfFenced,
+    TransferFailed,
+    UsageError,
+)
+from torch_ros.exchange import Intake, Offer, Word
+from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.store import memory
+from torch_ros.store.run import Deadline
 from torch_ros.store.seat import CALLS_KEPT
 
 
@@ -100,3 +109,55 @@ def test_a_rank_that_calls_something_else_learns_what_its_group_has_done(trainer
         second.update()
     assert (first.version, second.version) == (None, None)
     assert both(lambda handle: handle.update()) == [True, True]
+
+
+class Slow:
+    """A transport in which nothing lands while `flows` is not set."""
+
+    def __init__(self):
+        self.inner, self.flows = MemoryTransport(), threading.Event()
+        self.flows.set()
+        self.agent, self.connection = self.inner.agent, self.inner.connection
+        self.register, self.close = self.inner.register, self.inner.close
+
+    def connect(self, connection):
+        peer = self.inner.connect(connection)
+        prepare = peer.prepare
+        peer.prepare = lambda spans, **devices: SlowRead(self, prepare(spans, **devices))
+        return peer
+
+
+class SlowRead:
+    def __init__(self, transport, inner):
+        self.transport, self.inner, self.is_waiting = transport, inner, False
+        self.size_bytes, self.close = inner.size_bytes, inner.close
+
+    def post(self):
+        if self.is_waiting:
+            raise UsageError("still in flight")
+        self.is_waiting = True
+
+    def is_done(self):
+        if self.is_waiting and self.transport.flows.is_set():
+            self.inner.post()
+            self.is_waiting = False
+        return not self.is_waiting and self.inner.is_done()
+
+
+def test_a_word_that_came_too_late_for_one_call_is_asked_for_again_by_the_next():
+    offer, transport = Offer(MemoryTransport()), Slow()
+    intake = Intake(transport)
+    offer.serve(5, 1)
+    shown = intake.shown(offer.card, Deadline("look", 5))
+    transport.flows.clear()
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            intake.word(shown, Deadline("ask", 0.05))
+    offer.serve(6, 2)
+    transport.flows.set()
+    assert intake.word(shown, Deadline("ask", 5)) == Word(6, 2)
+    offer.close()
+    with pytest.raises(TransferFailed):
+        intake.word(shown, Deadline("ask", 5))
+    with pytest.raises(TransferFailed):
+        intake.word(shown, Deadline("ask", 5))
