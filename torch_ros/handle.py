@@ -204,6 +204,13 @@ class Found(NamedTuple):
     is_only_here: bool  # nobody but the replica that asked holds it
 
 
+class Fit(NamedTuple):
+    """What is to be read into, and what that means."""
+
+    state: LocalState
+    said: str  # "held", "whole" or "a part"; "" if the ranks differ
+
+
 class ShardHandle:
     """One replica's shard in this process: it publishes or replicates, one version at a time.
 
@@ -721,6 +728,44 @@ class ShardHandle:
                     self._staging.turn()
                 self._unregister_unless_held()
 
+    def _check_load(
+        self,
+        version: int | str,
+        found: Found,
+        fill: Callable[[Sequence[Layout]], LocalState],
+        *,
+        is_served: bool,
+        timeout_s: float | None,
+    ) -> Fit:
+        """What `_load` checks before it changes anything, on this rank alone.
+
+        For who has the other ranks at hand anyway, as dcp has while it plans.
+        """
+        deadline = self._deadline(f"check before load {version}", timeout_s)
+        with self._busy():
+            self._catch_up(deadline)
+            return self._fit(version, found, fill, deadline, is_served=is_served)
+
+    def _fit(
+        self,
+        version: int | str,
+        found: Found,
+        fill: Callable[[Sequence[Layout]], LocalState],
+        deadline: Deadline,
+        *,
+        is_served: bool,
+    ) -> Fit:
+        ref, layouts, is_only_here = found
+        state = fill(layouts)
+        layout = state.layout
+        self._reading.plan(layouts, layout, self.rank)
+        if is_served and self._held == ref and self._is_registered(state, layout):
+            return Fit(state, "held")
+        if is_only_here:
+            self._require_another_holder(Spec.parse(version), deadline)
+        is_whole = logical([layout]).digest == logical(layouts).digest
+        return Fit(state, "whole" if is_served and is_whole else "a part")
+
     def _load(
         self,
         version: int | str,
@@ -730,6 +775,7 @@ class ShardHandle:
         *,
         is_served: bool,
         timeout_s: float | None,
+        fit: Fit | None = None,
     ) -> ReadReport:
         """dcp.load: give up what is held, register and read.
 
@@ -738,23 +784,18 @@ class ShardHandle:
             fill: From a source's layouts to what is to be read.
             vet: Called when the objects have landed; raises to refuse them.
             is_served: Whether to become a source, if the version was read whole.
+            fit: What `_check_load` found, if it was called on all ranks and passed on all, with
+                what all ranks said (`unanimous`). None: the ranks ask each other here.
         """
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
-        ref, layouts, is_only_here = found
+        _, layouts, _ = found
         checked: LocalState | None = None
 
         def check() -> str:
             nonlocal checked
-            checked = fill(layouts)
-            layout = checked.layout
-            self._reading.plan(layouts, layout, self.rank)
-            if is_served and self._held == ref and self._is_registered(checked, layout):
-                return "held"
-            if is_only_here:
-                self._require_another_holder(Spec.parse(version), deadline)
-            is_whole = logical([layout]).digest == logical(layouts).digest
-            return "whole" if is_served and is_whole else "a part"
+            checked, said = self._fit(version, found, fill, deadline, is_served=is_served)
+            return said
 
         def register(now: Sequence[Layout]) -> Registered:
             is_as_checked = all(a is b for a, b in zip(now, layouts, strict=False))
@@ -763,7 +804,9 @@ class ShardHandle:
 
         with self._busy():
             self._catch_up(deadline)
-            if self.world_size > 1:
+            if fit is not None:
+                checked, said = fit
+            elif self.world_size > 1:
                 said = self._agree(f"check before {asked}", deadline, check, rules.agree)
             else:
                 said = check()
@@ -843,7 +886,7 @@ class ShardHandle:
             value = check()
             call.decide((keys.versions(run), keys.holdings(run)), effects)
             if not call.has_ended:
-                call.finish(value, lambda said: _unanimous(said.values()))
+                call.finish(value, lambda said: unanimous(said.values()))
             return call.said
 
         return self._make("agree", asked, deadline, body)
@@ -958,7 +1001,8 @@ class ShardHandle:
             )
 
 
-def _unanimous(said: Iterable[str]) -> str:
+def unanimous(said: Iterable[str]) -> str:
+    """What all of them say; "" if they differ."""
     values = set(said)
     return values.pop() if len(values) == 1 else ""
 

@@ -124,6 +124,7 @@ CHANGES = {
     "dtype": lambda sd: sd["model"].update(w=torch.full((10, 3), 7, dtype=torch.int32)),
     "strides": lambda sd: sd["model"].update(w=torch.rand(3, 10).t()),
     "address": lambda sd: sd["model"].update(w=torch.full((10, 3), 7.0)),
+    "offset": lambda sd: sd["model"].update(w=torch.rand(12, 3)[2:]),
     "new tensor": lambda sd: sd["model"].update(more=torch.full((2,), 7.0)),
     "new object": lambda sd: sd.update(more="x"),
     "tensor gone": lambda sd: sd["model"].pop("b"),
@@ -159,7 +160,7 @@ def test_what_changed_is_noticed(handles, change):
     assert mine <= shown, "published somewhere else than in place"
 
 
-@pytest.mark.parametrize("change", ["strides", "address", "tensor gone"])
+@pytest.mark.parametrize("change", ["strides", "address", "offset", "tensor gone"])
 def test_what_changed_in_the_target_is_noticed(handles, change):
     trainer, rollout = handles
     saved, got = state(1.0), state(0.0)
@@ -237,6 +238,32 @@ def test_names_that_flatten_alike_are_told_apart(handles, ours):
         dcp.save(saved, storage_writer=writer, planner=planner)
         (record,) = trainer._offer.manifest.layout.tensors
         assert record.path == path
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["dcp's planner", "ours"])
+def test_objects_are_put_where_this_state_dict_has_them(handles, ours):
+    trainer, rollout = handles
+    save(trainer, 1, {"a": {"w": torch.ones(3), "step": 5}})
+    for got in (
+        {"a": {"w": torch.zeros(3), "step": 0}},
+        {"a.w": torch.zeros(3), "a.step": 0},
+        {"a": {"w": torch.zeros(3), "step": 0}},
+    ):
+        rollout.unpublish()
+        reader = ROSReader("latest", handle=rollout)
+        expected = {**got, "a.step": 5} if "a.step" in got else {"a": {**got["a"], "step": 5}}
+        dcp.load(got, storage_reader=reader, planner=reader.planner() if ours else None)
+        assert_same(got, expected)
+
+
+def test_what_another_thread_registered_is_not_taken_for_ours(handles):
+    trainer, _ = handles
+    first, second = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    save(trainer, 1, first)
+    save(trainer, 2, second)
+    memos(trainer)["save"].learn(outline(first), trainer._registered)
+    save(trainer, 3, first)
+    assert trainer._offer.manifest.addresses == (first["w"].data_ptr(),)
 
 
 def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(handles):
@@ -338,6 +365,7 @@ def test_an_outline_has_the_leaves_that_dcp_flattens_to(tree):
 
 @settings(PATIENT)
 @example({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}})
+@example({"a": [[torch.ones(1)], torch.ones(1)]}, {"a": [[torch.ones(1), torch.ones(1)]]})
 @example({"a": [{"b": 1}], "c": [{"b": 2}]}, {"a": [{"b": 1, "c": [{"b": 2}]}]})
 @given(
     st.dictionaries(st.sampled_from("abc"), TREES, max_size=3),

@@ -60,9 +60,11 @@ class Memo:
     Args:
         tokens, addresses: Of its outline.
         source: What else the answer depended on; for a load, the layouts of what it reads.
-        mappings: For a load, where the objects are in the state dict.
-        paths: By fqn.
         objects: Its objects: fqn and number among the outline's leaves.
+        paths: Of what is registered, by fqn.
+        layout, chunk_addresses: Of what is registered, if that is this state dict.
+        mappings: For a load, where the objects are in the state dict.
+        pickles: The last value of each object that is easily compared, and its pickle.
     """
 
     tokens: list[object]
@@ -146,12 +148,21 @@ class Memo:
         )
 
     def learn(self, seen: Outline, registered: Registered | None) -> None:
-        """That the state dict with this outline is what is registered now."""
-        if registered is None:
+        """That the state dict with this outline is what is registered now; if it is."""
+        if registered and registered.layout is self.layout and seen.addresses == self.addresses:
+            return
+        if registered is None or self._addresses(seen) != _addresses(registered):
             self.layout = None
             return
         self.layout, self.addresses = registered.layout, seen.addresses
         self.chunk_addresses = [tensor.data_ptr() for tensor in registered.memory]
+
+    def _addresses(self, seen: Outline) -> set[int]:
+        return {
+            seen.locals[chunk.leaf].data_ptr() + chunk.skip * plan.dtype.itemsize
+            for plan in self.tensors
+            for chunk in plan.chunks
+        }
 
     def pickled(self, seen: Outline) -> dict[str, torch.Tensor]:
         """Each object as dcp pickles it."""
@@ -192,6 +203,10 @@ def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _Te
             )
         )
     return _TensorPlan(tensor.fqn, tensor.dtype, tensor.shape, tensor.spread, tuple(chunks))
+
+
+def _addresses(registered: Registered) -> set[int]:
+    return {tensor.data_ptr() for tensor in registered.parts[-1].memory}
 
 
 # The last one of each kind. A handle's own calls take turns, so its memos need no lock.

@@ -24,8 +24,9 @@ class ROSSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._nested: dict[str, Any] = {}
-        self.kept: SavePlan | None = None
-        """The plan that a ROSWriter was given; it stands for all that is still to be planned."""
+        self.plan = SavePlan([])
+        self.is_kept = False
+        """Whether a ROSWriter has the plan, which stands for all that is still to be planned."""
 
     def set_up_planner(
         self,
@@ -33,11 +34,12 @@ class ROSSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
-        self._nested, self.kept = state_dict, None
+        self._nested, self.is_kept = state_dict, False
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([])
+        self.plan = SavePlan([])
+        return self.plan
 
     def plan_now(self) -> SavePlan:
         """dcp's plan for this rank; from then on `state_dict` is flat."""
@@ -48,7 +50,7 @@ class ROSSavePlanner(DefaultSavePlanner):
         return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        if self.kept is None:
+        if not self.is_kept:
             raise UsageError(_ELSEWHERE.format("storage_writer", "ROSWriter"))
         return new_plan
 
@@ -58,8 +60,9 @@ class ROSLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
-        self.kept: LoadPlan | None = None
-        """The plan that a ROSReader was given; it stands for all that is still to be planned."""
+        self.plan = LoadPlan([])
+        self.is_kept = False
+        """Whether a ROSReader has the plan, which stands for all that is still to be planned."""
 
     def set_up_planner(
         self,
@@ -68,10 +71,11 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
         self.original_state_dict, self.state_dict, self.mappings = state_dict, state_dict, {}
-        self.metadata, self.is_coordinator, self.kept = metadata, is_coordinator, None
+        self.metadata, self.is_coordinator, self.is_kept = metadata, is_coordinator, False
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
+        self.plan = LoadPlan([])
+        return self.plan
 
     def plan_now(self) -> LoadPlan:
         """dcp's plan for this rank; from then on `state_dict` is flat."""
@@ -88,7 +92,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if self.kept is None:
+        if not self.is_kept:
             raise UsageError(_ELSEWHERE.format("storage_reader", "ROSReader"))
         return new_plan
 

@@ -33,7 +33,7 @@ from torch_ros.dcp.memo import Memo, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSLoadPlanner
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
-from torch_ros.handle import Found, ShardHandle
+from torch_ros.handle import Fit, Found, ShardHandle, unanimous
 from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import (
@@ -98,6 +98,8 @@ class ROSReader(StorageReader):
         self._found: Found | None = None
         self._error: TorchRosError | None = None
         self._own: ROSLoadPlanner | None = None
+        self._load: _Load | None = None
+        self._fit: Fit | None = None
         self.version: int | None = None
         """The version that was read, once dcp.load has returned."""
 
@@ -126,6 +128,7 @@ class ROSReader(StorageReader):
         """What the version contains. An error is kept for `set_up_storage_reader`: dcp turns
         every exception raised here into an AssertionError, and its type would be lost.
         """
+        self._load = self._fit = None
         try:
             self._handle = handle = self._given or default_handle("load")
             self._found = handle._inspect(self._asked, self._timeout_s)
@@ -144,21 +147,40 @@ class ROSReader(StorageReader):
         check_group(self._handle, kwargs.get("rank"), None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keep the plan here: no rank needs to know what another one wants."""
+        """Keep the plan here: no rank needs to know what another one wants.
+
+        With our planner, also check that all of it fits: dcp asks all ranks here, and that saves
+        the handle asking them.
+        """
         self._plan = plan
-        if self._own is not None:
-            self._own.kept = plan
-        return dataclasses.replace(plan, items=[])
+        if self._own is None or self._own.plan is not plan:
+            return dataclasses.replace(plan, items=[])
+        assert self._handle is not None
+        assert self._found is not None
+        self._own.is_kept = True
+        self._load = load = _Load(self, self._own)
+        self._fit = self._handle._check_load(
+            self._asked,
+            self._found,
+            load.fill,
+            is_served=self._serve,
+            timeout_s=self._timeout_s,
+        )
+        return LoadPlan([], storage_data=self._fit.said)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         assert self._handle is not None
         check_group(self._handle, None, len(plans))
-        return plans
+        if self._fit is None:
+            return plans
+        said = unanimous(plan.storage_data for plan in plans)
+        return [LoadPlan([], storage_data=said)] * len(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._handle is not None
         assert self._found is not None
-        load = _Load(self, planner)
+        load = self._load or _Load(self, planner)
+        fit = None if self._fit is None else Fit(self._fit.state, plan.storage_data)
         report = self._handle._load(  # dcp stands on the handle
             self._asked,
             self._found,
@@ -166,6 +188,7 @@ class ROSReader(StorageReader):
             load.vet,
             is_served=self._serve,
             timeout_s=self._timeout_s,
+            fit=fit,
         )
         self.version = report.version
         load.commit()
@@ -226,7 +249,8 @@ class _Load:
             contents = logical(layouts)
             self._buffers = known.objects if known else _buffers(contents, dict(memo.objects))
             self.wanted = len(memo.tensors) + len(memo.objects)
-            planner.mappings = dict(memo.mappings)
+            if self._own:
+                planner.mappings = dict(memo.mappings)
             state = memo.state(seen, self._buffers, known)
         self._seen = seen
         return state

@@ -112,7 +112,7 @@ class ROSWriter(StorageWriter):
         """
         self._plan = plan
         if self._own is not None:
-            self._own.kept = plan
+            self._own.is_kept = plan is self._own.plan
         return dataclasses.replace(plan, items=[], planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
