@@ -221,7 +221,12 @@ def _(rule):
     return faulty
 
 
-@fault("ready: a repeat after a lost reply waits for the peers", (rules, "put_ready"), hole=15)
+@fault(
+    "ready: a repeat after a lost reply waits for the peers",
+    (rules, "put_ready"),
+    hole=15,
+    scenario="lost replies",
+)
 def _(rule):
     def faulty(view, seat, call, *args, **kwargs):
         key = seat.keys.ready(seat.inst, call.number, seat.rank)

@@ -25,8 +25,12 @@ class Scene(World):
         self.shapes = self.shape
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
         self.failing: dict[Process, int] = {}  # how many of its next reads fail
+        self.requests, self.loses_reply = 0, -1  # how many there were, and which is not answered
         self.claims = 0  # the most that a source had at a time
         self.reached: set[str] = set()
+
+    def _trouble(self) -> None:
+        pass
 
     def start(self, name: str, script, *, size: int = SIZE, **options) -> Start:
         made = Start(self, name, "r" not in name, size, "rows", script=script, **options)
@@ -51,6 +55,11 @@ class Scene(World):
         while not {*wheres} <= self.reached:
             demand(self.now_s < until_s, f"I6: {wheres} is never reached, only {self.reached}")
             self.sleep(0.05)
+
+    def request_fault(self, connection) -> str:
+        self.requests += 1
+        is_lost = self.requests == self.loses_reply
+        return "lose reply" if is_lost else super().request_fault(connection)
 
     def read_delay_s(self) -> float:
         return self.slow_s.get(self.current.process, 0.0)
@@ -275,7 +284,29 @@ def comes_back(scene: Scene) -> None:
     scene.play()
 
 
+def lost_replies(scene: Scene) -> None:
+    """I5: whichever reply is lost, of a request that applied, everything goes on."""
+    scene.loses_reply = 30 + int(scene.random() * 60)  # the others come later, or open the handles
+
+    def train(me: Process) -> None:
+        began_s = scene.now_s
+        publish(me, 1)
+        scene.until("r.1/0", "r.1/1")
+        unpublish(me)
+        demand(scene.now_s < began_s + 15, "I6: a lost reply kept a call waiting")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach(str(me))
+        scene.until("r.1/0", "r.1/1")
+
+    scene.start("t", train)
+    scene.start("r", read)
+    scene.play()
+
+
 SCENES = {
+    "lost replies": lost_replies,
     "burst": burst,
     "flaky": flaky,
     "drain": drain,

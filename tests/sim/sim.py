@@ -55,13 +55,18 @@ def _with_fault(task: tuple[str, int]) -> tuple[str, str]:
     what, seed = task
     try:
         with planted(what):
-            if FAULTS[what].scenario:
-                perform(FAULTS[what].scenario, seed)
-            else:
-                simulate(seed)
+            _history(FAULTS[what].scenario, seed)
     except Broken as broken:
+        _history(FAULTS[what].scenario, seed)  # without it, nothing is to be found
         return _why(str(broken))
     return "", ""
+
+
+def _history(scene: str, seed: int) -> None:
+    if scene:
+        perform(scene, seed)
+    else:
+        simulate(seed)
 
 
 def _why(story: str) -> tuple[str, str]:

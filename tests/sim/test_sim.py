@@ -17,5 +17,5 @@ def test_nothing_that_must_not_happen_happens_in_a_few_histories():
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_scene_ends_as_it_should_whoever_moves_first(scene):
-    for seed in range(5):
+    for seed in range(20):
         perform(scene, seed)

@@ -212,11 +212,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     number = run_numbers(view, who.keys).get(group.run, who.run_number)
     seated = Joined(nonce, group.run, number, is_complete=False)
     if taken is None:
-        txn = Txn(
-            (view.unchanged(who.group), view.unchanged(own)),
-            (Put(own, who.shard.encode(), who.lease_id), Count(seats)),
-        )
-        return Act(txn, lambda _: seated)
+        return _sit_down(view, who, group, seated)
     joined = Joined(nonce, group.run, number, is_complete=True)
     if group.is_complete:
         return Done(joined)
@@ -230,6 +226,18 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     records = [Shard.decode(shards[rank].value) for rank in sorted(shards)]
     ops, guards = _adopt(view, who, group, entry, records)
     return Act(Txn((view.unchanged(who.group), *guards), (complete, *ops)), lambda _: joined)
+
+
+def _sit_down(view: View, who: Applicant, group: Group, seated: Joined) -> Step[Joined | None]:
+    if group.is_complete:
+        return Done(None)  # the seat of a rank that died, in a group that has made calls
+    inst = k.instance(who.replica, group.nonce)
+    own = who.keys.shard(inst, who.rank)
+    txn = Txn(
+        (view.unchanged(who.group), view.unchanged(own)),
+        (Put(own, who.shard.encode(), who.lease_id), Count(who.keys.shards(inst))),
+    )
+    return Act(txn, lambda _: seated)
 
 
 def join_ranges(who: Applicant, nonce: str) -> tuple[Range, ...]:
