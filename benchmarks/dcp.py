@@ -23,6 +23,7 @@ import functools
 import json
 import multiprocessing
 import os
+import pickle
 import pstats
 import secrets
 import statistics
@@ -236,6 +237,22 @@ def work(
         dist.destroy_process_group()
 
 
+def coordinator(ranks: int) -> dict[str, Any]:
+    """What one step's plans cost the rank that dcp sends them to, collectives left out."""
+    planners = (ROSWriter(1).planner(), ROSReader().planner())
+    stubs = [(planner, pickle.dumps(planner.create_local_plan())) for planner in planners]
+    took_s = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        for planner, stub in stubs:
+            made = planner.create_global_plan([pickle.loads(stub) for _ in range(ranks)])
+            for plan in made[0] if isinstance(made, tuple) else made:
+                pickle.dumps(plan)
+        took_s.append(time.perf_counter() - began_s)
+    bytes_each = max(len(stub) for _, stub in stubs)
+    return {"coordinator_of": ranks, "min_ms": 1e3 * min(took_s), "bytes_per_rank": bytes_each}
+
+
 def profile(call: Callable[[], object]) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
@@ -292,7 +309,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torch-ros-bench-") as given.directory:
         for ranks in given.ranks:
             rows += measure(given, ranks)
-    for row in rows:
+    plans = [coordinator(ranks) for ranks in (1, 64, 1024)]
+    for row in (*rows, *plans):
         print(json.dumps(row))
     heads = "".join(f"{part:>15}" for part in (*PARTS, "requests"))
     print(f"\n{'median / min, ms':20}{heads}")
@@ -300,6 +318,11 @@ def main() -> None:
         figures = (f"{row[part]['median_ms']:.1f} / {row[part]['min_ms']:.1f}" for part in PARTS)
         name = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}, {row['planner']}"
         print(f"{name:20}" + "".join(f"{f:>15}" for f in (*figures, f"{row['etcd_requests']:.0f}")))
+    for plan in plans:
+        print(
+            f"plans of {plan['coordinator_of']} ranks at one: {plan['min_ms']:.2f} ms a step, "
+            f"{plan['bytes_per_rank']} bytes each"
+        )
 
 
 if __name__ == "__main__":

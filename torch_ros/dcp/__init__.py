@@ -2,6 +2,11 @@
 
 dcp.save(state_dict, storage_writer=ROSWriter(7))
 dcp.load(state_dict, storage_reader=ROSReader("latest"))
+
+At every step of a job, with the planner that goes with it:
+
+writer = ROSWriter(7)
+dcp.save(state_dict, storage_writer=writer, planner=writer.planner())
 """
 
 from torch_ros.dcp.default import default_handle

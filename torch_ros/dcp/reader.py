@@ -67,6 +67,9 @@ class ROSReader(StorageReader):
     What fails before the old version is given up changes nothing; afterwards the handle holds
     nothing, and says so.
 
+    A job that loads into the same tensors again and again passes `planner()` too: dcp's own
+    planner may take longer than all the rest.
+
     Args:
         version: A number, "latest" or "latest-k"; see `ShardHandle.replicate`.
         handle: Whose ranks are those of dcp's process group. None: `default_handle("load")`.

@@ -38,6 +38,9 @@ class ROSWriter(StorageWriter):
     What fails before the old version is given up changes nothing; afterwards the handle holds
     nothing. With dcp.async_save, dcp's staged copy is published, and kept until unpublished.
 
+    A job that saves the same tensors at every step passes `planner()` too: dcp's own planner then
+    takes longer than all the rest.
+
     Args:
         version: Not below the newest of the handle's run.
         handle: Whose ranks are those of dcp's process group. None: `default_handle("save")`.
