@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from torch_ros.store.txn import Range, under
@@ -41,6 +42,7 @@ def replica_of(inst: str) -> str:
     return unquote(inst.partition("@")[0])
 
 
+@lru_cache(4096)
 def _name(text: str) -> str:
     """`text` without slashes or "@": a name must not be able to reach into another prefix."""
     return quote(text, safe="")
