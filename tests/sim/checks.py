@@ -18,7 +18,7 @@ from torch_ros.errors import (
 from torch_ros.exchange import EVERYTHING, Word
 from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Wait, WaitAtMost
-from torch_ros.store.records import Decisions, Group, Holding, Run, VersionRef, mark
+from torch_ros.store.records import Decisions, Group, Holding, Run, Version, VersionRef, mark
 from torch_ros.store.txn import Commit, Read, Watch, under
 from torch_ros.store.versions import Spec
 
@@ -112,7 +112,8 @@ class Checks:
         answer: object = None
         if error is None:
             answer = call.said if kind == "agree" else call._call and call._call.ref
-        where = (str(process.start), call.number, kind)
+        # Ranks of several starts may make up one incarnation, if nothing tells them apart.
+        where = (call.seat.replica, k.family(call.seat.nonce), call.number, kind)
         known = self.answers.setdefault(where, (answer, process, error))
         demand(
             known[0] == answer,
@@ -189,7 +190,8 @@ class Checks:
 
     @told_at_once
     def took(self, process: Process, task, took_s: float) -> None:
-        late = took_s > task.timeout_s + SLACK_S and task.kind != "idle"
+        calls = 1 if task.kind == "unpublish" else 2  # of the handle, one after the other
+        late = took_s > calls * task.timeout_s + SLACK_S and task.kind != "idle"
         if late and not self.world.was_hindered(process, took_s):
             demand(False, f"I6: {process} took {took_s:.1f} s for {task}")
 
@@ -357,6 +359,8 @@ class Checks:
             self.world.saw(f"holding begins {born}")
             may_be_full = "+" in inst or "." in inst
             demand(born == "filling" or may_be_full, f"I1: {key} begins as {born}")
+            if born == "filling" and new.is_original:
+                self._newest(key)
         elif new.state != old.state:
             step = (old.state, new.state)
             self.world.saw(f"{step[0]} to {step[1]}")
@@ -366,6 +370,17 @@ class Checks:
         if "+" not in inst and not (new.is_original and new.state == "filling"):
             for process in self.starts[inst].processes:
                 self._compare_with(process, new, key)
+
+    def _newest(self, key: str) -> None:
+        """Numbers only grow within a run."""
+        where = k.parse_holding(key)
+        above = self.world.keys.versions_above(where.run, where.version)
+        newer = [
+            other
+            for other, entry in self.world.store.read(Read((above,))).entries.items()
+            if Version.decode(entry.value).layout
+        ]
+        demand(not newer, f"I3: {key} is published after {newer}")
 
     def _changed_decisions(self, key: str, entry) -> None:
         if entry is None:
@@ -451,7 +466,11 @@ class Checks:
                 > world.now_s
             ):
                 continue
-            if process.handle is None and any(peer.is_gone for peer in process.start.processes):
+            if "has ranks" in actor.waiting.reason and any(
+                peer.is_gone
+                for peer in world.processes
+                if peer.start.replica == process.start.replica
+            ):
                 continue  # the last to come completes the group, or nobody does
             ranges, rule = actor.loops[-1]
             if ranges not in views:

@@ -295,12 +295,18 @@ def _(settle):
 
 # Versions
 
-fault("publish: newer versions are not guarded", (rules, "publish"), hole=11)(
-    edited(guards=without(NoneNewer))
-)
-fault("publish: the version's record is not guarded", (rules, "publish"), hole=6)(
-    edited(guards=not_on("versions"))
-)
+fault(
+    "publish: newer versions are not guarded",
+    (rules, "publish"),
+    hole=11,
+    scenario="two trainers",
+)(edited(guards=without(NoneNewer)))
+fault(
+    "publish: the version's record is not guarded",
+    (rules, "publish"),
+    hole=6,
+    scenario="two trainers",
+)(edited(guards=not_on("versions")))
 
 
 @fault("a number keeps its uid when nobody holds it", (rules, "_fellow_publisher"), hole=6)
@@ -398,14 +404,7 @@ fault("a failed call leaves its reader records", (rules, "withdraw"))(
 
 @fault("the word is not asked for after the bytes have landed", (reading._Run, "_end"), hole=2)
 def _(end):
-    def faulty(self, batch):
-        needs, batch.needs = batch.needs, {}
-        try:
-            end(self, batch)
-        finally:
-            batch.needs = needs
-
-    return faulty
+    return lambda self, batch: end(self, dataclasses.replace(batch, needs={}))
 
 
 @fault("the word is asked for before staged bytes have landed", (reading._Run, "_end"), hole=2)
@@ -413,11 +412,7 @@ def _(end):
     def faulty(self, batch):
         for rank in batch.needs:
             self._ask(rank)
-        needs, batch.needs = batch.needs, {}
-        try:
-            end(self, batch)
-        finally:
-            batch.needs = needs
+        end(self, dataclasses.replace(batch, needs={}))
 
     return faulty
 
@@ -470,7 +465,7 @@ def _(tell):
 def _(landed):
     def faulty(self, read):
         batch = self._batch_of[read]
-        if batch.reads_left == 1:
+        if self._reads_left[batch] == 1:
             done = self._progress.done.copy()
             self._progress.add(self._chunks[batch.chunks], 0)
             self._progress.done[:] = done

@@ -7,7 +7,7 @@ from replicas import TTL_S, Process, Start
 from story import short
 from world import World
 
-from torch_ros.errors import DeadlineExceeded, TorchRosError
+from torch_ros.errors import DeadlineExceeded, TorchRosError, VersionConflict
 from torch_ros.store import keys as k
 
 SIZE = 2  # ranks of a replica
@@ -305,7 +305,26 @@ def lost_replies(scene: Scene) -> None:
     scene.play()
 
 
+def two_trainers(scene: Scene) -> None:
+    """Two publish at the same moment: numbers grow, and one number is one content."""
+    versions = {"t": 1, "u": 1 + int(scene.random() * 2)}
+
+    def train(me: Process) -> None:
+        version = versions[me.start.replica]
+        try:
+            publish(me, version, 6 + version)
+        except VersionConflict:
+            scene.saw("refused")
+        scene.reach(str(me))
+        scene.until("t.0/0", "u.1/0")
+
+    scene.start("t", train, size=1)
+    scene.start("u", train, size=1)
+    scene.play()
+
+
 SCENES = {
+    "two trainers": two_trainers,
     "lost replies": lost_replies,
     "burst": burst,
     "flaky": flaky,
