@@ -25,6 +25,8 @@ from torch_ros.weights.manifest import Layout
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
+
 
 def shard_of(offer: Offer) -> Shard:
     """The record that says where this process shows what `offer` shows."""
@@ -50,7 +52,7 @@ class HostCopy:
         digests: Digests,
     ) -> None:
         self.kept, self.call = kept, call
-        self.is_kept = False  # a thread sees to it that it is offered for as long as needed
+        self.keeper: threading.Thread | None = None  # offers it for as long as it is needed
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             chunk.copy_(tensor)
@@ -95,14 +97,23 @@ class Copies:
     def keep(self) -> None:
         """Offer what was made, in threads, for as long as it is needed."""
         for number, copy in list(self._copies.items()):
-            if not copy.is_kept:
-                copy.is_kept = True
-                threading.Thread(
+            if copy.keeper is None:
+                copy.keeper = threading.Thread(
                     target=self._keep,
                     args=(number, self._group.seat),
                     name=f"torch_ros keeps {copy.kept.ref.version}",
                     daemon=True,
-                ).start()
+                )
+                copy.keeper.start()
+
+    def close(self) -> None:
+        """Let go of all of them, once the group is closed and before the transport is.
+
+        A thread that is inside NIXL when the interpreter ends takes the process down with it.
+        """
+        for copy in list(self._copies.values()):
+            if copy.keeper is not None:
+                copy.keeper.join(CLOSE_S)
 
     def _keep(self, number: int, seat: Seat) -> None:
         """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""

@@ -943,6 +943,7 @@ class ShardHandle:
         try:
             self._group.close()
         finally:
+            self._copies.close()
             with self._lock:  # a call in another thread ends first
                 self._registered = None
                 self._reading.close()

@@ -111,6 +111,19 @@ def test_a_rank_that_calls_something_else_learns_what_its_group_has_done(trainer
     assert both(lambda handle: handle.update()) == [True, True]
 
 
+def test_close_leaves_no_thread_behind_that_keeps_a_copy(etcd_endpoint):
+    """One that is inside NIXL when the interpreter ends aborts the process."""
+    keepers = lambda: [t for t in threading.enumerate() if t.name.startswith("torch_ros keeps")]
+    before, model = keepers(), "m-" + uuid.uuid4().hex[:8]
+    with torch_ros.open(model, endpoint=etcd_endpoint, retain=["latest"], timeout_s=20) as handle:
+        handle.register({"w": torch.zeros(10)})
+        handle.publish(1)
+        handle.unpublish()
+        assert len(keepers()) == len(before) + 1
+        assert handle.list() == {1: {f"{handle.replica}+2"}}
+    assert keepers() == before
+
+
 class Slow:
     """A transport in which nothing lands while `flows` is not set."""
 

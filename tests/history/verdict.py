@@ -22,6 +22,9 @@ CATCH_UP_S = 10.0  # for the ranks of a group to agree again, once etcd is back
 EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SelfFenced"}
 EXPECTED |= {"StoreUnavailable", "Contention", "VersionNotFound"}
 ENDS_LEASES = {"away", "hang", "wipe"}
+# What every lease outlives: it is renewed every third of the TTL, and again at most a second after
+# etcd has come back.
+OUTLIVED_S = TTL_S * 2 / 3 - 1.0
 
 
 @dataclass
@@ -154,7 +157,7 @@ def overtime(lives: Iterable[Life]) -> float:
 
 def unexpected(lives: Iterable[Life], strikes: Sequence[dict]) -> Iterator[str]:
     """A rank that gave up while etcd was away may not know what its peers have done since."""
-    outages = [s for s in strikes if s["who"] == ETCD and s["kind"] in ENDS_LEASES]
+    outages = [s for s in strikes if s["who"] == ETCD and _ends_leases(s)]
     for life in lives:
         for call in life.calls:
             if not call.error or call.error in EXPECTED:
@@ -225,8 +228,12 @@ def _may_give_up(call: Call) -> bool:
 
 def _ends_hold(strike: dict, who: str) -> bool:
     if strike["who"] == ETCD:
-        return strike["kind"] in ENDS_LEASES
+        return _ends_leases(strike)
     return strike["who"].partition("/")[0] == who and strike["kind"] != "pause"
+
+
+def _ends_leases(strike: dict) -> bool:
+    return strike["kind"] in ENDS_LEASES or strike["healed"] - strike["at"] > OUTLIVED_S
 
 
 def _cuts(strike: dict, since: float) -> bool:
@@ -284,7 +291,7 @@ def lost(holds: Sequence[Hold], strikes: Sequence[dict], sights: Sequence[dict])
         left = max((hold.version for hold in counted if hold.begin < at < hold.end), default=-1)
         match order:
             case 0 if turn["who"] == ETCD:
-                floor = -1 if turn["kind"] in ENDS_LEASES else floor
+                floor = -1 if _ends_leases(turn) else floor
             case 0 | 1:
                 floor = min(floor, left)
             case 2:
