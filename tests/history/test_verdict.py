@@ -88,6 +88,8 @@ def test_a_version_that_is_older_than_what_was_there_is_blamed(history):
 def test_who_was_frozen_or_cut_off_does_not_prove_that_a_version_was_there(history):
     followed(history).call(R3, "update", 9, 10, answer=True, version=1)
     assert history.judged([strike("away", "etcd", 8.5, 20)]) == []
+    assert history.judged([strike("away", "etcd", 2, 7.5)]) == []
+    assert history.judged([strike("away", "etcd", 2, 4.5)]) != []
 
 
 @pytest.mark.parametrize(("end", "is_hang"), [(26, False), (27, True), (None, True)])

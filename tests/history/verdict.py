@@ -22,9 +22,9 @@ CATCH_UP_S = 10.0  # for the ranks of a group to agree again, once etcd is back
 EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SelfFenced"}
 EXPECTED |= {"StoreUnavailable", "Contention", "VersionNotFound"}
 ENDS_LEASES = {"away", "hang", "wipe"}
-# What every lease outlives: it is renewed every third of the TTL, and again at most a second after
-# etcd has come back.
-OUTLIVED_S = TTL_S * 2 / 3 - 1.0
+RETRY_S = 1.0  # at most, until a lease is renewed again after etcd has come back
+# An outage that every lease outlives: it is renewed every third of the TTL.
+OUTLIVED_S = TTL_S * 2 / 3 - RETRY_S
 
 
 @dataclass
@@ -237,7 +237,9 @@ def _ends_leases(strike: dict) -> bool:
 
 
 def _cuts(strike: dict, since: float) -> bool:
-    return strike["healed"] > since  # a call that ended within it counts for nothing
+    """A call that ended before all is well again counts for nothing."""
+    recovery_s = RETRY_S if strike["who"] == ETCD else 0.0
+    return strike["healed"] + recovery_s > since
 
 
 def stale(lives: Sequence[Life], holds: Sequence[Hold]) -> Iterator[str]:
