@@ -346,9 +346,11 @@ def awake(op):
     return None if isinstance(op, Put) and "/versions/" in op.key else op
 
 
-fault("who waits for a version does not see that a replica comes back", (membership, "join"))(
-    edited(ops=awake)
-)
+fault(
+    "who waits for a version does not see that a replica comes back",
+    (membership, "join"),
+    scenario="comes back",
+)(edited(ops=awake))
 
 
 # Sources
@@ -630,7 +632,12 @@ def _(rule):
     return faulty
 
 
-@fault("a rank that lost its seat does not come back", (membership, "find_group"), hole=5)
+@fault(
+    "a rank that lost its seat does not come back",
+    (membership, "find_group"),
+    hole=5,
+    scenario="comes back",
+)
 def _(rule):
     def faulty(view, who):
         if who.left_behind:

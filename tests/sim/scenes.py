@@ -266,17 +266,25 @@ def comes_back(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("lost")
-        began_s = scene.now_s
+        scene.sleep(2 * TTL_S)  # until there is nothing to read
         replicate(me)
-        demand(scene.now_s < began_s + 5 * TTL_S, "I6: nobody told")
         scene.reach("read")
+        scene.until("back")
+        demand(scene.now_s < scene.back_s + 3, "I6: nobody told")
 
     def train(me: Process) -> None:
         publish(me, 1)
         scene.reach("lost")
-        scene._cut(me, 2 * TTL_S)
-        scene.store.expire(me.handle._group.seat.lease_id)
+        group = me.handle._group
+        scene._cut(me, 4 * TTL_S)
+        scene.store.expire(group.seat.lease_id)
         scene.store_changed("a lease ends")
+        scene.sleep(4 * TTL_S)
+        while group.is_fenced:
+            demand(group._lost.may_return, "I6: it does not come back")
+            scene.sleep(0.1)
+        scene.back_s = scene.now_s
+        scene.reach("back")
         scene.until("read")
 
     scene.start("t", train, size=1)

@@ -29,7 +29,6 @@ from torch_ros.copies import HostCopy
 from torch_ros.exchange import Card
 from torch_ros.identity import Identity
 from torch_ros.store import group, loops, run, session
-from torch_ros.store import keys as keys_module
 from torch_ros.store.keys import Keys
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
@@ -477,13 +476,9 @@ class World(Scheduler):
                 for name, value in everywhere.items():
                     if hasattr(module, name) and not (module is run and name == "Deadline"):
                         stack.enter_context(patch.object(module, name, value))
-            for owner, name in ((keys_module, "_name"), (Record, "decode")):  # pure, and slow
-                fast = functools.lru_cache(4096)(
-                    getattr(owner, name).__func__ if owner is Record else keys_module._name
-                )
-                stack.enter_context(
-                    patch.object(owner, name, classmethod(fast) if owner is Record else fast)
-                )
+            # Pure, and asked for the same bytes again and again.
+            decode = functools.lru_cache(4096)(Record.decode.__func__)
+            stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
             stack.enter_context(patch.object(exchange.Offer, "serve", slow_serve))
             stack.enter_context(patch.object(exchange.Offer, "void", slow_void))
             logging.disable(logging.CRITICAL)
