@@ -235,15 +235,6 @@ def _(rule):
     return faulty
 
 
-@fault("the first rank that is ready ends the call", (rules, "readies"))
-def _(rule):
-    def faulty(view, seat, call):
-        step = rule(view, seat, call)
-        return Done({seat.rank: "layout"}) if step == Done(None) else step
-
-    return faulty
-
-
 @fault("all ranks say they are the last", (rules, "put_ready"), (rules, "readies"))
 def _(rule):
     def faulty(view, seat, call, *args, **kwargs):
@@ -375,9 +366,23 @@ fault("attach: the source's processes are not counted", (sources, "attach"), hol
         )
     )
 )
-fault(
-    "a claim is not guarded on nobody being there", (sources, "claim"), hole=20, scenario="burst"
-)(edited(guards=without(Empty)))
+
+
+@fault(
+    "a claim is not guarded on nobody being there",
+    (sources, "claim_of"),
+    (rules, "claim_of"),
+    hole=20,
+    scenario="burst",
+)
+def _(claim_of):
+    def faulty(*args, **kwargs):
+        guards, put = claim_of(*args, **kwargs)
+        return tuple(filter(without(Empty), guards)), put
+
+    return faulty
+
+
 fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates: sources._best(
