@@ -134,8 +134,17 @@ def _programs():
 
 
 def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """One that nobody listens on, and that this process has not given to anybody before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port not in _ports_given:
+            _ports_given.add(port)
+            return port
+
+
+_ports_given = set()
 
 
 @contextlib.contextmanager

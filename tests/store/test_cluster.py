@@ -44,7 +44,7 @@ def wait(kv, after_rev, timeout_s=30.0):
     return kv.wait(Watch((EVERYTHING,), after_rev, "a test waits"), timeout_s=timeout_s)
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
