@@ -23,6 +23,7 @@ from torch_ros.store.txn import Commit, Read, Watch, under
 from torch_ros.store.versions import Spec
 
 SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
+SETTLED_S = 3.0  # until whoever watches has noticed that a lease has ended
 OF_A_RANK_ALONE = (SelfFenced, StoreUnavailable, ClosedError)
 
 
@@ -114,6 +115,8 @@ class Checks:
             answer = call.said if kind == "agree" else call._call and call._call.ref
         # Ranks of several starts may make up one incarnation, if nothing tells them apart.
         where = (call.seat.replica, k.family(call.seat.nonce), call.number, kind)
+        if answer == "":
+            return  # a peer closed its handle, and took along what was said
         known = self.answers.setdefault(where, (answer, process, error))
         demand(
             known[0] == answer,
@@ -456,6 +459,7 @@ class Checks:
             if not p.is_gone
         ):
             return  # others may wait for what such a one is about to do
+        self._expelled()
         views: dict[tuple, object] = {}
         for actor in world.actors:
             process = actor.process
@@ -489,6 +493,16 @@ class Checks:
                 isinstance(answer, Wait | WaitAtMost),
                 f"I6: {actor} sleeps ({actor.waiting.reason}), and {answer} is there",
             )
+
+    def _expelled(self) -> None:
+        """I7: what a dead process held is not there any more, once its lease has ended."""
+        dead = [p for p in self.world.processes if p.died_s is not None and p.handle is not None]
+        for process in dead:
+            since_s = max(process.died_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
+            inst = process.handle._group.seat.inst
+            left = [key for key in self.holdings if k.parse_holding(key).inst == inst]
+            is_late = self.world.now_s > since_s and left
+            demand(not is_late, f"I7: {process} died at {process.died_s}, and {left} are there")
 
     def calm(self) -> None:
         """A while after the last fault: what is held is offered, and what is offered is there."""

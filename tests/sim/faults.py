@@ -657,7 +657,11 @@ def _(adopted):
     return lambda shards: ([], None)
 
 
-@fault("ranks that come back: whoever holds something is believed", (membership, "adopted"))
+@fault(
+    "ranks that come back: whoever holds something is believed",
+    (membership, "adopted"),
+    scenario="who is believed",
+)
 def _(adopted):
     def faulty(shards):
         calls, kept = adopted(shards)
@@ -666,12 +670,20 @@ def _(adopted):
     return faulty
 
 
-@fault("ranks that come back: one that knows less is believed", (membership, "adopted"))
+@fault(
+    "ranks that come back: one that knows less is believed",
+    (membership, "adopted"),
+    scenario="who is believed",
+)
 def _(adopted):
     return lambda shards: (adopted(shards)[0], shards[0].kept)
 
 
-@fault("ranks that come back: nobody need be in the call that brought it", (membership, "adopted"))
+@fault(
+    "ranks that come back: nobody need be in the call that brought it",
+    (membership, "adopted"),
+    scenario="who is believed",
+)
 def _(adopted):
     def faulty(shards):
         calls, _ = adopted(shards)

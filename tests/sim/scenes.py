@@ -9,6 +9,8 @@ from world import World
 
 from torch_ros.errors import DeadlineExceeded, TorchRosError, VersionConflict
 from torch_ros.store import keys as k
+from torch_ros.store import membership
+from torch_ros.store.records import Call, Kept, Outcome, Shard, VersionRef
 
 SIZE = 2  # ranks of a replica
 
@@ -331,7 +333,29 @@ def two_trainers(scene: Scene) -> None:
     scene.play()
 
 
+def who_is_believed(_: Scene) -> None:
+    """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
+    held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
+    publish_3 = Call(3, "publish", "publish 1", 0, held.ref, outcome=Outcome(is_source=True))
+    unpublish_4 = Call(4, "unpublish", "unpublish 1", 0, held.ref, outcome=Outcome())
+    holder = Shard("h", 1, b"", held, [publish_3])
+    in_it = Shard("h", 2, b"", None, [], pending=3)
+    elsewhere = Shard("h", 3, b"", None, [], pending=2)
+    gave_up = Shard("h", 4, b"", None, [publish_3, unpublish_4])
+    for shards, expected in (
+        ([holder, holder], held),
+        ([in_it, holder], held),
+        ([holder, elsewhere], None),  # it never did its part
+        ([holder, gave_up], None),  # it knows more: the others have not heard of it
+        ([gave_up, holder], None),
+    ):
+        _, kept = membership.adopted(shards)
+        pids = [shard.pid for shard in shards]
+        demand(kept == expected, f"I4: of {pids}, {kept} is believed, not {expected}")
+
+
 SCENES = {
+    "who is believed": who_is_believed,
     "two trainers": two_trainers,
     "lost replies": lost_replies,
     "burst": burst,

@@ -30,7 +30,7 @@ from torch_ros.copies import HostCopy
 from torch_ros.exchange import Card
 from torch_ros.identity import Identity
 from torch_ros.store import group, loops, run, session
-from torch_ros.store.keys import Keys
+from torch_ros.store.keys import Keys, parse_holding
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
 from torch_ros.weights.plan import HOST_COSTS, plan
@@ -217,6 +217,9 @@ class World(Scheduler):
         return known
 
     def _is_meant(self, version: int) -> bool:
+        for key, holding in self.checks.holdings.items():
+            if holding.is_original and parse_holding(key).version == version:
+                return True  # whoever publishes it too has the same: that is the users' part
         for start in self.starts:
             if not start.is_trainer or all(process.is_gone for process in start.processes):
                 continue
