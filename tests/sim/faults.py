@@ -491,9 +491,12 @@ def _(start):
     return faulty
 
 
-fault("reads of a lost source are not ended", (reading, "close_all"), hole=3)(
-    lambda close_all: lambda reads: None
-)
+fault(
+    "reads of a lost source are not ended",
+    (reading, "close_all"),
+    hole=3,
+    scenario="late landing",
+)(lambda close_all: lambda reads: None)
 
 
 # Unpublishing

@@ -26,6 +26,7 @@ class Scene(World):
         self.steps_of_trouble = 1_000_000
         self.shapes = self.shape
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
+        self.uneven: set[Process] = set()  # whose reads land in no order
         self.failing: dict[Process, int] = {}  # how many of its next reads fail
         self.requests, self.loses_reply = 0, -1  # how many there were, and which is not answered
         self.claims = 0  # the most that a source had at a time
@@ -64,7 +65,10 @@ class Scene(World):
         return "lose reply" if is_lost else super().request_fault(connection)
 
     def read_delay_s(self) -> float:
-        return self.slow_s.get(self.current.process, 0.0)
+        process = self.current.process
+        if process in self.uneven:
+            return 6.0 if self.random() < 0.3 else 0.0
+        return self.slow_s.get(process, 0.0)
 
     def read_error(self) -> str:
         process = self.current.process
@@ -205,6 +209,32 @@ def stuck_reader(scene: Scene) -> None:
     scene.start("r", read)
     scene.play()
     demand({"r.1/0", "r.1/1"} <= scene.reached, "I2: a reader got what was taken back")
+
+
+def late_landing(scene: Scene) -> None:
+    """What is still in flight from a source that was lost does not land over what came after."""
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0", "u.1/0")
+        scene.uneven.add(me)
+        replicate(me)
+        scene.sleep(10)
+        scene.checks.returned(me, 1)
+        scene.reach("read")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach(str(me))
+        if me.start.replica == "t":
+            _await_reader(me)
+            scene.sleep(scene.random())
+            unpublish(me)
+        scene.until("read")
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("u", train, size=1, drain_s=0.1)
+    scene.start("r", read, size=1)
+    scene.play()
 
 
 def relay_dies(scene: Scene) -> None:
@@ -363,6 +393,7 @@ SCENES = {
     "drain": drain,
     "earlier readers": earlier_readers,
     "stuck reader": stuck_reader,
+    "late landing": late_landing,
     "relay dies": relay_dies,
     "only fillers": only_fillers,
     "comes back": comes_back,
