@@ -107,6 +107,7 @@ class Group:
         self._ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self._pending = 0
         self._times_forgotten = 0
+        self._left_over: tuple[Range, ...] = ()
         # Guards what a rank brings along when it comes back: no end is learned while it has lost
         # its seat.
         self._state = threading.Condition()
@@ -417,6 +418,22 @@ class Group:
             self.await_seat(deadline)
             call.end(deadline)
             self.unfinished = None
+        self.clean_up()
+
+    def clean_up(self, ranges: tuple[Range, ...] = ()) -> None:
+        """Delete this rank's own records of calls that failed; what etcd does not take now, later.
+
+        Until then they hold a source up that wants to unpublish; at most until the lease ends.
+        """
+        self._left_over += ranges
+        if self._left_over:
+            deadline = Deadline("cleaning up", CLEAN_UP_S)
+            try:
+                run(settle("clean up", self._left_over, rules.withdraw), self.kv, deadline)
+            except TorchRosError as error:
+                log.warning("records of a call that failed stay until the next one: %s", error)
+            else:
+                self._left_over = ()
 
     def learn(self, call: Call, outcome: Outcome, seat: Seat) -> None:
         """Note how a call ended.
@@ -776,10 +793,8 @@ class GroupCall:
             # Perhaps the store has a decision whose reply was lost: the number is used up.
             self.is_recorded = True
             log.warning("%s: could not tell the other ranks: %s", self._asked, also)
-        try:
-            self._withdraw()
-        except TorchRosError as also:
-            log.warning("%s: this rank's records stay until its lease ends: %s", self._asked, also)
+        if self._call is not None:
+            self._group.clean_up(rules.own_records(self.seat, self._call, self._sources))
 
     def end(self, deadline: Deadline) -> None:
         """Learn or make the end of a call that was given up while etcd was away."""
@@ -805,12 +820,6 @@ class GroupCall:
         self.is_recorded = True
         self._learn(outcome)
         return outcome
-
-    def _withdraw(self) -> None:
-        if self._call is not None:
-            ranges = rules.own_records(self.seat, self._call, self._sources)
-            deadline = Deadline(f"cleaning up after {self._asked}", CLEAN_UP_S)
-            run(settle(self._asked, ranges, rules.withdraw), self._group.kv, deadline)
 
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or Call(self.number, self.kind, self._asked, self.seat.rank)

@@ -235,6 +235,7 @@ def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
         *seat.own,
         one(keys.holding(ref.run, ref.version, source)),
         one(seat.holding(ref)),
+        one(keys.ready(seat.inst, call.number, seat.rank)),
         one(keys.reader_group(ref.run, ref.version, source, seat.inst)),
         one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)),
         keys.shards(source),
@@ -270,8 +271,11 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
     if key in view.entries:  # put before, and the reply was lost
         return Done(learn(dict(view.within(keys.shards(source)))))
+    # A request that applies late, when this rank is done or has given up, must not leave a record.
+    ready = keys.ready(seat.inst, call.number, seat.rank)
+    unchanged = (keys.holding(ref.run, ref.version, source), seat.holding(ref), ready, key)
     txn = Txn(
-        (view.unchanged(keys.holding(ref.run, ref.version, source)), view.unchanged(key)),
+        tuple(map(view.unchanged, unchanged)),
         (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),
     )
 
