@@ -337,7 +337,7 @@ class Process:
         while self.handle._copies and world.now_s < until_s:
             world.sleep(4.0)
         left = self.handle._copies and self.start.is_intact
-        assert not left, f"I6: {self} keeps {list(self.handle._copies)}, and nobody retains it"
+        assert not left, f"I6: {self} keeps {len(self.handle._copies)} copies that nobody retains"
 
     def _insist(self, task: Task, wanted: int | None) -> None:
         """What a program does that wants to get on: it calls again."""

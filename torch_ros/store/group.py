@@ -472,7 +472,7 @@ class Group:
     ) -> bool:
         """Offer this rank's part of a copy; whether the copy is now offered by all ranks."""
         rule = partial(rules.copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
-        return self.run(settle("copy", rules.copied_ranges(seat, kept.ref, copy), rule), deadline)
+        return self.run(settle("copy", rules.copied_ranges(seat, copy), rule), deadline)
 
     def release(self, ref: VersionRef, seat: Seat, copy: str) -> None:
         """Returns once the copy is not needed any more and nobody reads it.

@@ -90,8 +90,10 @@ def _recall(view: View, seat: Seat, number: int) -> Call | None:
     Raises:
         SelfFenced: It was made, and is forgotten: it must not be decided again (I3).
     """
-    calls = calls_of(view, seat)
-    if len(calls) == CALLS_KEPT and number < min(call.number for call in calls):
+    numbers = {call.number for call in calls_of(view, seat)}
+    # Those written last are kept: one that stayed open for long may be older than what is not.
+    is_behind = number < max(numbers, default=0) - CALLS_KEPT // 2
+    if number not in numbers and len(numbers) == CALLS_KEPT and is_behind:
         raise _forgotten(seat, number)
     return find(view, seat, number)
 
@@ -594,8 +596,10 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
     there = sum(1 for _ in view.within(keys.shards(copy)))
     if there < seat.world_size:
+        if is_over and not keeping(view, keys, ref, copy).is_needed:
+            return Done(value=False)  # peers may have let go of their parts before seats were lost
         reason = f"{there} of {seat.world_size} ranks have copied version {ref.version}"
-        return Wait(reason, (*seat.own, keys.shards(copy), one(key)))
+        return Wait(reason, (*seat.own, keys.shards(copy), *keeping_ranges(keys)))
     holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
     # The version's record even if it is unchanged: it wakes who waits for the version.
     # The decisions too: who takes this incarnation's holdings away must have seen this one.
@@ -611,15 +615,8 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
 
 
-def copied_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:
-    keys = seat.keys
-    return (
-        *seat.own,
-        one(keys.run(ref.run)),
-        one(keys.version(ref.run, ref.version)),
-        one(keys.holding(ref.run, ref.version, copy)),
-        keys.shards(copy),
-    )
+def copied_ranges(seat: Seat, copy: str) -> tuple[Range, ...]:
+    return (*seat.own, *keeping_ranges(seat.keys), seat.keys.shards(copy))
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
