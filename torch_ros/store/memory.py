@@ -63,7 +63,8 @@ class Space:
     def read(self, request: Read) -> View:
         entries: dict[str, Entry] = {}
         for range_ in request.ranges:
-            entries.update(self._get(range_))
+            for key in self._keys_in(range_):
+                entries[key] = self._entries[key]
         return View(self.rev, entries)
 
     def commit(self, txn: Txn) -> Reply:
