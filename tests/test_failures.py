@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros import reading
+from torch_ros import filling, reading
 from torch_ros.errors import ContractBroken, CorruptWeights, SourceLost, VersionNotFound
 from torch_ros.reading import Progress
 from torch_ros.store import memory
@@ -131,6 +131,56 @@ def test_without_another_source_it_is_an_error_and_the_next_publish_heals(
     assert rollout.version is None
     _, tensors = publisher(opened, 5, 2, name="again")
     assert rollout.replicate() == 2
+    assert same(got, tensors)
+
+
+@pytest.mark.parametrize("dies", ["nobody", "trainer", "first"])
+def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch, pool, dies):
+    """Of three, two are read from at the same time. The third is left to the next newcomer."""
+    trainer, tensors = publisher(opened)
+    first, _ = reader(opened, "first")
+    second, _ = reader(opened, "second")
+    assert (first.replicate(), second.replicate()) == (1, 1)
+    newcomer, got = reader(opened, "newcomer")
+    monkeypatch.setattr(filling, "BATCH_BYTES", 4000)
+    stop = Stop(monkeypatch, newcomer, 3)
+    reads = pool.submit(newcomer.replicate)
+    assert stop.reached.wait(10)
+    claimed = {key.split("/")[-3].partition("@")[0] for key in readers_of(newcomer)}
+    assert claimed == {"trainer", "first"}
+    if dies != "nobody":
+        {"trainer": trainer, "first": first}[dies].close()
+    stop.go_on.set()
+    assert reads.result(15) == 1
+    assert same(got, tensors)
+    report = newcomer.last_read
+    assert report.bytes_read == report.bytes_total, "something was read twice"
+    left = {"nobody": "trainer, first", "trainer": "first", "first": "trainer"}[dies]
+    assert (report.source, report.reroutes) == (left, int(dies != "nobody"))
+    assert readers_of(newcomer) == []
+
+
+def test_sources_take_turns(opened, monkeypatch):
+    for module in (filling, reading):
+        monkeypatch.setattr(module, "BATCH_BYTES", 8000)  # two tensors each
+    _, tensors = publisher(opened)
+    early = [reader(opened, name)[0] for name in ("first", "second")]
+    assert [handle.replicate() for handle in early] == [1, 1]
+    newcomer, got = reader(opened, "newcomer")
+    newcomer.replicate()
+    ((_, batches),) = newcomer._reading._prepared.values()
+    assert [batch.supply for batch in batches] == [0, 1, 0, 1]
+    assert [read.size_bytes for batch in batches for read in batch.reads] == [8000] * 4
+    assert same(got, tensors)
+
+
+def test_a_version_of_less_than_a_batch_for_each_comes_from_one_source(opened):
+    _, tensors = publisher(opened)
+    early = [reader(opened, name)[0] for name in ("first", "second")]
+    assert [handle.replicate() for handle in early] == [1, 1]
+    newcomer, got = reader(opened, "newcomer")
+    newcomer.replicate()
+    assert newcomer.last_read.source == "trainer"
     assert same(got, tensors)
 
 

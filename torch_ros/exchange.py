@@ -397,6 +397,7 @@ def perform(
     may_post: Callable[[Read], bool] = lambda _: True,
     landed: Callable[[Read], None] = lambda _: None,
     blocked: Callable[[], None] = lambda: None,
+    flight: int = FLIGHT,
     pause_s: float = POLL_S,
 ) -> None:
     """Post the reads in order and see them through. On an error some may be in flight.
@@ -405,6 +406,7 @@ def perform(
         may_post: Whether what this read is after is there.
         landed: Called with each read that has.
         blocked: Called when nothing is in flight and the next read may not be posted: waits.
+        flight: How many are in flight at a time.
 
     Raises:
         TransferFailed: A peer is gone.
@@ -413,7 +415,7 @@ def perform(
     waiting = deque(reads)
     flying: list[Read] = []
     while waiting or flying:
-        while waiting and len(flying) < FLIGHT and may_post(waiting[0]):
+        while waiting and len(flying) < flight and may_post(waiting[0]):
             flying.append(waiting[0])
             waiting.popleft().post()
         done = [read for read in flying if read.is_done()]

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch_ros.errors import CorruptWeights, ManifestMismatch, SourceLost, TransferFailed
 from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
 from torch_ros.progress import ProgressLine
-from torch_ros.reading import Feed, Progress, Reading, connect
+from torch_ros.reading import BATCH_BYTES, Feed, Progress, Reading, Supply, connect
 from torch_ros.registered import Registered, finish_kernels, mark_written
 from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.keys import replica_of
@@ -40,8 +40,8 @@ class ReadReport:
     """What one replicate, update or dcp.load read on this rank."""
 
     version: int
-    source: str  # the replica read from; the last one, if others were lost
-    reroutes: int  # how often a source was lost and another taken
+    source: str  # the replicas read from, separated by commas; of the last ones, if some were lost
+    reroutes: int  # how often a source was lost
     bytes_total: int  # of this rank's tensors
     bytes_read: int  # over the wire: more where whole rows were read for a part of them
     elapsed_s: float  # of the whole call
@@ -69,15 +69,19 @@ class Filling:
 
     Args:
         register: From a source's layouts to what is to be filled.
+        bytes_total: About what that is.
         landed: Called when the objects have landed, before a tensor changes, and at the end.
     """
 
     def __init__(
         self,
         register: Callable[[Sequence[Layout]], Registered],
+        bytes_total: int,
         landed: Callable[[], object] = lambda: None,
     ) -> None:
         self.register, self.landed = register, landed
+        # Each serves at least a batch.
+        self.sources_max = max(1, bytes_total // BATCH_BYTES)
         self.ref: VersionRef | None = None
         self.registered: Registered | None = None
         self.progress: Progress | None = None
@@ -133,7 +137,8 @@ class Filler:
     ) -> int:
         """This rank's part in reading a version, whole or what is still missing of it."""
         watch = Stopwatch()
-        call.decide_to_read(spec, floor, is_relay=whole.is_relayed and self._relays)
+        is_relay = whole.is_relayed and self._relays
+        call.decide_to_read(spec, floor, is_relay=is_relay, sources_max=filling.sources_max)
         if call.has_ended:  # while this rank had no seat; its part was done
             self._offer.serve(call.mark, EVERYTHING)
             return call.ref.version
@@ -171,46 +176,53 @@ class Filler:
         watch: Stopwatch,
         deadline: Deadline,
         line: ProgressLine,
-        source: Source,
+        sources: Sequence[Source],
     ) -> None:
-        feed = connect(
-            self._intake,
-            [shard.card for shard in source.shards],
-            deadline,
-            replica=replica_of(source.inst),
-            mark=source.mark,
-            is_full=source.is_full,
-            is_there=partial(call.is_there, source),
-            certify=partial(self._group.await_certainty, deadline),
-        )
+        feeds = [
+            connect(
+                self._intake,
+                [shard.card for shard in source.shards],
+                deadline,
+                replica=replica_of(source.inst),
+                mark=source.mark,
+                is_full=source.is_full,
+                is_there=partial(call.is_there, source),
+                certify=partial(self._group.await_certainty, deadline),
+            )
+            for source in sources
+        ]
         watch.lap("manifests")
-        filling.source = feed.replica
-        filling.is_near = all(shard.host == socket.gethostname() for shard in source.shards)
-        filling.sources.append(source.inst)
-        layouts = [manifest.layout for _, manifest in feed.manifests]
+        filling.source = ", ".join(feed.replica for feed in feeds)
+        here = socket.gethostname()
+        filling.is_near = all(shard.host == here for source in sources for shard in source.shards)
+        filling.sources += [source.inst for source in sources]
         if filling.registered is None:
-            filling.registered = filling.register(layouts)
+            filling.registered = filling.register(feeds[0].layouts)
             filling.progress = Progress(self._offer, len(filling.registered.memory))
             finish_kernels(filling.registered.memory)  # those that still use the old content
-            filling.expected = self._expected(feed, source.inst)
+            filling.expected = self._expected(feeds[0], sources[0].inst)
             self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress
         assert progress is not None
-        try:
-            plan_for = self._reading.plan
-            plans = [plan_for(layouts, part.layout, self._rank) for part in registered.parts]
-        except ManifestMismatch as error:
-            if source.is_full:
-                raise
-            # Of another version than it thought, it reads a part; the next source has all of it.
-            raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
+        supplies = [
+            [self._supply(feed, part.layout) for feed in feeds] for part in registered.parts
+        ]
         watch.lap("plan")
         progress.serve(call.mark)
         progress.added = line.add
-        line.expect(sum(plan.bytes_read for plan in plans))
-        for plan, part in zip(plans, registered.parts, strict=True):
-            self._reading.read(plan, feed, part.memory, part.chunks, progress, deadline)
+        line.expect(sum(one[0].plan.bytes_read for one in supplies))
+        for some, part in zip(supplies, registered.parts, strict=True):
+            self._reading.read(some, part.memory, part.chunks, progress, deadline)
             filling.landed()
+
+    def _supply(self, feed: Feed, target: Layout) -> Supply:
+        try:
+            return Supply(self._reading.plan(feed.layouts, target, self._rank), feed)
+        except ManifestMismatch as error:
+            if feed.is_full:
+                raise
+            # Of another version than it thought, it reads a part; the next source has all of it.
+            raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
 
     def _expected(self, feed: Feed, inst: str) -> Digests:
         """What the version's digests are, as far as this source knows."""

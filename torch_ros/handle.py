@@ -623,8 +623,11 @@ class ShardHandle:
 
             return self._make("replicate", asked, deadline, body)
 
-        register = lambda _: self._require_registered("replicate")  # noqa: E731  # short
-        return self._filler.healing(attempt, lambda: Filling(register))
+        def make() -> Filling:
+            bytes_total = self._registered.bytes_total if self._registered else 0
+            return Filling(lambda _: self._require_registered("replicate"), bytes_total)
+
+        return self._filler.healing(attempt, make)
 
     # What torch_ros.dcp stands on
 
@@ -821,8 +824,9 @@ class ShardHandle:
                 body = lambda call: self._filler.fill(call, spec, None, filling, whole, deadline)  # noqa: E731  # short
                 return self._make("replicate", asked, deadline, body)
 
+            bytes_total = checked.bytes_total if checked else 0
             try:
-                self._filler.healing(attempt, lambda: Filling(register, vet))
+                self._filler.healing(attempt, lambda: Filling(register, bytes_total, vet))
             finally:
                 self._unregister_unless_held()
             report = self._filler.last_read

@@ -11,13 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from torch_ros.errors import SourceLost, TransferFailed
-from torch_ros.exchange import EVERYTHING, Intake, Offer, Shown, close_all, perform
+from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_all, perform
 from torch_ros.p2p.transport import HOST, Read, Region, Registration, Transport
 from torch_ros.store.run import Deadline
 from torch_ros.weights.manifest import Layout, Manifest
@@ -73,6 +74,18 @@ class Feed:
     @property
     def manifests(self) -> list[tuple[str, Manifest]]:
         return [(s.agent, s.manifest) for s in self.shown if s.manifest is not None]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [manifest.layout for _, manifest in self.manifests]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supply:
+    """A source, and how a target is filled from it."""
+
+    plan: ReadPlan
+    feed: Feed
 
 
 def connect(
@@ -137,21 +150,22 @@ class Reading:
         self._transport, self._staging_bytes = transport, staging_bytes
         self._plans: OrderedDict[tuple[str, ...], ReadPlan] = OrderedDict()
         self._staging: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
-        self._prepared: OrderedDict[_Key, tuple[ReadPlan, Sequence[_Batch]]] = OrderedDict()
+        self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[_Batch]]] = OrderedDict()
         intake.before_forget = self.forget
 
     def prepared(
-        self, plan: ReadPlan, feed: Feed, memory: Sequence[torch.Tensor]
+        self, supplies: Sequence[Supply], memory: Sequence[torch.Tensor]
     ) -> Sequence[_Batch]:
-        """All of a plan, with its reads; kept, so that the next step only posts them again."""
+        """All of what is to be read, as reads; kept: the next step only posts them again."""
         sources = tuple(
-            (agent, manifest.descriptor, manifest.addresses) for agent, manifest in feed.manifests
+            (id(supply.plan), agent, manifest.descriptor, manifest.addresses)
+            for supply in supplies
+            for agent, manifest in supply.feed.manifests
         )
-        key = (id(plan), sources, tuple(tensor.data_ptr() for tensor in memory))
+        key = (sources, tuple(tensor.data_ptr() for tensor in memory))
         if key not in self._prepared:
-            missing = np.arange(len(memory))
-            batches = list(_batches(self.intake, plan, feed, memory, missing))
-            self._prepared[key] = plan, batches  # the plan too: its id must not be used again
+            batches = _all_batches(self.intake, supplies, memory, np.arange(len(memory)))
+            self._prepared[key] = supplies, batches  # the plans too: ids must not be used again
             if len(self._prepared) > PREPARED_MAX:
                 _, (_, old) = self._prepared.popitem(last=False)
                 close_batches(old)
@@ -161,7 +175,7 @@ class Reading:
     def forget(self, agent: str | None = None) -> None:
         """Give up the reads from an agent, or all: before it, or what they fill, is let go."""
         for key in list(self._prepared):
-            if agent is None or agent in [source for source, _, _ in key[1]]:
+            if agent is None or agent in [source for _, source, _, _ in key[0]]:
                 _, batches = self._prepared.pop(key)
                 close_batches(batches)
 
@@ -181,8 +195,7 @@ class Reading:
 
     def read(
         self,
-        plan: ReadPlan,
-        feed: Feed,
+        supplies: Sequence[Supply],
         memory: Sequence[torch.Tensor],
         chunks: npt.NDArray[np.int64],
         progress: Progress,
@@ -191,14 +204,15 @@ class Reading:
         """Fill what is missing of `memory` as planned. Nothing is in flight any more at its end.
 
         Args:
-            memory: Of each chunk of the plan's target; registered.
+            supplies: To each of the sources, which take turns.
+            memory: Of each chunk of the plans' target; registered.
             chunks: The numbers that `progress` has for these chunks.
 
         Raises:
-            SourceLost: The source is gone, or does not serve the call any more.
+            SourceLost: A source is gone, or does not serve the call any more.
             DeadlineExceeded: Too slow.
         """
-        _Run(self, plan, feed, memory, chunks, progress, deadline).run()
+        _Run(self, supplies, memory, chunks, progress, deadline).run()
 
     def staging_on(self, device: torch.device, wanted_bytes: int) -> torch.Tensor:
         """A registered buffer, kept for the next time; never larger than `staging_bytes` asks."""
@@ -220,13 +234,14 @@ class Reading:
         self._staging.clear()
 
 
-_Key = tuple[int, tuple[tuple[str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
+_Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Target chunks that are read, and begin to count, together."""
+    """Target chunks that are read from one source, and begin to count, together."""
 
+    supply: int  # the number of its source among the run's
     chunks: npt.NDArray[np.int64]
     needs: Mapping[int, int]  # source rank -> how many of its chunks have to be there
     reads: Sequence[Read]
@@ -238,14 +253,33 @@ def close_batches(batches: Sequence[_Batch]) -> None:
         close_all(batch.reads)
 
 
+def _all_batches(
+    intake: Intake,
+    supplies: Sequence[Supply],
+    memory: Sequence[torch.Tensor],
+    missing: npt.NDArray[np.int64],
+) -> Sequence[_Batch]:
+    """What fills the target chunks `missing`, in their order. The caller closes the reads."""
+    sizes = np.fromiter((tensor.nbytes for tensor in memory), np.int64, len(memory))[missing]
+    turns = (np.cumsum(sizes) - sizes) // BATCH_BYTES % len(supplies)
+    batches: list[_Batch] = []
+    try:
+        for index, supply in enumerate(supplies):
+            batches += _batches(intake, index, supply, memory, missing[turns == index])
+    except BaseException:
+        close_batches(batches)
+        raise
+    return sorted(batches, key=lambda batch: int(batch.chunks[0]))
+
+
 def _batches(
     intake: Intake,
-    plan: ReadPlan,
-    feed: Feed,
+    index: int,
+    supply: Supply,
     memory: Sequence[torch.Tensor],
     missing: npt.NDArray[np.int64],
 ) -> Iterator[_Batch]:
-    """What fills the target chunks `missing`, in their order. The caller closes the reads."""
+    plan = supply.plan
     direct, staged = plan.direct, plan.staged
     staged_of = [piece.target_chunk for piece in staged]
     bytes_of = np.zeros(len(memory), np.int64)
@@ -269,7 +303,8 @@ def _batches(
         for piece in some:
             needs[piece.source_rank] = max(needs.get(piece.source_rank, 0), piece.source_chunk + 1)
         chunks = missing[numbers[missing] == number]
-        yield _Batch(chunks, needs, _prepare(intake, plan.only(mine), feed, memory), some)
+        reads = _prepare(intake, plan.only(mine), supply.feed, memory)
+        yield _Batch(index, chunks, needs, reads, some)
 
 
 def _prepare(
@@ -302,24 +337,26 @@ def _prepare(
 
 
 class _Run:
-    """One plan, carried out once."""
+    """What the plans for one target say, carried out once."""
 
     def __init__(
         self,
         reading: Reading,
-        plan: ReadPlan,
-        feed: Feed,
+        supplies: Sequence[Supply],
         memory: Sequence[torch.Tensor],
         chunks: npt.NDArray[np.int64],
         progress: Progress,
         deadline: Deadline,
     ) -> None:
         self._reading, self._intake = reading, reading.intake
-        self._plan, self._feed, self._memory, self._chunks = plan, feed, memory, chunks
+        self._supplies, self._memory, self._chunks = supplies, memory, chunks
         self._progress, self._deadline = progress, deadline
-        self._patience = _Patience(feed.replica, deadline, feed.is_there)
-        start = EVERYTHING if feed.is_full else 0
-        self._there = [start] * len(feed.shown)  # by source rank, when it was last asked
+        self._patience = [_Patience(r.feed.replica, deadline, r.feed.is_there) for r in supplies]
+        # By supply and source rank, when it was last asked.
+        self._there = [
+            [EVERYTHING if supply.feed.is_full else 0] * len(supply.feed.shown)
+            for supply in supplies
+        ]
         self._batch_of: dict[Read, _Batch] = {}
         self._reads_left: dict[_Batch, int] = {}
 
@@ -330,42 +367,42 @@ class _Run:
         try:
             if done.any():  # what a source that was lost has left to do
                 missing = np.flatnonzero(~done)
-                args = (self._intake, self._plan, self._feed, self._memory, missing)
-                batches: Sequence[_Batch] = list(_batches(*args))
+                batches = _all_batches(self._intake, self._supplies, self._memory, missing)
                 try:
                     self._perform(batches)
                 finally:
                     close_batches(batches)
             else:
-                self._perform(self._reading.prepared(self._plan, self._feed, self._memory))
+                self._perform(self._reading.prepared(self._supplies, self._memory))
         except BaseException as error:
             self._reading.forget()  # what is still in flight has ended then
             if isinstance(error, TransferFailed):
-                agents = [shown.agent for shown in self._feed.shown]
                 self._intake.forget(error.agent)
-                raise self._lost(agents.index(error.agent), error.reason) from error
+                raise self._lost(*self._place_of(error.agent), error.reason) from error
             raise
 
     def _perform(self, batches: Sequence[_Batch]) -> None:
         self._reads_left = {batch: len(batch.reads) for batch in batches}
         self._batch_of = {read: batch for batch in batches for read in batch.reads}
-        reads: list[Read] = []
+        waiting: list[_Batch] = []
         for batch in batches:
-            reads += batch.reads
-            if not batch.reads:  # staged only: what comes before it first
-                self._post(reads)
-                reads = []
+            if batch.reads:
+                waiting.append(batch)
+            else:  # staged only: what comes before it first
+                self._post(waiting)
+                waiting = []
                 self._await(batch)
                 self._end(batch)
-        self._post(reads)
+        self._post(waiting)
 
-    def _post(self, reads: Sequence[Read]) -> None:
+    def _post(self, batches: Sequence[_Batch]) -> None:
         perform(
-            reads,
+            _in_turns(batches),
             self._deadline,
             may_post=lambda read: self._is_there(self._batch_of[read]),
             landed=self._landed,
             blocked=self._blocked,
+            flight=FLIGHT * len(self._supplies),
         )
 
     def _landed(self, read: Read) -> None:
@@ -380,37 +417,52 @@ class _Run:
         if batch.staged:
             bytes_read += self._read_staged(batch)
         for rank in batch.needs:
-            self._ask(rank)
-        self._feed.certify()
+            self._ask(batch.supply, rank)
+        self._supplies[batch.supply].feed.certify()
         self._progress.add(self._chunks[batch.chunks], bytes_read)
 
     def _is_there(self, batch: _Batch) -> bool:
-        return all(self._there[rank] >= position for rank, position in batch.needs.items())
+        there = self._there[batch.supply]
+        return all(there[rank] >= position for rank, position in batch.needs.items())
 
     def _await(self, batch: _Batch) -> None:
         while not self._is_there(batch):
             self._blocked()
 
     def _blocked(self) -> None:
-        """The source, itself filling, does not have what comes next. Wait for more."""
-        before = list(self._there)
-        for rank in range(len(self._there)):
-            self._ask(rank)
-        if self._there != before:
-            self._patience.reset()
-            return
-        self._feed.certify()
-        self._patience.wait(f"{self._feed.replica!r} has no more of it than before")
+        """A source, itself filling, does not have what comes next. Wait for more."""
+        for number, supply in enumerate(self._supplies):
+            if supply.feed.is_full:
+                continue
+            before = list(self._there[number])
+            for rank in range(len(before)):
+                self._ask(number, rank)
+            if self._there[number] != before:
+                self._patience[number].reset()
+                continue
+            supply.feed.certify()
+            self._patience[number].wait(f"{supply.feed.replica!r} has no more of it than before")
 
-    def _ask(self, rank: int) -> None:
-        word = self._intake.word(self._feed.shown[rank], self._deadline)
-        if word.mark != self._feed.mark:
-            raise self._lost(rank, "it does not serve it any more")
-        self._there[rank] = word.position
+    def _ask(self, number: int, rank: int) -> None:
+        feed = self._supplies[number].feed
+        word = self._intake.word(feed.shown[rank], self._deadline)
+        if word.mark != feed.mark:
+            raise self._lost(number, rank, "it does not serve it any more")
+        self._there[number][rank] = word.position
 
-    def _lost(self, rank: int, reason: str) -> SourceLost:
-        done, total = self._progress.bytes_read, self._plan.bytes_read
-        return SourceLost(self._feed.replica, f"rank {rank}: {reason}", done, total)
+    def _place_of(self, agent: str) -> tuple[int, int]:
+        """The supply and the rank there."""
+        return next(
+            (number, rank)
+            for number, supply in enumerate(self._supplies)
+            for rank, shown in enumerate(supply.feed.shown)
+            if shown.agent == agent
+        )
+
+    def _lost(self, number: int, rank: int, reason: str) -> SourceLost:
+        supply = self._supplies[number]
+        done, total = self._progress.bytes_read, supply.plan.bytes_read
+        return SourceLost(supply.feed.replica, f"rank {rank}: {reason}", done, total)
 
     # Staged
 
@@ -420,15 +472,17 @@ class _Run:
             pieces = [s for s in batch.staged if memory[s.target_chunk].device == device]
             staging = self._reading.staging_on(device, sum(map(_room, pieces)))
             for group in _that_fit(pieces, staging.numel()):
-                bytes_read += self._read_into(group, staging)
+                bytes_read += self._read_into(self._supplies[batch.supply].feed, group, staging)
                 for offset, piece in group:
                     copy_staged(staging[offset:], piece, memory[piece.target_chunk])
                 if device.type == "cuda":  # the next ones overwrite what is copied from
                     torch.cuda.current_stream(device).synchronize()
         return bytes_read
 
-    def _read_into(self, group: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor) -> int:
-        manifests = self._feed.manifests
+    def _read_into(
+        self, feed: Feed, group: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor
+    ) -> int:
+        manifests = feed.manifests
         routes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for offset, piece in group:
             manifest = manifests[piece.source_rank][1]
@@ -450,6 +504,15 @@ class _Run:
             return sum(read.size_bytes for read in reads)
         finally:
             close_all(reads)
+
+
+def _in_turns(batches: Sequence[_Batch]) -> list[Read]:
+    """Their reads; of batches that follow each other, and have other sources, in turns."""
+    reads: list[Read] = []
+    for _, some in groupby(enumerate(batches), lambda each: each[0] - each[1].supply):
+        rows = zip_longest(*(batch.reads for _, batch in some))
+        reads += [read for row in rows for read in row if read is not None]
+    return reads
 
 
 def _room(piece: StagedCopy) -> int:

@@ -37,6 +37,14 @@ class LocalState:
             return self.known.layout
         return build(self.tensors, self.objects, paths=self.paths)[0]
 
+    @property
+    def bytes_total(self) -> int:
+        """Of the tensors and objects of this rank."""
+        if self.known is not None:
+            return self.known.bytes_total
+        chunks = (chunk.tensor for tensor in self.tensors for chunk in tensor.chunks)
+        return sum(memory.nbytes for memory in (*chunks, *self.objects.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -75,8 +75,11 @@ class Checks:
 
             def spied_body(call):
                 calls[:] = [call]
+                known = []
                 read = call.read
-                call.read = lambda fetch: read(lambda source: spied_fetch(call, fetch, source))
+                call.read = lambda fetch: read(
+                    lambda sources: spied_fetch(call, fetch, sources, known)
+                )
                 return body(call)
 
             try:
@@ -88,16 +91,21 @@ class Checks:
             self._answered(process, calls[0], kind, None)
             return result
 
-        def spied_fetch(call, fetch, source):
-            self._attached(process, call, source)
+        def spied_fetch(call, fetch, sources, known):
             own = self.world.store._entries.get(call.seat.holding(call.ref))
             born = own.create_rev if own else 0
-            self._acyclic(process, source.inst, source.born, (call.seat.inst, born))
-            process.reads_from = (born, source.inst, source.born)
+            if len(sources) > 1:
+                self.world.saw("attached to several")
+            for source in sources:
+                if source not in known:
+                    self._attached(process, call, source)
+                known[:] = sources
+                self._acyclic(process, source.inst, source.born, (call.seat.inst, born))
+            process.reads_from = [(born, source.inst, source.born) for source in sources]
             try:
-                fetch(source)
+                fetch(sources)
             finally:
-                process.reads_from = None
+                process.reads_from = []
 
         group.make = spied_make
 
@@ -148,8 +156,9 @@ class Checks:
         if "+" in inst or not self._is_born(inst, born):
             return
         for peer in self.starts[inst].processes:
-            if peer.reads_from is not None and peer.reads_from[0] == born:
-                self._acyclic(process, *peer.reads_from[1:], goal, depth + 1)
+            for reader_born, *source in peer.reads_from:
+                if reader_born == born:
+                    self._acyclic(process, *source, goal, depth + 1)
 
     def _is_born(self, inst: str, born: int) -> bool:
         return any(
@@ -182,6 +191,8 @@ class Checks:
         world = self.world
         if process.handle is None or world.now_s < process.unsure_until_s:
             return
+        if process.handle._group._left_over:
+            return  # the store was away; it is noted, for the next call
         seat = process.handle._group.seat
         mine = f"/{seat.inst}/{seat.rank:06d}"
         left = [
@@ -498,7 +509,9 @@ class Checks:
         """I7: what a dead process held is not there any more, once its lease has ended."""
         dead = [p for p in self.world.processes if p.died_s is not None and p.handle is not None]
         for process in dead:
-            since_s = max(process.died_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
+            # Whoever would have noticed may have died too.
+            last_s = max(peer.died_s or 0.0 for peer in process.start.processes)
+            since_s = max(last_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
             inst = process.handle._group.seat.inst
             left = [key for key in self.holdings if k.parse_holding(key).inst == inst]
             is_late = self.world.now_s > since_s and left

@@ -100,9 +100,8 @@ class Process:
         self.task: Task | None = None
         self.made = 0  # tasks
         self.loaded: int | None = None  # by the last load
-        self.reads_from: tuple | None = (
-            None  # when its own holding was made, from whom, and when that one's was
-        )
+        # When its own holding was made, from whom, and when that one's was; for each source.
+        self.reads_from: list[tuple] = []
         self._make_memory()
 
     def _make_memory(self) -> None:
@@ -178,7 +177,7 @@ class Process:
             assert not self.handle._copies or self._has_keepers, "copies are left after close"
             self.cells[:] = -self.world.number()
         self.is_gone = True
-        self.reads_from = None
+        self.reads_from = []
         self.world.tell(self, "ends")
 
     @property

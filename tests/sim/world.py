@@ -393,7 +393,7 @@ class World(Scheduler):
 
     def kill_process(self, victim: Process) -> None:
         self.tell(victim, "IS KILLED")
-        victim.died_s, victim.is_gone, victim.reads_from = self.now_s, True, None
+        victim.died_s, victim.is_gone, victim.reads_from = self.now_s, True, []
         self.kill(victim.actors)
 
     def _start_again(self) -> None:

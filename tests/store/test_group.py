@@ -371,6 +371,23 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
 
 
+def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(store):
+    """Its call, the third, failed before it could see that the group's third is another."""
+    group = store.replica("r", 2)
+    refs = at_once(*(partial(publish, rank, 1) for rank in group))
+    at_once(*(partial(unpublish, rank, refs[0]) for rank in group))
+    unpublished = group[1]._ended.pop()
+    group[1].calls_made = 1
+
+    def body(_):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        group[1].make("publish", "publish 2", Deadline("publish 2", 5), body)
+    assert group[1]._ended[-1].asked == unpublished.asked == "unpublish 1"
+    assert group[1]._ended[-1].kind == "unpublish"
+
+
 def kill(group):
     """As if its process was killed: nobody renews the lease, nobody comes back."""
     group.is_closed = True

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
@@ -589,22 +589,30 @@ class GroupCall:
         if error := rules.mismatch(self.seat, call, self._asked):
             raise error
 
-    def decide_to_read(self, spec: Spec, floor: VersionRef | None, *, is_relay: bool) -> None:
-        """Decide which version, and claim a source of it."""
+    def decide_to_read(
+        self, spec: Spec, floor: VersionRef | None, *, is_relay: bool, sources_max: int = 1
+    ) -> None:
+        """Decide which version, and claim a source of it, or up to `sources_max` idle ones."""
         tries = 0
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
             nonlocal tries
             tries += 1
             return rules.replicate(
-                view, seat, call, spec, floor, is_relay=is_relay, may_claim=tries == 1
+                view,
+                seat,
+                call,
+                spec,
+                floor,
+                is_relay=is_relay,
+                sources_max=sources_max if tries == 1 else 0,
             )
 
         keys = self.seat.keys
         while not self.has_ended:
             self.decide((*spec_ranges(keys), keys.readers(), keys.suspects()), effects)
             assert self._call is not None
-            if self.has_ended or self._call.source:
+            if self.has_ended or self._call.sources:
                 return
             rule = partial(sources.claim, seat=self.seat, call=self._call)
             claimed = self._settle(sources.source_ranges(self.seat, self.ref), rule)
@@ -615,8 +623,8 @@ class GroupCall:
                 self._finish(claimed.outcome)
             return
 
-    def read(self, fetch: Callable[[Source], None]) -> None:
-        """`fetch` from the source that was claimed; if it is lost, from another.
+    def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
+        """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
 
         Args:
             fetch: Reads what is still missing. When it raises, nothing is in flight any more.
@@ -625,23 +633,31 @@ class GroupCall:
             SourceLost: The last source; no other is left.
         """
         assert self._call is not None
-        call, tried = self._call, Counter[str]()
-        inst = call.source
+        tried = Counter[str]()
+        insts, attached = list(self._call.sources), dict[str, Source]()
         while True:
             try:
-                fetch(self._attach(inst))
+                for inst in insts:
+                    if inst not in attached:
+                        attached[inst] = self._attach(inst)
+                fetch([attached[inst] for inst in insts])
             except SourceLost as lost:
+                inst = next((inst for inst in insts if replica_of(inst) == lost.replica), "")
+                if not inst:
+                    raise  # a peer's, who gave up
                 tried[inst] += 1
-                again = self._elsewhere(inst, tried, lost)
+                insts.remove(inst)
+                attached.pop(inst, None)
+                self._detach(inst, lost)
+                insts = insts or [self._elsewhere(tried, lost)]
                 self.reroutes += 1
                 log.warning(
-                    "%s: lost %r (%s); going on from %r with what there is",
+                    "%s: lost %r (%s); going on from %s with what there is",
                     self._asked,
                     lost.replica,
                     lost.what,
-                    replica_of(again),
+                    ", ".join(repr(replica_of(inst)) for inst in insts),
                 )
-                inst = again
             else:
                 return
 
@@ -652,7 +668,7 @@ class GroupCall:
         ranges = sources.attach_ranges(self.seat, self._call, inst)
         return self._settle(ranges, rule)
 
-    def _elsewhere(self, inst: str, tried: Counter[str], lost: SourceLost) -> str:
+    def _detach(self, inst: str, lost: SourceLost) -> None:
         assert self._call is not None
         kv, timeout_s = self._group.kv, min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
         try:
@@ -661,6 +677,9 @@ class GroupCall:
             kv.commit(txn, timeout_s=timeout_s)
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
             log.info("%s: %s was not told: %s", self._asked, inst, error)
+
+    def _elsewhere(self, tried: Counter[str], lost: SourceLost) -> str:
+        assert self._call is not None
         rule = partial(
             sources.choose_again, seat=self.seat, call=self._call, tried=tried, lost=lost
         )
@@ -816,10 +835,11 @@ class GroupCall:
             asked=self._asked,
             failure=failure,
         )
-        outcome = self._group.run(settle(self._asked, self.seat.own, rule), deadline)
+        self._call = self._group.run(settle(self._asked, self.seat.own, rule), deadline)
         self.is_recorded = True
-        self._learn(outcome)
-        return outcome
+        assert self._call.outcome is not None
+        self._learn(self._call.outcome)
+        return self._call.outcome
 
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or Call(self.number, self.kind, self._asked, self.seat.rank)

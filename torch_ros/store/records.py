@@ -163,12 +163,12 @@ class Call(Record, frozen=True):
     asked: str  # the call as the ranks made it
     by: int  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
-    source: str = ""  # replicate: whom the group claimed
+    sources: list[str] = []  # replicate: whom the group claimed
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     outcome: Outcome | None = None
 
-    def with_source(self, source: str) -> Call:
-        return msgspec.structs.replace(self, source=source)
+    def with_sources(self, *sources: str) -> Call:
+        return msgspec.structs.replace(self, sources=list(sources))
 
 
 class Decisions(Record, frozen=True):

@@ -55,7 +55,7 @@ from torch_ros.store.seat import (
     own_group,
     recorded,
 )
-from torch_ros.store.sources import claim_of, free_source
+from torch_ros.store.sources import claim_of, free_sources
 from torch_ros.store.txn import (
     Count,
     Delete,
@@ -240,15 +240,15 @@ def replicate(
     floor: VersionRef | None,
     *,
     is_relay: bool,
-    may_claim: bool,
+    sources_max: int,
 ) -> Step[Call]:
     """Resolve the version and announce the filling holding.
 
-    If nobody else is looking for a source, a free one is claimed at once; else `sources.claim`
+    If nobody else is looking for a source, free ones are claimed at once; else `sources.claim`
     comes next, and the holding's create revision is this replica's place in the birth order.
 
     Args:
-        may_claim: False once that has failed: somebody else is looking too.
+        sources_max: How many to claim at once; 0 when that has failed: others are looking too.
     """
     offer = resolve(view, seat.keys, spec, floor)
     if isinstance(offer, Wait):
@@ -260,12 +260,13 @@ def replicate(
     ref = offer.ref
     held = _held(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
     decided = msgspec.structs.replace(call, ref=ref)
-    source = free_source(view, seat, ref) if may_claim else None
-    if source is not None:
-        guards, claimed = claim_of(view, seat, call.number, ref, source, is_free=True)
-        # An older replica that looks for a source has no other than this one (I8).
+    if free := free_sources(view, seat, ref, sources_max):
+        claims = [claim_of(view, seat, call.number, ref, inst, is_free=True) for inst in free]
+        guards = (guard for guards, _ in claims for guard in guards)
+        # An older replica that looks for a source has no others than these (I8).
         alone = NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)
-        return recorded(view, seat, decided.with_source(source), (*guards, alone), (held, claimed))
+        ops = (held, *(put for _, put in claims))
+        return recorded(view, seat, decided.with_sources(*free), (*guards, alone), ops)
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
     return recorded(view, seat, decided, (guard,), (held,))
@@ -486,9 +487,9 @@ def _end(
     tidy: list[Op] = []
     if outcome.failure is None:
         tidy.append(Delete(seat.keys.readies(seat.inst, call.number)))
-    if call.ref is not None and call.source:
-        ref = call.ref
-        claim = seat.keys.reader_group(ref.run, ref.version, call.source, seat.inst)
+    for source in call.sources:
+        assert call.ref is not None
+        claim = seat.keys.reader_group(call.ref.run, call.ref.version, source, seat.inst)
         tidy.append(Delete(one(claim)))
     return Act(group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
 
@@ -503,13 +504,18 @@ def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
 
 def abort(
     view: View, seat: Seat, number: int, kind: Kind, asked: str, failure: Failure
-) -> Step[Outcome]:
-    """End the call for all ranks with `failure`, unless it has ended: then that outcome."""
+) -> Step[Call]:
+    """End the call for all ranks with `failure`, unless it has ended; and how it has.
+
+    The group's call: if this rank does not know of it, it may be another one than it made.
+    """
     own_group(view, seat)
     call = _recall(view, seat, number) or Call(number, kind, asked, by=seat.rank)
     if call.outcome is not None:
-        return Done(call.outcome)
-    return _end(view, seat, call, Outcome(failure), (), _undo(seat, call))
+        return Done(call)
+    ended = msgspec.structs.replace(call, outcome=Outcome(failure))
+    end = _end(view, seat, call, Outcome(failure), (), _undo(seat, call))
+    return Act(end.txn, lambda _: ended)
 
 
 def unpublish(

@@ -21,6 +21,7 @@ from torch_ros.store.seat import Seat, find, own_group, recorded
 from torch_ros.store.txn import Delete, Empty, Entry, Get, Guard, Put, Range, Txn, View, one
 
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
+SOURCES_MAX = 4  # that one replica reads from at the same time
 TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
 
 
@@ -65,7 +66,7 @@ def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
     current = find(view, seat, call.number)
     if current is None:
         return Done(None)
-    if current.source or current.outcome is not None:
+    if current.sources or current.outcome is not None:
         return Done(current)
     if current.by != seat.rank:
         return Wait(f"rank {current.by} chooses a source", seat.own)
@@ -77,7 +78,7 @@ def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
     choice = _predicted(view, seat, ref, candidates)
     is_free = not candidates[choice].readers
     guards, claimed = claim_of(view, seat, current.number, ref, choice, is_free=is_free)
-    return recorded(view, seat, current.with_source(choice), guards, (claimed,))
+    return recorded(view, seat, current.with_sources(choice), guards, (claimed,))
 
 
 def claim_of(
@@ -92,17 +93,21 @@ def claim_of(
     return tuple(guards), Put(key, Reader(number).encode(), anchor)
 
 
-def free_source(view: View, seat: Seat, ref: VersionRef) -> str | None:
-    """A full source that nobody reads from, if no other replica is looking for one."""
+def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
+    """Full sources that nobody reads from, if no other replica is looking for one.
+
+    Half of them at most, so that the next newcomer finds one too.
+    """
     candidates, suspected = _candidates(view, seat, ref), _suspected(view, seat)
     if any(
         Holding.decode(entry.value).state == "filling"
         for _, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
     ):
-        return None
+        return []
     free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
     near = [i for i in free if candidates[i].holding.datacenter == seat.datacenter]
-    return min(near, key=lambda inst: candidates[inst].entry.create_rev, default=None)
+    near.sort(key=lambda inst: candidates[inst].entry.create_rev)
+    return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
 
 def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
