@@ -16,6 +16,10 @@ FIRST_SEED ?= 1
 SEEDS ?= 2000
 STORY ?=
 
+# Of `make bench`: how large a version is, and how often everything is measured.
+SIZE_MIB ?= 1024
+REPEAT ?= 5
+
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute"
 	@echo "make test   the whole test suite"
@@ -26,7 +30,8 @@ help:
 	@echo "make history FAULTS=20 FIRST_SEED=1"
 	@echo "            processes and an etcd that are killed, stopped and wiped while weights move"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  transfer speeds beside what people use today"
+	@echo "make bench SIZE_MIB=1024 REPEAT=5"
+	@echo "            speeds beside what people use today; writes docs/benchmarks, in some minutes"
 	@echo "make bench-control"
 	@echo "            what the calls cost in etcd, and bursts of up to 128 replicas"
 
@@ -57,7 +62,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/transfer.py
+	$(BIN)/python benchmarks/bench.py --size-mib $(SIZE_MIB) --repeat $(REPEAT)
 
 bench-control: $(INSTALLED)
 	$(BIN)/python benchmarks/control.py

@@ -25,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from report import Row, call_row, machine_row
+from harness import etcd_at
+from report import Row, machine, table
 
 from torch_ros.store import rules
 from torch_ros.store.endpoint import connect
@@ -40,7 +41,9 @@ from torch_ros.store.txn import Put, Read, Reply, Txn, View, Watch
 from torch_ros.store.versions import Spec, newer, spec_ranges
 
 T = TypeVar("T")
+Burst = dict[str, Any]
 
+CALLS = "Calls of a group, slowest rank"
 CALL_S = 60.0
 CARD = bytes(1500)  # about what a process with NIXL has
 LATEST = Spec.parse("latest")
@@ -201,12 +204,13 @@ def timed_calls(endpoint: str, size: int, rounds: int) -> Iterator[Row]:
         timed("unpublish, nobody reads", partial(unpublish, ref=ref), trainer)
     pool.shutdown()
     at_once([rank.close for rank in (*trainer, *rollout)])
-    ranks = "1 rank" if size == 1 else f"{size} ranks"
-    for what, seconds in times.items():
-        yield call_row(f"{what}, {ranks}", seconds)
+    for what, taken_s in times.items():
+        samples = [1e3 * one_s for one_s in taken_s]
+        params = {"ranks": size}
+        yield Row(part=CALLS, what=what, params=params, unit="ms", samples=samples, has_tail=True)
 
 
-def burst(endpoint: str, replicas: int) -> Row:
+def burst(endpoint: str, replicas: int) -> Burst:
     """`replicas` newcomers for one version."""
     keys = Keys(f"control-{uuid.uuid4().hex}")
     trainer = Group.join(
@@ -231,7 +235,6 @@ def burst(endpoint: str, replicas: int) -> Row:
     bytes_of: Counter[str] = sum((meter.bytes_of for meter in meters), Counter())
     at_once([group.close for group in (*groups, trainer)])
     return {
-        "kind": "burst",
         "replicas": replicas,
         "elapsed_s": elapsed_s,
         "requests": requests.total(),
@@ -241,7 +244,7 @@ def burst(endpoint: str, replicas: int) -> Row:
     }
 
 
-def growth(rows: Sequence[Row], of: Callable[[Row], float]) -> list[str]:
+def growth(rows: Sequence[Burst], of: Callable[[Burst], float]) -> list[str]:
     """How each row has grown, as an exponent of the number of replicas: 1 linear, 2 quadratic."""
     found = [""]
     for before, after in itertools.pairwise(rows):
@@ -250,17 +253,7 @@ def growth(rows: Sequence[Row], of: Callable[[Row], float]) -> list[str]:
     return found
 
 
-def tables(machine: Row, calls: Sequence[Row], bursts: Sequence[Row]) -> Iterator[str]:
-    yield (
-        f"{machine['cores']} cores of {machine['cpu']}, load {machine['load_before']:.1f} before; "
-        f"Python {machine['python']}, etcd {machine['etcd']}"
-    )
-    yield ""
-    yield f"{'call, slowest rank':40}" + "".join(f"{h:>9}" for h in ("p50 ms", "p99 ms", "calls"))
-    for row in calls:
-        times = f"{1e3 * row['p50_s']:9.1f}{1e3 * row['p99_s']:9.1f}"
-        yield f"{row['call']:40}{times}{row['count']:9}"
-    yield ""
+def burst_table(bursts: Sequence[Burst]) -> Iterator[str]:
     heads = ("replicas", "seconds", "requests", "commits", "lost", "KiB", *LARGE)
     yield "".join(f"{head:>10}" for head in heads) + "   growth: requests, bytes"
     grown = zip(
@@ -287,21 +280,18 @@ def main() -> None:
     if min(*given.ranks, *given.replicas, given.rounds, 1) < 1:
         sys.exit("expected numbers of at least 1")
 
-    rows: list[Row] = [machine_row(given.endpoint)]
-
-    def show(row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-
-    print(json.dumps(rows[0]), flush=True)
-    for size in given.ranks:
-        for row in timed_calls(given.endpoint, size, given.rounds):
-            show(row)
-    for replicas in given.replicas:
-        show(burst(given.endpoint, replicas))
-    calls, bursts = ([row for row in rows if row["kind"] == kind] for kind in ("call", "burst"))
-    print()
-    print("\n".join(tables(rows[0], calls, bursts)))
+    calls: list[Row] = []
+    bursts: list[Burst] = []
+    with etcd_at(given.endpoint):
+        print(json.dumps(machine(given.endpoint)), flush=True)
+        for size in given.ranks:
+            for row in timed_calls(given.endpoint, size, given.rounds):
+                print(json.dumps(row.as_json()), flush=True)
+                calls.append(row)
+        for replicas in given.replicas:
+            bursts.append(burst(given.endpoint, replicas))
+            print(json.dumps(bursts[-1]), flush=True)
+    print("", *table(calls), "", *burst_table(bursts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ sample reads less of it. Prints a row of JSON per result, then a table.
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from typing import get_args
 
 import torch
+from harness import seconds, timed
 
 from torch_ros.weights.digest import Depth, chunk_digests, combine, digest
 from torch_ros.weights.local import build, local_chunks
@@ -38,15 +39,6 @@ def chunks() -> dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]
 
 def whole(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
     return tensor, tuple(tensor.shape), (0,) * tensor.ndim
-
-
-def best_s(call: Callable[[], object], rounds: int) -> float:
-    times_s = []
-    for _ in range(rounds):
-        started_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - started_s)
-    return min(times_s)
 
 
 def digest_in_parts(
@@ -77,7 +69,7 @@ def main() -> None:
 
     target = torch.empty(SIZE_BYTES, dtype=torch.uint8)
     source = torch.zeros_like(target)
-    copying_s = best_s(lambda: target.copy_(source), given.rounds)
+    copying_s = min(timed(lambda: target.copy_(source), given.rounds))
     found["torch copy"] = [SIZE_BYTES / copying_s / 1e9]
     for name, (chunk, shape, offsets) in chunks().items():
         size_bytes = prod(chunk.shape) * chunk.element_size()
@@ -86,17 +78,16 @@ def main() -> None:
             for count in counts:
                 with ThreadPoolExecutor(count) as pool:
                     parts = (pool, count, chunk, shape, offsets, depth)
-                    taken_s = best_s(lambda parts=parts: digest_in_parts(*parts), given.rounds)
+                    call = partial(digest_in_parts, *parts)
+                    taken_s = min(timed(call, given.rounds))
                 speeds.append(size_bytes / taken_s / 1e9)
     for case, speeds in found.items():
         print(json.dumps({"case": case, "gb_per_s_by_threads": speeds}))
 
     small = {f"layer.{number}": torch.ones(64, 8) for number in range(SMALL_TENSORS)}
     layout, memory = build(local_chunks(small), {})
-    started_s = time.perf_counter()
-    chunk_digests(layout, memory, depth="full")
-    seconds = time.perf_counter() - started_s
-    print(json.dumps({"case": f"{SMALL_TENSORS} tensors of 2 KiB", "seconds": seconds}))
+    taken_s = seconds(lambda: chunk_digests(layout, memory, depth="full"))
+    print(json.dumps({"case": f"{SMALL_TENSORS} tensors of 2 KiB", "seconds": taken_s}))
 
     print(f"\n{'GB/s':46}" + "".join(f"{count:>6} thr" for count in counts))
     for case, speeds in found.items():

@@ -1,124 +1,90 @@
-"""One source, 1 to 8 readers at once, with and without relays, in processes of one host.
+"""One source, 1 to 8 readers at once, with relays and without."""
 
-For each number of readers: the time of the last one, how often the trainer's memory was read, and
-the CPU time of all processes, per GiB that was delivered. Prints a row of JSON per result.
-"""
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import argparse
-import json
-import multiprocessing
-import os
-import statistics
-import time
-import uuid
-from multiprocessing.synchronize import Barrier
+import tensors as contents
+from harness import Actors, Child, Sample, Setup, ask_all, rounds, started
+from peers import Process, Rollout, Trainer
+from report import Report, Row, Unit
 
-import torch
+PART = "One source, many readers"
+READERS = (1, 2, 4, 8)
+SIZE_MIB_MAX = 128  # of each of nine processes
+TENSOR_COUNT = 64
+WAYS = {True: "relays", False: "no relays"}
 
-import torch_ros
-
-
-def cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system
+LAST, FROM_TRAINER, CPU = "until the last reader has it", "trainer's memory read", "CPU"
+UNITS: dict[str, Unit] = {LAST: "ms", FROM_TRAINER: "times", CPU: "s/GiB"}
 
 
-def read(
-    model: str,
-    endpoint: str,
-    name: str,
-    relay: bool,
-    shape: tuple[int, int],
-    rounds: int,
-    start: Barrier,
-    results: "multiprocessing.Queue[tuple[int, float, float, str]]",
-) -> None:
-    torch.set_num_threads(1)
-    tensors = {f"w{i:04d}": torch.zeros(shape[1]) for i in range(shape[0])}
-    with torch_ros.open(model, endpoint=endpoint, replica=name, relay=relay) as handle:
-        handle.register(tensors)
-        for number in range(rounds):
-            start.wait()
-            began_s, used_s = time.perf_counter(), cpu_s()
-            handle.replicate(number)
-            took_s, used_s = time.perf_counter() - began_s, cpu_s() - used_s
-            assert tensors["w0000"][0].item() == number
-            report = handle.last_read
-            assert report is not None
-            results.put((number, took_s, used_s, report.source))
-            start.wait()
-            handle.unpublish()
-        start.wait()
+def trainer(setup: Setup, size_bytes: int) -> Actors:
+    held = contents.plain(size_bytes, TENSOR_COUNT)
+    trainers = {way: Trainer(setup, f"fanout, {way}", held) for way in WAYS.values()}
+    return {**trainers, "process": Process()}
 
 
-def measure(readers: int, *, relay: bool, options: argparse.Namespace) -> dict[str, object]:
-    context = multiprocessing.get_context("spawn")
-    model, elements = f"fanout-{uuid.uuid4().hex[:8]}", (options.mib << 18) // options.tensors
-    start, results = context.Barrier(readers + 1), context.Queue()
-    rounds = options.rounds + 1
-    children = [
-        context.Process(
-            target=read,
-            args=(
-                model,
-                options.endpoint,
-                f"reader{i}",
-                relay,
-                (options.tensors, elements),
-                rounds,
-                start,
-                results,
-            ),
-        )
-        for i in range(readers)
-    ]
-    for child in children:
-        child.start()
-    torch.set_num_threads(1)
-    tensors = {f"w{i:04d}": torch.zeros(elements) for i in range(options.tensors)}
-    last_s, cpu_per_gib_s, from_trainer = [], [], []
-    with torch_ros.open(model, endpoint=options.endpoint, replica="trainer") as trainer:
-        trainer.register(tensors)
-        for number in range(rounds):
-            for tensor in tensors.values():
-                tensor.fill_(number)
-            trainer.publish(number)
-            used_s = cpu_s()
-            start.wait()
-            rows = [results.get(timeout=120) for _ in range(readers)]
-            used_s = cpu_s() - used_s + sum(row[2] for row in rows)
-            start.wait()
-            trainer.unpublish()
-            if number:  # the first one warms up
-                last_s.append(max(row[1] for row in rows))
-                cpu_per_gib_s.append(used_s / (readers * options.mib / 1024))
-                from_trainer.append(sum(row[3] == "trainer" for row in rows))
-        start.wait()
-    for child in children:
-        child.join(30)
-    return {
-        "case": "fanout",
-        "readers": readers,
-        "relay": relay,
-        "mib": options.mib,
-        "last_reader_s": statistics.median(last_s),
-        "cpu_s_per_gib": statistics.median(cpu_per_gib_s),
-        "read_from_trainer": statistics.median(from_trainer),
+def reader(setup: Setup, size_bytes: int, number: int) -> Actors:
+    held = contents.plain(size_bytes, TENSOR_COUNT)
+    rollouts = {
+        way: Rollout(setup, f"fanout, {way}", f"reader {number}", held, relay=relay)
+        for relay, way in WAYS.items()
     }
+    return {**rollouts, "process": Process()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--endpoint", default="local")
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4, 8])
-    options = parser.parse_args()
-    for readers in options.readers:
-        for relay in (True, False):
-            print(json.dumps(measure(readers, relay=relay, options=options)), flush=True)
+def measure(setup: Setup, report: Report) -> None:
+    size_mib = min(setup.size_mib, SIZE_MIB_MAX)
+    builds = {"trainer": partial(trainer, setup, size_mib << 20)}
+    builds |= {
+        f"reader {number}": partial(reader, setup, size_mib << 20, number)
+        for number in range(max(READERS))
+    }
+    points = [(way, count) for count in READERS for way in WAYS.values()]
+    with started(builds) as (source, *readers):
+        cases = {at: _case(*at, size_mib, source, readers) for at in points}
+        samples = rounds(setup.repeat, cases)
+    found: dict[tuple[str, str, int], float] = {}
+    for what, unit in UNITS.items():
+        for way, count in points:
+            row = Row(
+                part=PART,
+                what=f"{what}, {way}",
+                params={"MiB": size_mib, "readers": count},
+                unit=unit,
+                samples=[sample[what] for sample in samples[way, count]],
+            )
+            report.add(row)
+            found[what, way, count] = row.median
+    most, way = max(READERS), WAYS[True]
+    what = f"{most} readers: how often the trainer's memory is read"
+    report.expect(what, found[FROM_TRAINER, way, most], at_most=1.1)
+    what = f"{most} readers: CPU per delivered GiB, of that of 1 reader"
+    report.expect(what, found[CPU, way, most] / found[CPU, way, 1], at_most=1.2)
 
 
-if __name__ == "__main__":
-    main()
+def _case(
+    way: str, count: int, size_mib: int, source: Child, readers: Sequence[Child]
+) -> Callable[[], Sample]:
+    reading = readers[:count]
+
+    def cpu_s() -> float:
+        return sum(ask_all((source, *reading), "process", "cpu_s"))
+
+    def once() -> Sample:
+        version = source.ask(way, "write")
+        source.ask(way, "publish")
+        before_s = cpu_s()
+        took = ask_all(reading, way, "replicate", version)
+        used_s = cpu_s() - before_s
+        ask_all(reading, way, "verify", version)
+        ask_all(reading, way, "let_go")
+        # Who had to change its source may have read any part of it from the trainer.
+        from_trainer = [t for t in took if t["source"] == "trainer" or t["reroutes"]]
+        return {
+            LAST: 1e3 * max(t["elapsed_s"] for t in took),
+            FROM_TRAINER: sum(t["bytes_read"] for t in from_trainer) / (size_mib << 20),
+            CPU: used_s / (count * size_mib / 1024),
+        }
+
+    return once

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from harness import etcd_at, timed
 
 from torch_ros.store import EtcdStore
 
@@ -43,13 +44,7 @@ def etcd_clients(endpoint: str) -> Callable[[], Any]:
 
 
 def median_ms(call: Callable[[], object], rounds: int) -> float:
-    call()
-    times_s = []
-    for _ in range(rounds):
-        started_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - started_s)
-    return statistics.median(times_s) * 1000
+    return statistics.median(timed(call, rounds)) * 1000
 
 
 def calls(store: Any, rounds: int) -> Iterator[tuple[str, float]]:
@@ -123,7 +118,8 @@ def main() -> None:
         sys.exit("--ranks has to be at least 2")
 
     tcp = measured(tcp_clients(), given.ranks, given.rounds)
-    etcd = measured(etcd_clients(given.endpoint), given.ranks, given.rounds)
+    with etcd_at(given.endpoint):
+        etcd = measured(etcd_clients(given.endpoint), given.ranks, given.rounds)
     for call in tcp:
         print(json.dumps({"call": call, "tcp_ms": tcp[call], "etcd_ms": etcd[call]}))
     print(f"\n{'':34}{'TCPStore':>12}{'EtcdStore':>12}{'ratio':>8}")
