@@ -128,9 +128,13 @@ def unseen(view: View, *keys: str) -> View:
 fault("an incarnation has no nonce in its name", (keys_module, "instance"), hole=1)(
     lambda instance: lambda replica, nonce: instance(replica, "0")
 )
-fault("ready records without the call's number", (Keys, "ready"), (Keys, "readies"), hole=4)(
-    lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank)
-)
+fault(
+    "ready records without the call's number",
+    (Keys, "ready"),
+    (Keys, "readies"),
+    hole=4,
+    scenario="ready before",
+)(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
 fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), hole=12)(
     lambda make: (
         lambda *args: dataclasses.replace(
@@ -320,10 +324,10 @@ def _(fellow):
     return faulty
 
 
-fault("a draining source is offered", (versions, "offered"))(
+fault("a draining source is offered", (versions, "offered"), scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
 )
-fault("a filling replica is offered", (versions, "offered"), hole=18)(
+fault("a filling replica is offered", (versions, "offered"), hole=18, scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"filling", b"full"), keys)
 )
 
@@ -359,7 +363,12 @@ def _(rule):
     return faulty
 
 
-fault("attach: the source's processes are not counted", (sources, "attach"), hole=24)(
+fault(
+    "attach: the source's processes are not counted",
+    (sources, "attach"),
+    hole=24,
+    scenario="half dead",
+)(
     lambda rule: (
         lambda view, seat, call, source: rule(
             said(view, rb'"world_size":\d+', b'"world_size":0'), seat, call, source
@@ -373,7 +382,7 @@ fault("attach: the source's processes are not counted", (sources, "attach"), hol
     (sources, "claim_of"),
     (rules, "claim_of"),
     hole=20,
-    scenario="burst",
+    scenario="freed meanwhile",
 )
 def _(claim_of):
     def faulty(*args, **kwargs):
@@ -414,12 +423,35 @@ def _(end):
     return lambda self, batch: end(self, dataclasses.replace(batch, needs={}))
 
 
-@fault("the word is asked for before staged bytes have landed", (reading._Run, "_end"), hole=2)
+@fault(
+    "the word is asked for before staged bytes have landed",
+    (reading._Run, "_end"),
+    hole=2,
+    scenario="staged landing",
+)
 def _(end):
     def faulty(self, batch):
         for rank in batch.needs:
             self._ask(rank)
         end(self, dataclasses.replace(batch, needs={}))
+
+    return faulty
+
+
+@fault(
+    "a manifest that was read once is believed",
+    (exchange.Intake, "shown"),
+    hole=9,
+    scenario="moved",
+)
+def _(shown):
+    def faulty(self, card, deadline):
+        known = dict(self._manifests)
+        now = shown(self, card, deadline)
+        if now.manifest is None or now.agent not in known:
+            return now
+        self._manifests[now.agent] = known[now.agent]
+        return dataclasses.replace(now, manifest=known[now.agent][1])
 
     return faulty
 
@@ -501,9 +533,9 @@ fault(
 
 # Unpublishing
 
-fault("unpublish: nobody reading is not guarded", (rules, "unpublish"), scenario="drain")(
-    edited(guards=without(Empty))
-)
+fault(
+    "unpublish: nobody reading is not guarded", (rules, "unpublish"), scenario="claimed meanwhile"
+)(edited(guards=without(Empty)))
 
 
 @fault("unpublish: readers are not looked at", (rules, "unpublish"), scenario="drain")
@@ -546,7 +578,7 @@ fault("what a copy may go for is not guarded", (rules, "keeping"), hole=21)(
         lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
     )
 )
-fault("a witness may be draining", (versions, "_keepers"), hole=21)(
+fault("a witness may be draining", (versions, "_keepers"), hole=21, scenario="both drain")(
     lambda keepers: lambda view, keys: keepers(said(view, b"draining", b"full"), keys)
 )
 fault("a witness may be filling", (versions, "_keepers"), hole=21)(
@@ -573,9 +605,11 @@ def _(rule):
     return faulty
 
 
-fault("a copy is offered behind the back of who ends its group", (rules, "copied"))(
-    edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op)
-)
+fault(
+    "a copy is offered behind the back of who ends its group",
+    (rules, "copied"),
+    scenario="copied meanwhile",
+)(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
 fault("a copy is never released", (rules, "release"))(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
 )
@@ -585,15 +619,17 @@ fault("a copy is never released", (rules, "release"))(
 fault("a successor leaves its predecessor's holdings", (membership, "create_group"))(
     edited(ops=spare("holdings"))
 )
-fault("a successor does not guard the predecessor's decisions", (membership, "create_group"))(
-    edited(guards=not_on("decisions"))
-)
+fault(
+    "a successor does not guard the predecessor's decisions",
+    (membership, "create_group"),
+    scenario="replaced meanwhile",
+)(edited(guards=not_on("decisions")))
 fault("expelling leaves the holdings", (membership, "expel"))(edited(ops=spare("holdings")))
-fault("expelling does not guard the decisions", (membership, "expel"))(
-    edited(guards=not_on("decisions"))
-)
+fault(
+    "expelling does not guard the decisions", (membership, "expel"), scenario="expelled meanwhile"
+)(edited(guards=not_on("decisions")))
 fault("closing leaves the holdings", (membership, "leave"))(edited(ops=spare("holdings")))
-fault("closing does not guard the decisions", (membership, "leave"))(
+fault("closing does not guard the decisions", (membership, "leave"), scenario="closed meanwhile")(
     edited(guards=not_on("decisions"))
 )
 
@@ -702,7 +738,9 @@ def _(adopted):
     return lambda shards: ([], adopted(shards)[1])
 
 
-@fault("what the owner took back is not noted", (group_module.Group, "forget"))
+@fault(
+    "what the owner took back is not noted", (group_module.Group, "forget"), scenario="took back"
+)
 def _(forget):
     def faulty(self):
         ended = list(self._ended)
@@ -726,7 +764,7 @@ def _(forget):
     return faulty
 
 
-@fault("an end is learned without a seat", (group_module.Group, "learn"))
+@fault("an end is learned without a seat", (group_module.Group, "learn"), scenario="late answer")
 def _(learn):
     def faulty(self, call, outcome, seat):
         lost, mine = self._lost, self.seat

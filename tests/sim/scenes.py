@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from checks import Broken, demand
 from replicas import TTL_S, Process, Start
 from story import short
-from world import World
+from world import SHAPES, World
 
-from torch_ros.errors import DeadlineExceeded, TorchRosError, VersionConflict
+from torch_ros.errors import DeadlineExceeded, SourceLost, TorchRosError, VersionConflict
+from torch_ros.registered import LocalState
 from torch_ros.store import keys as k
 from torch_ros.store import membership
 from torch_ros.store.records import Call, Kept, Outcome, Shard, VersionRef
+from torch_ros.store.txn import Commit, Delete, Put
 
 SIZE = 2  # ranks of a replica
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A request that is slow: it is under way until something else has happened."""
+
+    name: str
+    process: Process
+    matches: Callable[[object], bool]
+    until: Callable[[], object]
+    meanwhile: Callable[[], object]
+    is_reply: bool
 
 
 class Scene(World):
@@ -31,11 +48,14 @@ class Scene(World):
         self.requests, self.loses_reply = 0, -1  # how many there were, and which is not answered
         self.claims = 0  # the most that a source had at a time
         self.reached: set[str] = set()
+        self.holds: list[Hold] = []
 
     def _trouble(self) -> None:
         pass
 
     def start(self, name: str, script, *, size: int = SIZE, **options) -> Start:
+        for start in self.starts:
+            start.is_replaced |= start.replica == name
         made = Start(self, name, "r" not in name, size, "rows", script=script, **options)
         made.number = len(self.starts)
         self.starts.append(made)
@@ -54,12 +74,50 @@ class Scene(World):
         self.reached.add(where)
 
     def until(self, *wheres: str, limit_s: float = 300.0) -> None:
+        self.when(lambda: {*wheres} <= self.reached, f"{wheres} reached", limit_s)
+
+    def when(self, holds: Callable[[], object], what: str, limit_s: float = 300.0) -> None:
         until_s = self.now_s + limit_s
-        while not {*wheres} <= self.reached:
-            demand(self.now_s < until_s, f"I6: {wheres} is never reached, only {self.reached}")
+        while not holds():
+            demand(self.now_s < until_s, f"I6: never {what}, only {self.reached}")
             self.sleep(0.05)
 
+    def hold(
+        self,
+        name: str,
+        process: Process,
+        matches: Callable[[object], bool],
+        until: Callable[[], object],
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+        is_reply: bool = False,
+    ) -> None:
+        """Let the next such request of a process be slow.
+
+        Args:
+            until: What has to have happened before it goes on.
+            meanwhile: Done at once, before anybody else moves.
+            is_reply: It applies, and the reply is slow.
+        """
+        self.holds.append(Hold(name, process, matches, until, meanwhile, is_reply))
+
+    def _hold(self, what: object, *, is_reply: bool) -> None:
+        process = self.current.process if self.current else None
+        for hold in list(self.holds):
+            if (hold.process, hold.is_reply) == (process, is_reply) and hold.matches(what):
+                self.holds.remove(hold)
+                self.reach(hold.name)
+                hold.meanwhile()
+                self.when(hold.until, f"the end of the hold {hold.name!r}", 60.0)
+                self.reach(f"after {hold.name}")
+
+    def end_lease(self, process: Process) -> None:
+        self.tell(process, "loses its lease")
+        self.store.expire(process.handle._group.seat.lease_id)
+        self.store_changed("a lease ends")
+
     def request_fault(self, connection) -> str:
+        self._hold(self.current.waiting, is_reply=False)
         self.requests += 1
         is_lost = self.requests == self.loses_reply
         return "lose reply" if is_lost else super().request_fault(connection)
@@ -86,12 +144,28 @@ class Scene(World):
                     claims.setdefault(source, set()).add(reader)
             self.claims = max(self.claims, *map(len, claims.values()), 0)
         super().store_changed(what)
+        self._hold(what, is_reply=True)
 
 
-def publish(process: Process, version: int, content: int = 7) -> None:
+def puts(part: str) -> Callable[[object], bool]:
+    """Commits that put a record of that kind."""
+    return lambda what: (
+        isinstance(what, Commit)
+        and any(isinstance(op, Put) and part in op.key for op in what.txn.ops)
+    )
+
+
+def deletes(part: str) -> Callable[[object], bool]:
+    return lambda what: (
+        isinstance(what, Commit)
+        and any(isinstance(op, Delete) and part in op.range.start for op in what.txn.ops)
+    )
+
+
+def publish(process: Process, version: int, content: int = 7, timeout_s: float = 100) -> None:
     process.world.contents[version] = content
     process.fill(content)
-    process.handle.publish(version, timeout_s=100)
+    process.handle.publish(version, timeout_s=timeout_s)
 
 
 def replicate(process: Process, version: int | str = "latest", timeout_s: float = 100) -> None:
@@ -159,9 +233,10 @@ def drain(scene: Scene) -> None:
 
 
 def _await_reader(me: Process) -> None:
-    world, readers = me.world, me.world.start_named("r").processes
-    while not all(reader.reads_from for reader in readers):
-        world.sleep(0.05)
+    """Until all ranks of the reader read, or have read."""
+    readers = me.world.start_named("r").processes
+    has_read = lambda reader: reader.handle and reader.handle.version is not None
+    me.world.when(lambda: all(r.reads_from or has_read(r) for r in readers), "a reader")
 
 
 def earlier_readers(scene: Scene) -> None:
@@ -211,7 +286,13 @@ def stuck_reader(scene: Scene) -> None:
     demand({"r.1/0", "r.1/1"} <= scene.reached, "I2: a reader got what was taken back")
 
 
-def late_landing(scene: Scene) -> None:
+def staged_landing(scene: Scene) -> None:
+    """What is read by way of a buffer counts only if its source served it to the end."""
+    scene.shapes = SHAPES[-1]
+    late_landing(scene, readers=2)
+
+
+def late_landing(scene: Scene, readers: int = 1) -> None:
     """What is still in flight from a source that was lost does not land over what came after."""
 
     def read(me: Process) -> None:
@@ -220,7 +301,8 @@ def late_landing(scene: Scene) -> None:
         replicate(me)
         scene.sleep(10)
         scene.checks.returned(me, 1)
-        scene.reach("read")
+        scene.reach(str(me))
+        scene.until(*(f"r.2/{rank}" for rank in range(readers)))
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -229,11 +311,11 @@ def late_landing(scene: Scene) -> None:
             _await_reader(me)
             scene.sleep(scene.random())
             unpublish(me)
-        scene.until("read")
+        scene.until(*(f"r.2/{rank}" for rank in range(readers)))
 
     scene.start("t", train, size=1, drain_s=0.1)
     scene.start("u", train, size=1, drain_s=0.1)
-    scene.start("r", read, size=1)
+    scene.start("r", read, size=readers)
     scene.play()
 
 
@@ -348,9 +430,15 @@ def lost_replies(scene: Scene) -> None:
 def two_trainers(scene: Scene) -> None:
     """Two publish at the same moment: numbers grow, and one number is one content."""
     versions = {"t": 1, "u": 1 + int(scene.random() * 2)}
+    is_overtaken = scene.random() < 0.5
 
     def train(me: Process) -> None:
         version = versions[me.start.replica]
+        if is_overtaken and me.start.replica == "t":
+            published = lambda: any(held.state == "full" for held in scene.checks.holdings.values())
+            scene.hold("decides", me, puts("/holdings/"), published)
+        elif is_overtaken:
+            scene.until("decides")
         try:
             publish(me, version, 6 + version)
         except VersionConflict:
@@ -360,6 +448,351 @@ def two_trainers(scene: Scene) -> None:
 
     scene.start("t", train, size=1)
     scene.start("u", train, size=1)
+    scene.play()
+
+
+def ready_before(scene: Scene) -> None:
+    """Who was ready in a call that failed is not counted in the next one."""
+
+    def read(me: Process) -> None:
+        if me.rank == 0:
+            scene.failing[me] = 1000
+            stops = lambda: scene._suspend(me.start.processes[1], 4.0)  # before it withdraws
+            scene.hold("fails", me, deletes("/holdings/"), lambda: True, meanwhile=stops)
+        try:
+            replicate(me)
+        except SourceLost:
+            scene.failing[me] = 0
+            me.scribble_if_free()
+        replicate(me)
+        scene.reach(str(me))
+        scene.until("r.1/0", "r.1/1")
+
+    scene.start("t", lambda me: (publish(me, 1), scene.until("r.1/0", "r.1/1")))
+    scene.start("r", read)
+    scene.play()
+
+
+def not_whole(scene: Scene) -> None:
+    """`latest` is what can be read: not what is still published, nor what is taken back."""
+
+    def is_there(state: str) -> Callable[[], bool]:
+        return lambda: any(
+            k.parse_holding(key).version == 2 and holding.state == state
+            for key, holding in scene.checks.holdings.items()
+        )
+
+    def read(state: str) -> Callable[[Process], None]:
+        def program(me: Process) -> None:
+            scene.when(is_there(state), f"a holding that is {state}")
+            try:
+                got = me.handle.replicate("latest", timeout_s=3)
+            except TorchRosError as error:
+                raise Broken(f"I6: version 1 is there, and {error}") from error
+            demand(got == 1, f"I6: version 2 is {state}, and taken for the latest")
+            scene.reach(state)
+
+        return program
+
+    def keep(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("older")
+        scene.until("filling", "draining")
+
+    def train(me: Process) -> None:
+        scene.until("older", *(["filling"] if me.rank else []))
+        publish(me, 2)
+        _await_reader(me)
+        unpublish(me)
+
+    def hold_up(me: Process) -> None:
+        scene.slow_s[me] = 2.0
+        scene.until("filling")
+        replicate(me, 2)
+
+    scene.start("u", keep, size=1)
+    scene.start("t", train)
+    scene.start("r0", read("filling"), size=1)
+    scene.start("r", hold_up, size=1)
+    scene.start("r1", read("draining"), size=1)
+    scene.play()
+
+
+def freed_meanwhile(scene: Scene) -> None:
+    """I8: a source that becomes free does not send two newcomers to the next one."""
+
+    def train(me: Process) -> None:
+        scene.until(*(["t.0/0"] if me.start.replica == "u" else []))
+        publish(me, 1)
+        scene.reach(str(me))
+        scene.until("r2")
+
+    def first(me: Process) -> None:
+        scene.until("u.1/0")
+        scene.hold("finishes", me, deletes("/readers/"), lambda: "claims" in scene.reached)
+        replicate(me)
+        scene.reach("free")
+        scene.until("r1", "r2")
+
+    def second(me: Process) -> None:
+        scene.until("finishes")
+        has_another = lambda: any(
+            k.replica_of(k.parse_reader(key)[1]) == "r2"
+            for key in scene.store._entries
+            if "/readers/" in key
+        )
+        scene.hold("claims", me, puts("/readers/"), lambda: has_another() or "r2" in scene.reached)
+        replicate(me)
+        scene.reach("r1")
+
+    def third(me: Process) -> None:
+        scene.until("free")
+        scene.slow_s[me] = 0.5
+        replicate(me)
+        scene.reach("r2")
+
+    for name, script in {"t": train, "u": train, "r0": first, "r1": second, "r2": third}.items():
+        scene.start(name, script, size=1)
+    scene.play()
+    demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
+def claimed_meanwhile(scene: Scene) -> None:
+    """unpublish waits for who came while it looked whether anybody reads."""
+
+    def read(me: Process) -> None:
+        scene.until("unpublishes")
+        scene.slow_s[me] = 1.0
+        try:
+            replicate(me)
+        except SourceLost as lost:
+            raise Broken(f"I6: unpublish did not wait for its readers: {lost}") from lost
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        is_read = lambda: any("/readers/" in key for key in scene.store._entries)
+        scene.hold("unpublishes", me, deletes("/holdings/"), is_read)
+        unpublish(me)
+
+    scene.start("t", train, size=1)
+    scene.start("r", read)
+    scene.play()
+
+
+def _anchor_and_other(me: Process) -> tuple[Process, Process]:
+    """The two processes of a replica, once both have their seats."""
+    world, both = me.world, me.start.processes
+    world.when(lambda: all(peer.handle is not None for peer in both), "the peer's handle")
+    anchor = world.store._entries[me.handle._group.seat.group].lease_id
+    first, second = both
+    return (first, second) if first.handle._group.seat.lease_id == anchor else (second, first)
+
+
+def copied_meanwhile(scene: Scene) -> None:
+    """A copy that is offered while its group is expelled goes with the group."""
+
+    def is_offered() -> bool:
+        return any("+" in key for key in scene.checks.holdings)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        anchor, other = _anchor_and_other(me)
+        if me is anchor:
+            scene.hold("expels", me, deletes("/groups/"), is_offered)
+        offers = lambda what: puts("/holdings/")(what) and puts("+")(what)
+        dies = lambda: scene.end_lease(other)
+        is_expelled = lambda: "expels" in scene.reached
+        scene.hold("offers", me, offers, is_expelled, meanwhile=dies)
+        unpublish(me)
+        scene.until("after expels")
+
+    scene.start("t", train, retain=("latest",))
+    scene.play()
+
+
+def replaced_meanwhile(scene: Scene) -> None:
+    """Who takes a replica's name leaves nothing of what it decides meanwhile."""
+
+    def train(me: Process) -> None:
+        if me.rank == 0:
+            successor = scene.start("t", lambda _: scene.reach("over"), size=1).processes[0]
+            scene.hold("takes", successor, puts("/groups/"), lambda: scene.checks.holdings)
+        scene.until("takes")
+        publish(me, 1)
+        scene.until("after takes")
+
+    scene.start("t", train)
+    scene.play()
+    demand("over" in scene.reached, "I6: the name is not taken")
+
+
+def expelled_meanwhile(scene: Scene) -> None:
+    """Who expels a dead neighbour leaves nothing of what the group decides meanwhile."""
+
+    def train(me: Process) -> None:
+        anchor, other = _anchor_and_other(me)
+        if me is anchor:
+            scene.hold("expels", me, deletes("/groups/"), lambda: scene.checks.holdings)
+            scene.end_lease(other)
+        scene.until("expels")
+        publish(me, 1)
+        scene.reach(f"{me} is back")
+        scene.until("t.0/0 is back", "t.0/1 is back")
+
+    scene.start("t", train)
+    scene.play()
+
+
+def closed_meanwhile(scene: Scene) -> None:
+    """Who closes its handle leaves nothing of what the peers decide meanwhile."""
+
+    def train(me: Process) -> None:
+        if me.rank == 0:
+            scene.hold("closes", me, puts("/groups/"), lambda: scene.checks.holdings)
+            return
+        scene.until("closes")
+        publish(me, 1)
+
+    scene.start("t", train)
+    scene.play()
+
+
+def took_back(scene: Scene) -> None:
+    """What one rank's owner took back without the store, its peers learn when they are back."""
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach(str(me))
+        scene.until("r.1/0", "r.1/1")
+        scene._cut(me, 3 * TTL_S)
+        over_s = scene.now_s + 3 * TTL_S
+        try:  # one is told that etcd is away; the other has lost its seat by then
+            unpublish(me, timeout_s=2 * TTL_S if me.rank == 0 else 3.0)
+        except TorchRosError:
+            demand(me.rank == 1, "I2: the seat is lost, and the tensors are not given back")
+        scene.when(lambda: scene.now_s > over_s, "back")
+        while not {"r.1/0 has it", "r.1/1 has it"} <= scene.reached:
+            demand(scene.now_s < over_s + 60, "I6: the ranks hold different things for ever")
+            try:
+                me.handle.update(timeout_s=5)
+            except TorchRosError:
+                scene.sleep(0.5)
+            else:
+                scene.checks.returned(me, 1)
+                scene.reach(f"{me} has it")
+                scene.sleep(0.5)
+
+    both_have = "r.1/0 has it", "r.1/1 has it"
+    scene.start("t", lambda me: (publish(me, 1), scene.until(*both_have)))
+    scene.start("r", read)
+    scene.play()
+
+
+def late_answer(scene: Scene) -> None:
+    """The end of a call is not learned from the store any more once the seat is lost."""
+
+    def train(me: Process) -> None:
+        anchor, other = _anchor_and_other(me)
+
+        def lost() -> None:
+            """Nobody knows the end yet, but for who waits for this reply."""
+            scene._suspend(other if me is anchor else anchor, 3.0)
+            scene.end_lease(anchor)
+
+        def is_back() -> bool:
+            group = scene.checks.groups.get(scene.keys.group("t"))
+            return group is not None and group.is_complete and "." in group.nonce
+
+        scene.hold("ends", me, deletes("/ready/"), is_back, meanwhile=lost, is_reply=True)
+        publish(me, 1, timeout_s=20)
+        scene.reach(f"{me} is back")
+        scene.until("t.0/0 is back", "t.0/1 is back")
+
+    scene.start("t", train)
+    scene.play()
+
+
+def both_drain(scene: Scene) -> None:
+    """Of two that give up what is retained, not each takes the other for a witness."""
+
+    def train(me: Process) -> None:
+        is_second = me.start.replica == "u"
+        scene.until(*(["t.0/0"] if is_second else []))
+        publish(me, 1)
+        scene.reach(str(me))
+        _await_reader(me)
+        if is_second:
+            states = scene.checks.holdings
+            scene.when(lambda: any(h.state == "draining" for h in states.values()), "draining")
+        unpublish(me)
+
+    def read(me: Process) -> None:
+        scene.until("u.1/0")
+        scene.slow_s[me] = 2.0
+        replicate(me)
+
+    scene.start("t", train, size=1, retain=("latest",))
+    scene.start("u", train, size=1, retain=("latest",))
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def half_dead(scene: Scene) -> None:
+    """I7: nobody is sent to a replica of which a process is dead, though nobody has noticed."""
+
+    def train(me: Process) -> None:
+        scene.until(*(["t.0/0", "t.0/1"] if me.start.replica == "u" else []))
+        publish(me, 1)
+        scene.reach(str(me))
+        if str(me) == "t.0/0":
+            scene.until("t.0/1", "u.1/0", "u.1/1")
+            scene.at(scene.now_s, dies, *_anchor_and_other(me))
+        scene.until("r.2/0", "r.2/1")
+
+    def dies(anchor: Process, victim: Process) -> None:
+        scene._suspend(anchor, 5.0)
+        scene.kill_process(victim)
+        scene.end_lease(victim)
+        scene.reach("dead")
+
+    def read(me: Process) -> None:
+        scene.until("dead")
+        replicate(me)
+        scene.reach(str(me))
+        scene.until("r.2/0", "r.2/1")
+
+    scene.start("t", train)
+    scene.start("u", train)
+    scene.start("r", read)
+    scene.play()
+
+
+def moved(scene: Scene) -> None:
+    """A source that shows other tensors than the last time is read where these are."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("r.1/0 has 1", "r.1/1 has 1")
+        unpublish(me)
+        me.handle.unregister()
+        before = me.memory
+        me._make_memory()
+        demand(before.data_ptr() != me.memory.data_ptr(), "they have not moved")
+        me.handle._register(LocalState(me.tensors, {}, {}))
+        publish(me, 2, 8)
+        scene.until("r.1/0 has 2", "r.1/1 has 2")
+
+    def read(me: Process) -> None:
+        for version in (1, 2):
+            while me.handle.version != version:
+                me.handle.update(timeout_s=20)
+                scene.sleep(0.1)
+            scene.checks.returned(me, version)
+            scene.reach(f"{me} has {version}")
+        scene.until("r.1/0 has 2", "r.1/1 has 2")
+
+    scene.start("t", train)
+    scene.start("r", read)
     scene.play()
 
 
@@ -397,6 +830,20 @@ SCENES = {
     "relay dies": relay_dies,
     "only fillers": only_fillers,
     "comes back": comes_back,
+    "staged landing": staged_landing,
+    "ready before": ready_before,
+    "not whole": not_whole,
+    "freed meanwhile": freed_meanwhile,
+    "claimed meanwhile": claimed_meanwhile,
+    "copied meanwhile": copied_meanwhile,
+    "replaced meanwhile": replaced_meanwhile,
+    "expelled meanwhile": expelled_meanwhile,
+    "closed meanwhile": closed_meanwhile,
+    "took back": took_back,
+    "late answer": late_answer,
+    "both drain": both_drain,
+    "half dead": half_dead,
+    "moved": moved,
 }
 
 
