@@ -1,5 +1,8 @@
-"""What every transport promises, asked of the one in memory and of NIXL over UCX."""
+"""What every transport promises: the one in memory, NIXL over UCX, and copies of shared memory."""
 
+import mmap
+import os
+import sys
 import threading
 import time
 
@@ -17,10 +20,15 @@ DEADLINE_S = 20
 NOTICE_S = 10
 
 
-@pytest.fixture(params=["memory", "nixl"])
-def make(request):
+@pytest.fixture(params=["memory", "nixl", "shared"])
+def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
+    if request.param == "shared":
+        from torch_ros.p2p import shared
+
+        monkeypatch.setattr(shared, "LOOK_BYTES", 1)
+        monkeypatch.setattr(sys.modules[__name__], "random_bytes", random_shared_bytes)
 
     def transport(*args):
         if request.param == "memory":
@@ -29,10 +37,12 @@ def make(request):
             from torch_ros.p2p.nixl import NixlTransport
 
             made.append(NixlTransport(*args))
+            if request.param == "shared":
+                made.append(shared.SharedTransport(made[-1]))
         return made[-1]
 
     yield transport
-    for each in made:
+    for each in reversed(made):
         each.close()
 
 
@@ -44,6 +54,15 @@ def pair(make):
 
 def random_bytes(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def random_shared_bytes(size, seed=0):
+    fd = os.memfd_create("test")
+    os.posix_fallocate(fd, 0, size)
+    memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)  # which keeps the file open
+    os.close(fd)
+    memory[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return memory
 
 
 def region(array):

@@ -67,8 +67,8 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
     rounds: list[Pieces] = []
     rest = spans
     while len(rest):
-        source_keys, source_room = _room(rest[:, 0], rest[:, 2], sources)
-        target_keys, target_room = _room(rest[:, 1], rest[:, 2], targets)
+        source_keys, source_room = room(rest[:, 0], rest[:, 2], sources)
+        target_keys, target_room = room(rest[:, 1], rest[:, 2], targets)
         _refuse_gap(agent, "source", rest[:, 0], source_room, "attached")
         _refuse_gap(agent, "target", rest[:, 1], target_room, "registered")
         taken = np.minimum(rest[:, 2], np.minimum(source_room, target_room))
@@ -81,18 +81,21 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
     return np.concatenate(rounds)
 
 
-def _room(addresses: Uint64s, sizes: Uint64s, covers: Sequence[Cover]) -> tuple[Uint64s, Uint64s]:
-    """For each address: the key of a cover that has it, and the bytes from there on; else 0."""
-    keys, room = np.zeros_like(addresses), np.zeros_like(addresses)
+def room(addresses: Uint64s, sizes: Uint64s, covers: Sequence[Cover]) -> tuple[Uint64s, Uint64s]:
+    """For each address: the key of a cover that has it, and the bytes from there on; else 0.
+
+    Of two covers of a byte the longer one wins, then the first one.
+    """
+    keys, found = np.zeros_like(addresses), np.zeros_like(addresses)
     for cover in covers:
-        if (room >= sizes).all():
+        if (found >= sizes).all():
             break
         region = np.searchsorted(cover.starts, addresses, side="right") - 1
         ends = cover.ends[region]
         here = np.where((region >= 0) & (ends > addresses), ends - addresses, 0)
-        is_better = here > room
-        keys[is_better], room[is_better] = cover.key, here[is_better]
-    return keys, room
+        is_better = here > found
+        keys[is_better], found[is_better] = cover.key, here[is_better]
+    return keys, found
 
 
 def _refuse_gap(agent: str, side: str, addresses: Uint64s, room: Uint64s, lacks: str) -> None:

@@ -1,0 +1,398 @@
+"""A transport that copies out of shared memory on the same host, and leaves the rest to another.
+
+The kernel reads another process's memory (cma) by looking up and holding each of its pages, at
+every read. Memory that is a file can be mapped instead, once; from then on a read is a copy.
+
+Why nothing else changes for who reads:
+
+* What counts. A read is copied inside `post`, before `is_done` can say that it has landed, and
+  with a lock held that is released after it. Whoever then asks for the source's word does so
+  through the other transport, which takes locks, and the kernel's, before it looks. So the word is
+  looked at after the bytes, on processors that reorder loads too; and the other way round, a word
+  that was seen before `post` is older than the bytes.
+* Who is there. The memory of a process that has ended can still be copied. So something of every
+  read, if only its last byte, goes by the other transport, which notices.
+* What is where. An address may belong to a file now, to another one later, and then to none.
+  Descriptors say all that they register on the host, shared or not, and what they say replaces
+  what was known of those addresses.
+* Whose memory it is. A mapping keeps a file's memory allocated when its process has freed it, or
+  has ended. Whenever a peer is connected, or more is mapped, what was left like that is unmapped.
+
+A process that truncates a file which it has registered frees registered memory, which is not
+allowed; here that kills its readers (SIGBUS), as it would kill itself. torch never does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.p2p import mapped
+from torch_ros.p2p.mapped import Mapping, Stretch
+from torch_ros.p2p.regions import Cover, Uint64s, merge, room
+from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
+
+log = logging.getLogger(__name__)
+
+# Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
+# which takes a millisecond or two.
+LOOK_BYTES = 1 << 20
+
+# Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
+MAPPINGS_MAX = 16_384
+
+# To copy less than this takes less time than to give up the GIL, and to wait until whoever took it
+# gives it back: up to 5 ms in Python.
+HOLD_BYTES = 256 << 10
+
+# The same function twice: called without the GIL, and with it.
+_move, _move_at_once = ctypes.CDLL(None).memmove, ctypes.PyDLL(None).memmove
+for _each in (_move, _move_at_once):
+    _each.argtypes, _each.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+
+class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    host: str  # of the stretches; empty if there are none
+    bounds: bytes  # the starts, then the ends, of all that is registered in host memory
+    stretches: tuple[Stretch, ...]
+    base: bytes  # what the other transport says; last, so that it notices what was cut off
+
+
+class SharedRegistration:
+    def __init__(
+        self,
+        transport: SharedTransport,
+        base: Registration,
+        cover: Cover | None,
+        stretches: tuple[Stretch, ...],
+    ) -> None:
+        self._transport, self._base, self.cover = transport, base, cover
+        self.is_open = True
+        self.descriptor = b""
+        if base.descriptor:
+            bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
+            host = transport.host if stretches else ""
+            self.descriptor = msgspec.msgpack.encode(
+                _Descriptor(host, bounds, stretches, base.descriptor)
+            )
+
+    def close(self) -> None:
+        transport = self._transport
+        if transport.is_foreign:
+            return
+        with transport.lock:
+            self.is_open = False
+            if self in transport.registrations:
+                transport.registrations.remove(self)
+            reads = [read for read in transport.reads if self in read.targets]
+        for read in reads:
+            read.settle()
+        self._base.close()
+
+
+class SharedRead:
+    """A read of which some is copied here, and at least a byte is left to the other transport."""
+
+    def __init__(
+        self,
+        peer: SharedPeer,
+        base: Read,
+        copies: Spans,  # the sources are addresses of this process
+        mappings: AbstractSet[Mapping],
+        targets: AbstractSet[SharedRegistration],
+    ) -> None:
+        self._peer, self._base, self._copies = peer, base, copies
+        self.mappings, self.targets = mappings, targets
+        self.copied_bytes = int(copies[:, 2].sum())
+        self.size_bytes = base.size_bytes + self.copied_bytes
+        # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
+        self._lock = threading.Lock()
+        peer.transport.reads.add(self)
+
+    def post(self) -> None:
+        self._peer.transport.refuse_fork()
+        with self._lock:
+            if not all(registration.is_open for registration in self.targets):
+                raise TransferFailed(self._peer.agent, "the memory it lands in was unregistered")
+            if not all(mapping.is_open for mapping in self.mappings):
+                raise TransferFailed(self._peer.agent, "its shared memory is not mapped any more")
+            self._base.post()
+            for source, target, size_bytes in self._copies.tolist():
+                move = _move if size_bytes >= HOLD_BYTES else _move_at_once
+                move(target, source, size_bytes)
+
+    def is_done(self) -> bool:
+        return self._base.is_done()
+
+    def close(self) -> None:
+        transport = self._peer.transport
+        if transport.is_foreign:
+            return
+        with self._lock:
+            self._base.close()
+        with transport.lock:
+            transport.reads.discard(self)
+
+    def settle(self) -> None:
+        """Wait until nothing is being copied."""
+        with self._lock:
+            pass
+
+
+class _Segments:
+    """What is mapped of a peer's registered memory: disjoint, in order of address."""
+
+    def __init__(self, rows: Sequence[tuple[int, int, Mapping]] = ()) -> None:
+        self.rows = sorted(rows, key=lambda row: row[0])
+        self.mappings = [mapping for _, _, mapping in self.rows]
+        self._starts = np.array([start for start, _, _ in self.rows], np.uint64)
+        self._ends = np.array([end for _, end, _ in self.rows], np.uint64)
+        shifts = [mapping.address - mapping.stretch.address for mapping in self.mappings]
+        self._shifts = np.array(shifts, np.int64).view(np.uint64)  # it wraps, and back again
+
+    def find(
+        self, addresses: Uint64s, sizes: Uint64s
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
+        """Which of the spans lie in one segment; in which; and where they are in this process."""
+        row = np.searchsorted(self._starts, addresses, side="right") - 1
+        ends = self._ends[row]
+        is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
+        return is_inside, row, addresses + self._shifts[row]
+
+    def without(self, starts: Uint64s, ends: Uint64s) -> list[tuple[int, int, Mapping]]:
+        """Those that do not touch any of these regions, which are disjoint and in order."""
+        after = np.searchsorted(ends, self._starts, side="right")
+        beyond = np.append(starts, np.uint64(2**64 - 1))[after]
+        return [
+            row for row, is_free in zip(self.rows, beyond >= self._ends, strict=True) if is_free
+        ]
+
+
+class SharedPeer:
+    def __init__(self, transport: SharedTransport, base: Peer) -> None:
+        self.transport, self._base, self.agent = transport, base, base.agent
+        self._segments = _Segments()
+        self.mappings: dict[Stretch, Mapping] = {}
+        with transport.lock:
+            transport.peers.add(self)
+
+    def attach(self, descriptor: bytes) -> None:
+        if not descriptor:
+            self._base.attach(descriptor)
+            return
+        starts, ends, said = _unpack(self.agent, descriptor)
+        # It pings: the peer is there, so that a file which it says it has is that file, if the
+        # host is the same.
+        self._base.attach(said.base)
+        is_near = self._is_near(said)
+        if is_near:
+            self.transport.unmap_abandoned()
+        with self.transport.lock:
+            self._segments = _Segments(self._segments.without(starts, ends))
+            if is_near and self in self.transport.peers:
+                self._map(said.stretches, starts, ends)
+
+    def _is_near(self, said: _Descriptor) -> bool:
+        if not (said.stretches and self.transport.is_used):
+            return False
+        if said.host != self.transport.host:
+            log.info("agent %s: its shared memory is on another host", self.agent)
+            return False
+        return True
+
+    def _map(self, stretches: Sequence[Stretch], starts: Uint64s, ends: Uint64s) -> None:
+        rows, refused = self._segments.rows, list[OSError]()
+        for stretch in stretches:
+            try:
+                mapping = self._mapping(stretch)
+            except OSError as error:
+                refused.append(error)
+                continue
+            begin, end = stretch.address, stretch.address + stretch.size_bytes
+            those = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
+            for start, stop in zip(starts[those].tolist(), ends[those].tolist(), strict=True):
+                rows.append((max(start, begin), min(stop, end), mapping))
+        self._segments = _Segments(rows)
+        mapped_mb = sum(stop - start for start, stop, _ in rows) / 1e6
+        log.info("agent %s: %.0f MB of its shared memory are mapped here", self.agent, mapped_mb)
+        if refused:
+            log.info(
+                "agent %s: %d of %d pieces of its shared memory are not mapped (%s)",
+                self.agent,
+                len(refused),
+                len(stretches),
+                refused[0],
+            )
+
+    def _mapping(self, stretch: Stretch) -> Mapping:
+        if stretch not in self.mappings:
+            if sum(len(peer.mappings) for peer in self.transport.peers) >= MAPPINGS_MAX:
+                raise OSError(f"there are {MAPPINGS_MAX} mappings already")
+            self.mappings[stretch] = Mapping(stretch)
+        return self.mappings[stretch]
+
+    def prepare(
+        self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
+    ) -> Read:
+        with self.transport.lock:
+            if source_device == target_device == HOST and (read := self._prepare_shared(spans)):
+                return read
+        return self._base.prepare(spans, source_device=source_device, target_device=target_device)
+
+    def _prepare_shared(self, spans: Spans) -> SharedRead | None:
+        """A read of `spans`, if something of it can be copied."""
+        transport, segments = self.transport, self._segments
+        if not (len(spans) and segments.rows):
+            return None
+        is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
+        keys, there = room(spans[:, 1], spans[:, 2], transport.covers())
+        # What is empty, or not registered, is refused where all else is.
+        is_copied &= (spans[:, 2] > 0) & (there >= spans[:, 2])
+        copies = np.stack((sources, spans[:, 1], spans[:, 2]), axis=1)[is_copied]
+        rest = spans[~is_copied]
+        if not len(rest):
+            source, target, size_bytes = spans[-1].tolist()
+            last = size_bytes - 1
+            rest = np.array([(source + last, target + last, 1)], np.uint64)
+            copies[-1, 2] = last
+            copies = copies[copies[:, 2] > 0]
+        if not len(copies):
+            return None
+        used = {segments.mappings[index] for index in set(row[is_copied].tolist())}
+        targets = transport.owners(set(keys[is_copied].tolist()))
+        return SharedRead(self, self._base.prepare(rest), copies, used, targets)
+
+    def unmap(self, mappings: Iterable[Mapping]) -> None:
+        """Give up some mappings; reads of them fail from then on."""
+        gone = set(mappings)
+        with self.transport.lock:
+            for mapping in gone:
+                mapping.is_open = False
+                self.mappings.pop(mapping.stretch, None)
+            rows = [row for row in self._segments.rows if row[2] not in gone]
+            self._segments = _Segments(rows)
+            reads = [read for read in self.transport.reads if not gone.isdisjoint(read.mappings)]
+        for read in reads:
+            read.settle()
+        for mapping in gone:
+            mapping.close()
+
+    def close(self) -> None:
+        if self.transport.is_foreign:
+            return
+        self._base.close()
+        with self.transport.lock:
+            self.transport.peers.discard(self)
+            left = tuple(self.mappings.values())
+        self.unmap(left)
+
+
+class SharedTransport:
+    """Another transport, and copies out of shared memory where it and a peer are on one host.
+
+    Both ends need it. `post` blocks for as long as the copy takes.
+
+    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
+
+    Args:
+        base: For all else; belongs to this from then on.
+        is_used: False: talk to peers that copy, but leave it all to `base`, in both directions.
+    """
+
+    def __init__(self, base: Transport, *, is_used: bool = True) -> None:
+        self._base, self.agent, self.is_used = base, base.agent, is_used
+        self.host = mapped.host()
+        self.lock = threading.RLock()  # never waited for with the lock of a read held
+        self.registrations: list[SharedRegistration] = []
+        self.peers: set[SharedPeer] = set()
+        self.reads: set[SharedRead] = set()
+        self._keys = itertools.count()
+        self._pid = os.getpid()
+
+    @property
+    def connection(self) -> bytes:
+        return self._base.connection
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, which has inherited no mapping."""
+        return os.getpid() != self._pid
+
+    def covers(self) -> list[Cover]:
+        """Of all registrations with host memory, the newest first."""
+        return [each.cover for each in reversed(self.registrations) if each.cover]
+
+    def owners(self, keys: AbstractSet[int]) -> set[SharedRegistration]:
+        """The registrations that have these covers."""
+        return {each for each in self.registrations if each.cover and each.cover.key in keys}
+
+    def register(self, regions: Sequence[Region]) -> SharedRegistration:
+        self.refuse_fork()
+        base = self._base.register(regions)
+        on_host = [region for region in regions if region.device == HOST]
+        cover = merge(HOST, on_host, key=next(self._keys)) if on_host else None
+        stretches: tuple[Stretch, ...] = ()
+        if cover and self.is_used and int((cover.ends - cover.starts).sum()) >= LOOK_BYTES:
+            stretches = mapped.find(cover)
+        registration = SharedRegistration(self, base, cover, stretches)
+        with self.lock:
+            self.registrations.append(registration)
+        return registration
+
+    def connect(self, connection: bytes) -> SharedPeer:
+        self.refuse_fork()
+        peer = SharedPeer(self, self._base.connect(connection))
+        self.unmap_abandoned()
+        return peer
+
+    def unmap_abandoned(self) -> None:
+        """Let go of memory whose process has let go of it."""
+        with self.lock:
+            found = [
+                (peer, [mapping for mapping in peer.mappings.values() if mapping.is_abandoned])
+                for peer in self.peers
+            ]
+        for peer, mappings in found:
+            if mappings:
+                log.info("agent %s: it has let go of %d mappings", peer.agent, len(mappings))
+                peer.unmap(mappings)
+
+    def close(self) -> None:
+        if self.is_foreign:
+            return
+        self._base.close()
+        with self.lock:
+            peers = tuple(self.peers)
+            self.peers.clear()
+            self.registrations.clear()
+        for peer in peers:
+            peer.unmap(tuple(peer.mappings.values()))
+
+    def refuse_fork(self) -> None:
+        if self.is_foreign:
+            raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
+
+
+def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:
+    """The starts and ends of what is registered, and all else.
+
+    Raises:
+        TransferFailed: These are other bytes.
+    """
+    try:
+        said = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        starts, ends = np.frombuffer(said.bounds, np.uint64).reshape(2, -1)
+    except (msgspec.DecodeError, ValueError) as error:
+        reason = "these bytes are no descriptor of a SharedTransport"
+        raise TransferFailed(agent, reason) from error
+    return starts, ends, said
