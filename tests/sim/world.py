@@ -33,7 +33,7 @@ from torch_ros.store import group, loops, run, session
 from torch_ros.store.keys import Keys, parse_holding
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
-from torch_ros.weights.plan import HOST_COSTS, plan
+from torch_ros.weights.plan import HOST_COSTS, ReadPlan, plan
 
 FAULTS = (
     "kill", "suspend", "cut", "unlink", "lose", "lose reply", "late", "early", "read", "slow",
@@ -73,6 +73,19 @@ SHAPES = (
     (("w0", (12,)), ("w1", (12,))),
     (("m", (3, 12)), ("w", (12,)), ("x", (24,))),
 )
+
+
+# Rows so short that they are staged, although there are few of them.
+CHEAP_COPIES = dataclasses.replace(HOST_COSTS, copy_s=0.0)
+plans: dict[tuple, ReadPlan] = {}
+
+
+def planned(sources, target, **options) -> ReadPlan:
+    """The plan, which is pure; the same few layouts meet in all worlds."""
+    key = (*(layout.digest for layout in (*sources, target)), *options.values())
+    if key not in plans:
+        plans[key] = plan(sources, target, costs=CHEAP_COPIES, **options)
+    return plans[key]
 
 
 class World(Scheduler):
@@ -481,9 +494,7 @@ class World(Scheduler):
                 for name, value in everywhere.items():
                     if hasattr(module, name) and not (module is run and name == "Deadline"):
                         stack.enter_context(patch.object(module, name, value))
-            # Rows so short that they are staged, although there are few of them.
-            cheap = dataclasses.replace(HOST_COSTS, copy_s=0.0)
-            stack.enter_context(patch.object(reading, "plan", functools.partial(plan, costs=cheap)))
+            stack.enter_context(patch.object(reading, "plan", planned))
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))

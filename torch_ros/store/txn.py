@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class Range:
+
+class Range(Struct, frozen=True):
     """The keys ``start <= key < end``, in byte order of their UTF-8."""
 
     start: str
@@ -32,39 +32,34 @@ def under(prefix: str) -> Range:
     return Range(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     value: bytes  # b"" when only keys were asked for
     create_rev: int  # the same for as long as the record lives
     mod_rev: int  # changes with every write
     lease_id: int  # 0: no lease
 
 
-@dataclass(frozen=True, slots=True)
-class Unchanged:
+class Unchanged(Struct, frozen=True):
     """`key` was last written at `mod_rev`; 0: it does not exist."""
 
     key: str
     mod_rev: int
 
 
-@dataclass(frozen=True, slots=True)
-class Created:
+class Created(Struct, frozen=True):
     """`key` is still the record created at `create_rev`, whatever its value is now."""
 
     key: str
     create_rev: int
 
 
-@dataclass(frozen=True, slots=True)
-class Empty:
+class Empty(Struct, frozen=True):
     """No key is in `range`."""
 
     range: Range
 
 
-@dataclass(frozen=True, slots=True)
-class NoneNewer:
+class NoneNewer(Struct, frozen=True):
     """No key in `range` was written after `rev`. Deletions do not show."""
 
     range: Range
@@ -74,28 +69,24 @@ class NoneNewer:
 Guard = Unchanged | Created | Empty | NoneNewer
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, frozen=True):
     key: str
     value: bytes
     lease_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Struct, frozen=True):
     range: Range
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(Struct, frozen=True):
     """Sees the operations that stand before it in the same transaction."""
 
     range: Range
     keys_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(Struct, frozen=True):
     """Like `Get`, for the number of keys only."""
 
     range: Range
@@ -104,8 +95,7 @@ class Count:
 Op = Put | Delete | Get | Count
 
 
-@dataclass(frozen=True, slots=True)
-class Txn:
+class Txn(Struct, frozen=True):
     """Apply all of `ops` if all of `guards` hold, else none. No key is put twice.
 
     etcd allows 128 guards and 128 operations; no transaction of ours has one per rank.
@@ -115,8 +105,7 @@ class Txn:
     ops: tuple[Op, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """What became of a `Txn`. `results`: one per `Get` and `Count` of its ops, in order."""
 
     applied: bool
@@ -127,8 +116,7 @@ class Reply:
 UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have applied; look again
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """Several ranges, read at one revision."""
 
     rev: int
@@ -144,22 +132,19 @@ class View:
         return ((key, self.entries[key]) for key in sorted(self.entries) if key in range_)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(Struct, frozen=True):
     """Request. Reply: a `View` of all `ranges`."""
 
     ranges: tuple[Range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Struct, frozen=True):
     """Request. Reply: a `Reply`; `UNKNOWN` when it was lost."""
 
     txn: Txn
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(Struct, frozen=True):
     """Request. Reply: the seconds waited, until something in `ranges` may have changed after
     `after_rev`, or `limit_s` were over.
 
