@@ -9,9 +9,16 @@ import torch
 
 import torch_ros
 from torch_ros import filling, reading
-from torch_ros.errors import ContractBroken, CorruptWeights, SourceLost, VersionNotFound
+from torch_ros.errors import (
+    ContractBroken,
+    CorruptWeights,
+    SelfFenced,
+    SourceLost,
+    VersionNotFound,
+)
 from torch_ros.reading import Progress
-from torch_ros.store import memory
+from torch_ros.store import memory, rules
+from torch_ros.store.loops import Done
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -182,6 +189,29 @@ def test_a_version_of_less_than_a_batch_for_each_comes_from_one_source(opened):
     newcomer.replicate()
     assert newcomer.last_read.source == "trainer"
     assert same(got, tensors)
+
+
+def test_a_rank_that_lost_its_seat_before_it_heard_of_the_end_reports_what_it_read(
+    opened, monkeypatch, pool
+):
+    _, tensors = publisher(opened)
+    ranks = list(pool.map(lambda r: reader(opened, "r", rank=r, world_size=2), range(2)))
+    lost, await_outcome = [], rules.await_outcome
+
+    def losing(view, seat, call):
+        step = await_outcome(view, seat, call)
+        if call.kind == "replicate" and isinstance(step, Done) and not lost:
+            lost.append(seat.rank)
+            raise SelfFenced(seat.replica, "its lease ended", may_return=True)
+        return step
+
+    monkeypatch.setattr(rules, "await_outcome", losing)
+    reads = [pool.submit(handle.replicate) for handle, _ in ranks]
+    assert [read.result(20) for read in reads] == [1, 1]
+    assert lost, "nobody had to wait for the end"
+    for handle, got in ranks:
+        assert handle.last_read.bytes_read == handle.last_read.bytes_total == 32000
+        assert same(got, tensors)
 
 
 def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):

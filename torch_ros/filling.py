@@ -80,6 +80,7 @@ class Filling:
         landed: Callable[[], object] = lambda: None,
     ) -> None:
         self.register, self.landed = register, landed
+        self.watch = Stopwatch()
         # Each serves at least a batch.
         self.sources_max = max(1, bytes_total // BATCH_BYTES)
         self.ref: VersionRef | None = None
@@ -136,11 +137,13 @@ class Filler:
         deadline: Deadline,
     ) -> int:
         """This rank's part in reading a version, whole or what is still missing of it."""
-        watch = Stopwatch()
+        watch = filling.watch
         is_relay = whole.is_relayed and self._relays
         call.decide_to_read(spec, floor, is_relay=is_relay, sources_max=filling.sources_max)
         if call.has_ended:  # while this rank had no seat; its part was done
-            self._offer.serve(call.mark, EVERYTHING)
+            if self._group.held is not None:
+                self._offer.serve(call.mark, EVERYTHING)
+            self._report(call, filling)
             return call.ref.version
         watch.lap("decide")
         if filling.ref != call.ref:
@@ -148,7 +151,7 @@ class Filler:
             filling.start(call.ref)
         what = f"version {call.ref.version} of {self._model!r}"
         with ProgressLine(what, is_shown=self._rank == 0) as line:
-            call.read(partial(self._fetch, call, filling, watch, deadline, line))
+            call.read(partial(self._fetch, call, filling, deadline, line))
         registered, progress = filling.registered, filling.progress
         assert registered is not None
         assert progress is not None
@@ -166,14 +169,13 @@ class Filler:
         watch.lap("commit")
         if not outcome.is_source:
             self._offer.void()
-        self._report(call, filling, progress, registered, watch)
+        self._report(call, filling)
         return call.ref.version
 
     def _fetch(
         self,
         call: GroupCall,
         filling: Filling,
-        watch: Stopwatch,
         deadline: Deadline,
         line: ProgressLine,
         sources: Sequence[Source],
@@ -191,7 +193,7 @@ class Filler:
             )
             for source in sources
         ]
-        watch.lap("manifests")
+        filling.watch.lap("manifests")
         filling.source = ", ".join(feed.replica for feed in feeds)
         here = socket.gethostname()
         filling.is_near = all(shard.host == here for source in sources for shard in source.shards)
@@ -207,7 +209,7 @@ class Filler:
         supplies = [
             [self._supply(feed, part.layout) for feed in feeds] for part in registered.parts
         ]
-        watch.lap("plan")
+        filling.watch.lap("plan")
         progress.serve(call.mark)
         progress.added = line.add
         line.expect(sum(one[0].plan.bytes_read for one in supplies))
@@ -272,14 +274,10 @@ class Filler:
                 self._group.suspect(filling.sources, str(error))
         raise AssertionError("the last try returns or raises")
 
-    def _report(
-        self,
-        call: GroupCall,
-        filling: Filling,
-        progress: Progress,
-        registered: Registered,
-        watch: Stopwatch,
-    ) -> None:
+    def _report(self, call: GroupCall, filling: Filling) -> None:
+        registered, progress, watch = filling.registered, filling.progress, filling.watch
+        assert registered is not None
+        assert progress is not None
         bytes_total = registered.bytes_total
         report = ReadReport(
             call.ref.version,
