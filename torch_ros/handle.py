@@ -119,8 +119,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
             memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
-            this process; "auto": "memory" for a store in memory, else "ucx". None: the
-            environment's TORCH_ROS_TRANSPORT, else "auto".
+            this process; "auto": "memory" for a store in memory, else "ucx", but tensors that a
+            source on this host has in shared memory (`Tensor.share_memory_`) are mapped and
+            copied, if it too has "auto". None: the environment's TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
 
@@ -190,10 +191,13 @@ def _transport(endpoint: str, asked: str | None) -> Transport:
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without.
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
+    from torch_ros.p2p.shared import SharedTransport  # noqa: PLC0415
 
+    how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; shared memory of this host is copied"}[name]
     reason = "asked for" if name != "auto" else "the store is not in memory"
-    log.info("transport: NIXL over UCX%s (%s)", ", TCP" if name == "ucx-tcp" else "", reason)
-    return NixlTransport(tcp_only=name == "ucx-tcp")
+    log.info("transport: NIXL over UCX%s (%s)", how, reason)
+    nixl = NixlTransport(tcp_only=name == "ucx-tcp")
+    return SharedTransport(nixl, is_used=name == "auto")  # peers of either kind can talk
 
 
 class Found(NamedTuple):
