@@ -1,43 +1,13 @@
 """NIXL between processes that are killed, stopped and forked."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
 pytestmark = pytest.mark.timeout(90)
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 # A copy over cma is over when `post` returns; over TCP it can be interrupted.
 TCP = {"UCX_TLS": "tcp,self"}
-
-PRELUDE = """
-import os, signal, sys, time
-import numpy as np
-from torch_ros.errors import ClosedError, TransferFailed
-from torch_ros.p2p import nixl
-from torch_ros.p2p.transport import Region
-
-def say(*words):
-    print(*words, flush=True)
-
-def hear():
-    line = sys.stdin.readline()
-    if not line:
-        os._exit(3)  # the test is gone
-    return line.split()
-
-def region(array):
-    return Region(array.ctypes.data, array.nbytes)
-
-def wait(read):
-    while not read.is_done():
-        time.sleep(0.0002)
-"""
 
 # Shows memory full of 7 to whoever reads it; answers questions.
 SOURCE = """
@@ -105,49 +75,6 @@ while True:
             peer.close()
             say("disconnected")
 """
-
-
-class Process:
-    def __init__(self, script, *arguments, environment=None):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + script, *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, *words):
-        print(*words, file=self.process.stdin, flush=True)
-
-    def hear(self):
-        return self.process.stdout.readline().split()
-
-    def ask(self, *words):
-        self.tell(*words)
-        return self.hear()
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
-
-@pytest.fixture
-def spawn():
-    spawned = []
-
-    def start(*arguments, **keywords):
-        spawned.append(Process(*arguments, **keywords))
-        return spawned[-1]
-
-    yield start
-    for each in spawned:
-        each.process.kill()
-        each.process.wait()
-        each.process.stdin.close()
-        each.process.stdout.close()
 
 
 @pytest.fixture(params=["shared memory", "tcp"])
