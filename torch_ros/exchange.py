@@ -22,6 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ from torch_ros.weights.manifest import Layout, Manifest
 log = logging.getLogger(__name__)
 
 MAILBOX_BYTES = 4096
+WORD_BYTES = 8
 HEADER_BYTES = 32  # the word, the notice's length, its digest
 EVERYTHING = 2**32 - 1  # as a position: all that is shown is there
 PEERS_MAX = 4096  # connections kept; the least recently used is closed first
@@ -101,7 +103,7 @@ class Offer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._mailbox = np.zeros(MAILBOX_BYTES, np.uint8)
-        self._word = self._mailbox[:8].view(np.uint64)  # aligned: read whole or not at all
+        self._word = self._mailbox[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
         registration = self._own = transport.register([_region(self._mailbox)])
         self.card = msgspec.msgpack.encode(
             Card(
@@ -198,17 +200,16 @@ class Shown:
 
 
 @dataclass(slots=True)
-class _WordRead:
-    """Kept, since a word is asked for after every batch."""
+class _KeptRead:
+    """One that is made again and again, into the same memory."""
 
-    buffer: npt.NDArray[np.uint64]
-    registration: Registration
+    buffer: npt.NDArray[np.uint8]
     read: Read
     is_late: bool = False  # in flight still, since nobody waited for it any longer
 
-    def ask(self, deadline: Deadline) -> int:
+    def ask(self, deadline: Deadline) -> bytes:
         while self.is_late and not self.read.is_done():  # what that brings is of no use
-            deadline.check("a word that was asked for earlier is still to be read")
+            deadline.check("what was asked for earlier is still to be read")
             time.sleep(POLL_S)
         self.is_late = False
         try:
@@ -216,11 +217,28 @@ class _WordRead:
         except DeadlineExceeded:
             self.is_late = True
             raise
-        return int(self.buffer[0])
+        return self.buffer.tobytes()
+
+
+class _Mailbox:
+    """A peer's: its word is asked for after every batch, all of it at every call."""
+
+    def __init__(self, transport: Transport, peer: Peer, address: int) -> None:
+        buffer = np.zeros(MAILBOX_BYTES + WORD_BYTES, np.uint8)
+        self._registration = transport.register([_region(buffer)])
+        self._kept: list[_KeptRead] = []
+        try:
+            for part in (buffer[:MAILBOX_BYTES], buffer[MAILBOX_BYTES:]):
+                spans = np.array([[address, part.ctypes.data, part.nbytes]], np.uint64)
+                self._kept.append(_KeptRead(part, peer.prepare(spans)))
+        except BaseException:
+            self.close()
+            raise
+        self.whole, self.word = self._kept
 
     def close(self) -> None:
-        self.read.close()
-        self.registration.close()
+        close_all([kept.read for kept in self._kept])
+        self._registration.close()
 
 
 class Intake:
@@ -231,7 +249,7 @@ class Intake:
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._attached: dict[str, set[bytes]] = {}
         self._manifests: dict[str, tuple[bytes, Manifest]] = {}  # agent -> digest, manifest
-        self._words: dict[tuple[str, int], _WordRead] = {}
+        self._mailboxes: dict[tuple[str, int], _Mailbox] = {}
         self.before_forget: Callable[[str], None] = lambda _: None
         """Called before a peer is disconnected: whoever has reads from it closes them."""
 
@@ -253,8 +271,9 @@ class Intake:
         self._attach(peer, where.mailbox)
         # First: who serves something has shown it before, and nothing says in which order the
         # bytes of one read are fetched.
-        word = self.word(Shown(where.agent, where.mailbox_address, Word(), None), deadline)
-        box = self._read_bytes(peer, where.mailbox, where.mailbox_address, MAILBOX_BYTES, deadline)
+        mailbox = where.agent, where.mailbox_address
+        word = self._word(*mailbox, deadline)
+        box = self._ask(*mailbox, "whole", deadline)
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]
         content = box[HEADER_BYTES : HEADER_BYTES + length]
         if length == 0 or _digest(content) != digest:
@@ -288,19 +307,24 @@ class Intake:
         Raises:
             TransferFailed: It is gone.
         """
-        key = (shown.agent, shown.mailbox_address)
-        if key not in self._words:
-            buffer = np.zeros(1, np.uint64)
-            registration = self._transport.register([Region(buffer.ctypes.data, 8)])
-            spans = np.array([[shown.mailbox_address, buffer.ctypes.data, 8]], np.uint64)
-            read = self._peers[shown.agent].prepare(spans)
-            self._words[key] = _WordRead(buffer, registration, read)
+        return self._word(shown.agent, shown.mailbox_address, deadline)
+
+    def _word(self, agent: str, address: int, deadline: Deadline) -> Word:
+        return Word.unpack(int.from_bytes(self._ask(agent, address, "word", deadline), "little"))
+
+    def _ask(
+        self, agent: str, address: int, what: Literal["word", "whole"], deadline: Deadline
+    ) -> bytes:
+        key = (agent, address)
+        if key not in self._mailboxes:
+            self._mailboxes[key] = _Mailbox(self._transport, self._peers[agent], address)
+        mailbox = self._mailboxes[key]
         try:
-            return Word.unpack(self._words[key].ask(deadline))
+            return (mailbox.word if what == "word" else mailbox.whole).ask(deadline)
         except DeadlineExceeded:
             raise
         except BaseException:
-            self._words.pop(key).close()
+            self._mailboxes.pop(key).close()
             raise
 
     def prepare(
@@ -315,7 +339,7 @@ class Intake:
         """Reads of `spans` from `agent`, each of about `READ_BYTES`. The caller closes them."""
         peer = self._peers[agent]
         self._attach(peer, manifest.descriptor)
-        spans = _cut(spans)
+        spans = _cut(joined(spans))
         ends = np.cumsum(spans[:, 2])
         cuts = np.searchsorted(ends, np.arange(READ_BYTES, int(ends[-1]), READ_BYTES)) + 1
         reads: list[Read] = []
@@ -334,8 +358,8 @@ class Intake:
         self.before_forget(agent)
         self._attached.pop(agent, None)
         self._manifests.pop(agent, None)
-        for key in [key for key in self._words if key[0] == agent]:
-            self._words.pop(key).close()
+        for key in [key for key in self._mailboxes if key[0] == agent]:
+            self._mailboxes.pop(key).close()
         if peer := self._peers.pop(agent, None):
             peer.close()
 
@@ -373,6 +397,22 @@ class Intake:
         finally:
             registration.close()
         return buffer.tobytes()
+
+
+def joined(spans: Spans) -> Spans:
+    """The same bytes, in one span where some touch on both sides: tensors may lie side by side.
+
+    In the order of the first of each.
+    """
+    order = np.lexsort((spans[:, 0], spans[:, 1] - spans[:, 0]))
+    source, target, size = spans[order].T
+    touches = (source[:-1] + size[:-1] == source[1:]) & (target[:-1] + size[:-1] == target[1:])
+    if not touches.any():
+        return spans
+    starts = np.flatnonzero(np.concatenate(([True], ~touches)))
+    runs = spans[order[starts]]
+    runs[:, 2] = np.add.reduceat(size, starts)
+    return runs[np.argsort(np.minimum.reduceat(order, starts))]
 
 
 def _cut(spans: Spans) -> Spans:

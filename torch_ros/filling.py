@@ -120,7 +120,7 @@ class Filler:
 
     def publish(self, call: GroupCall, registered: Registered, deadline: Deadline) -> None:
         """Show the tensors as what was decided on, and say so."""
-        finish_kernels(registered.memory)
+        finish_kernels(registered)
         self.digests = Digests(self._depth, registered.digests(self._depth))
         self._offer.show_digests(self.digests)
         self._offer.serve(call.mark, EVERYTHING)
@@ -155,7 +155,7 @@ class Filler:
         registered, progress = filling.registered, filling.progress
         assert registered is not None
         assert progress is not None
-        mark_written(registered.memory)
+        mark_written(registered)
         watch.lap("read")
         expected = filling.expected
         depth: Depth = expected.depth if self._depth != "off" else "off"
@@ -201,7 +201,7 @@ class Filler:
         if filling.registered is None:
             filling.registered = filling.register(feeds[0].layouts)
             filling.progress = Progress(self._offer, len(filling.registered.memory))
-            finish_kernels(filling.registered.memory)  # those that still use the old content
+            finish_kernels(filling.registered)  # those that still use the old content
             filling.expected = self._expected(feeds[0], sources[0].inst)
             self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress

@@ -529,7 +529,7 @@ class ShardHandle:
         registered, known = self._registered, self._filler.digests
         if registered is None or not known.chunks:
             return
-        finish_kernels(registered.memory)
+        finish_kernels(registered)
         now = registered.digests(known.depth)
         for chunk, before, after in zip(registered.layout.chunks, known.chunks, now, strict=True):
             if before != after:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +57,12 @@ class Part:
     chunks: npt.NDArray[np.int64]  # their numbers in the whole layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Registered:
-    """Tensors that are shown to readers. Keeps their memory allocated."""
+    """Tensors that are shown to readers. Keeps their memory allocated.
+
+    What is asked of every tensor is asked once: a step has little time for each of thousands.
+    """
 
     layout: Layout
     memory: Sequence[torch.Tensor]  # of each of its chunks
@@ -103,13 +108,22 @@ class Registered:
     def regions(self) -> list[Region]:
         """The memory to register, in order; none is empty."""
         pools = {_region(pool) for pool in self.pools if pool.numel()}
-        regions = {_region(tensor) for tensor in self.memory if tensor.numel()}
+        regions = _regions(tensor for tensor in self.memory if tensor.numel())
         regions = {r for r in regions if not any(_is_inside(r, pool) for pool in pools)} | pools
         return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
 
-    @property
+    @cached_property
     def bytes_total(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.memory)
+        return sum(tensor.nbytes for tensor in self.memory)
+
+    @cached_property
+    def cuda_devices(self) -> frozenset[torch.device]:
+        return frozenset(tensor.device for tensor in self.memory if tensor.is_cuda)
+
+    @cached_property
+    def tracked(self) -> Sequence[torch.Tensor]:
+        """Those of which autograd counts how often they were written."""
+        return [tensor for tensor in self.memory if not tensor.is_inference()]
 
     def digests(self, depth: Depth) -> tuple[int, ...]:
         """Of the content of each chunk; none for "off"."""
@@ -126,6 +140,23 @@ def _region(tensor: torch.Tensor) -> Region:
     return Region(*span_of(tensor), _device(tensor))
 
 
+def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
+    """What they cover. Those of one storage, which is one allocation, are one where they touch."""
+    spans: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for tensor in tensors:
+        spans[_device(tensor), tensor.untyped_storage().data_ptr()].add(span_of(tensor))
+    regions = set()
+    for (device, _), within in spans.items():
+        [(start, size_bytes), *others] = sorted(within)
+        for address, length in others:
+            if address > start + size_bytes:
+                regions.add(Region(start, size_bytes, device))
+                start, size_bytes = address, 0
+            size_bytes = max(size_bytes, address + length - start)
+        regions.add(Region(start, size_bytes, device))
+    return regions
+
+
 def _is_inside(region: Region, pool: Region) -> bool:
     end, pool_end = region.address + region.size_bytes, pool.address + pool.size_bytes
     return region.device == pool.device and pool.address <= region.address and end <= pool_end
@@ -135,12 +166,12 @@ def memory_of(state: LocalState) -> set[tuple[int, int]]:
     return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
 
 
-def finish_kernels(memory: Sequence[torch.Tensor]) -> None:
+def finish_kernels(registered: Registered) -> None:
     """Wait for what was queued on these tensors: nobody else orders it before our reads."""
-    for device in {tensor.device for tensor in memory if tensor.is_cuda}:
+    for device in registered.cuda_devices:
         torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
 
 
-def mark_written(memory: Sequence[torch.Tensor]) -> None:
+def mark_written(registered: Registered) -> None:
     """Let autograd notice that these were overwritten behind its back."""
-    torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
+    torch.autograd.graph.increment_version(registered.tracked)

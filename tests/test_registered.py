@@ -1,0 +1,91 @@
+"""Which memory is registered for tensors that share it, and in how many spans it is read."""
+
+import itertools
+import uuid
+
+import numpy as np
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.exchange import joined
+from torch_ros.p2p.nixl import NixlTransport
+from torch_ros.p2p.transport import Region
+from torch_ros.registered import LocalState, Registered
+from torch_ros.weights.local import local_chunks
+
+COUNT, ELEMENTS = 2000, 16
+
+
+def registered(tensors):
+    return Registered.of(LocalState(local_chunks(tensors), {}, {}))
+
+
+def side_by_side(value, count=COUNT):
+    storage = torch.full((count * ELEMENTS,), value, dtype=torch.int16)
+    return {f"t{i}": row for i, row in enumerate(storage.view(count, ELEMENTS))}
+
+
+def test_tensors_that_fill_one_storage_are_one_registration():
+    tensors = side_by_side(1)
+    [region] = registered(tensors).regions
+    assert region == Region(tensors["t0"].data_ptr(), COUNT * ELEMENTS * 2)
+    transport = NixlTransport()
+    try:
+        [cover] = transport.register([region]).covers
+        assert len(cover.starts) == 1
+    finally:
+        transport.close()
+
+
+def test_a_gap_in_a_storage_is_not_registered():
+    row = torch.zeros(100, dtype=torch.uint8)
+    tensors = {"a": row[:10], "b": row[10:20], "c": row[21:30], "d": row[25:28], "e": row[30:40]}
+    start = row.data_ptr()
+    assert registered(tensors).regions == [Region(start, 20), Region(start + 21, 19)]
+
+
+def test_two_storages_are_two_regions_even_where_they_touch():
+    memory = torch.zeros(64, dtype=torch.uint8).numpy()
+    halves = {"a": torch.from_numpy(memory[:32]), "b": torch.from_numpy(memory[32:])}
+    assert [region.size_bytes for region in registered(halves).regions] == [32, 32]
+
+
+def test_tensors_side_by_side_at_both_ends_are_read_as_one_span():
+    model, endpoint = "m", f"memory://{uuid.uuid4().hex}"
+    sent, got = side_by_side(7), side_by_side(0)
+    with (
+        torch_ros.open(model, endpoint=endpoint, replica="trainer") as trainer,
+        torch_ros.open(model, endpoint=endpoint, replica="rollout") as rollout,
+    ):
+        trainer.register(sent)
+        trainer.publish(1)
+        rollout.register(got)
+        rollout.replicate()
+        assert all(bool((tensor == 7).all()) for tensor in got.values())
+        [(_, batches)] = rollout._reading._prepared.values()
+        assert [len(read._pieces) for batch in batches for read in batch.reads] == [1]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_spans_are_the_same_bytes_and_as_few_as_can_be(seed):
+    random = np.random.default_rng(seed)
+    runs = []  # bytes that follow each other on both sides, with room around them
+    for number in range(random.integers(1, 5)):
+        cuts = np.unique(random.integers(1, 90, random.integers(0, 6)))
+        ends = [0, *cuts.tolist(), 90]
+        source, target = (
+            1000 * number,
+            2**63 + 1000 * int(random.permutation(9)[0]) + 10_000 * number,
+        )
+        runs.append([(source + a, target + a, b - a) for a, b in itertools.pairwise(ends)])
+    rows = [row for run in runs for row in run]
+    spans = np.array([rows[i] for i in random.permutation(len(rows))], np.uint64)
+    expected = {(run[0][0], run[0][1], 90) for run in runs}
+    assert {tuple(span) for span in joined(spans).tolist()} == expected
+    assert len(joined(spans)) == len(expected)
+
+
+def test_spans_that_touch_on_one_side_only_stay_apart_and_in_order():
+    spans = np.array([(50, 10, 5), (55, 20, 5), (0, 25, 5), (5, 31, 5)], np.uint64)
+    assert joined(spans).tolist() == spans.tolist()
