@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 
 from torch_ros import copies, exchange, filling, handle, reading
@@ -23,7 +24,6 @@ from torch_ros.store import keys as keys_module
 from torch_ros.store import loops, membership, records, rules, seat, sources, versions
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
-from torch_ros.store.records import Outcome
 from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
@@ -163,7 +163,7 @@ def _(make):
 def _(rule):
     def faulty(view, seat, number, kind, asked, failure):
         step = rule(view, seat, number, kind, asked, failure)
-        return Done(Outcome(failure)) if isinstance(step, Act) else step
+        return Done(step.then(UNKNOWN)) if isinstance(step, Act) else step
 
     return faulty
 
@@ -172,9 +172,10 @@ def _(rule):
 def _(rule):
     def faulty(view, seat, number, kind, asked, failure):
         step = rule(view, seat, number, kind, asked, failure)
-        if isinstance(step, Done) and step.value.failure is None:
-            call = rules.find(view, seat, number)
-            return rules._end(view, seat, call, Outcome(failure), (), rules._undo(seat, call))
+        if isinstance(step, Done) and step.value.outcome.failure is None:
+            unended = msgspec.structs.replace(step.value, outcome=None)
+            with patch.object(rules, "_recall", lambda *_: unended):
+                return rule(view, seat, number, kind, asked, failure)
         return step
 
     return faulty
@@ -424,6 +425,21 @@ def _(end):
 
 
 @fault(
+    "of several sources only the first is asked for its word",
+    (reading._Run, "_end"),
+    hole=2,
+    scenario="second source",
+)
+def _(end):
+    def faulty(self, batch):
+        if batch.supply:
+            batch = dataclasses.replace(batch, needs={})
+        end(self, batch)
+
+    return faulty
+
+
+@fault(
     "the word is asked for before staged bytes have landed",
     (reading._Run, "_end"),
     hole=2,
@@ -432,7 +448,7 @@ def _(end):
 def _(end):
     def faulty(self, batch):
         for rank in batch.needs:
-            self._ask(rank)
+            self._ask(batch.supply, rank)
         end(self, dataclasses.replace(batch, needs={}))
 
     return faulty
@@ -523,6 +539,11 @@ def _(start):
     return faulty
 
 
+fault(
+    "a reader does not look whether it has its seat",
+    (group_module.Group, "await_certainty"),
+    scenario="replaced reader",
+)(lambda rule: lambda self, deadline: None)
 fault(
     "reads of a lost source are not ended",
     (reading, "close_all"),
@@ -775,11 +796,6 @@ def _(learn):
             self._lost, self.seat = lost, mine
 
     return faulty
-
-
-@fault("the own lease is not certified", (group_module.Group, "await_certainty"), hole=23)
-def _(certain):
-    return lambda self, deadline: None
 
 
 @contextmanager

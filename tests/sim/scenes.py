@@ -10,7 +10,13 @@ from replicas import TTL_S, Process, Start
 from story import short
 from world import SHAPES, World
 
-from torch_ros.errors import DeadlineExceeded, SourceLost, TorchRosError, VersionConflict
+from torch_ros.errors import (
+    DeadlineExceeded,
+    SelfFenced,
+    SourceLost,
+    TorchRosError,
+    VersionConflict,
+)
 from torch_ros.registered import LocalState
 from torch_ros.store import keys as k
 from torch_ros.store import membership
@@ -286,37 +292,46 @@ def stuck_reader(scene: Scene) -> None:
     demand({"r.1/0", "r.1/1"} <= scene.reached, "I2: a reader got what was taken back")
 
 
+def late_landing(
+    scene: Scene, sources: tuple[str, ...] = ("t", "u"), lost: str = "t", readers: int = 1
+) -> None:
+    """What is still in flight from a source that was lost does not land over what came after."""
+
+    def read(me: Process) -> None:
+        scene.until(*sources)
+        scene.uneven.add(me)
+        replicate(me)
+        scene.sleep(10)
+        scene.checks.returned(me, 1)
+        scene.reach(str(me.rank))
+        scene.until(*map(str, range(readers)))
+
+    def train(me: Process) -> None:
+        name = me.start.replica
+        scene.until(*sources[: sources.index(name)])
+        publish(me, 1)
+        scene.reach(name)
+        if name == lost:
+            _await_reader(me)
+            scene.sleep(scene.random())
+            unpublish(me)
+        scene.until(*map(str, range(readers)))
+
+    for name in sources:
+        scene.start(name, train, size=1, drain_s=0.1)
+    scene.start("r", read, size=readers)
+    scene.play()
+
+
 def staged_landing(scene: Scene) -> None:
     """What is read by way of a buffer counts only if its source served it to the end."""
     scene.shapes = SHAPES[-1]
     late_landing(scene, readers=2)
 
 
-def late_landing(scene: Scene, readers: int = 1) -> None:
-    """What is still in flight from a source that was lost does not land over what came after."""
-
-    def read(me: Process) -> None:
-        scene.until("t.0/0", "u.1/0")
-        scene.uneven.add(me)
-        replicate(me)
-        scene.sleep(10)
-        scene.checks.returned(me, 1)
-        scene.reach(str(me))
-        scene.until(*(f"r.2/{rank}" for rank in range(readers)))
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        scene.reach(str(me))
-        if me.start.replica == "t":
-            _await_reader(me)
-            scene.sleep(scene.random())
-            unpublish(me)
-        scene.until(*(f"r.2/{rank}" for rank in range(readers)))
-
-    scene.start("t", train, size=1, drain_s=0.1)
-    scene.start("u", train, size=1, drain_s=0.1)
-    scene.start("r", read, size=readers)
-    scene.play()
+def second_source(scene: Scene) -> None:
+    """Of several sources, each says for itself whether what was read from it counts."""
+    late_landing(scene, ("t", "u", "v"), lost="u")
 
 
 def relay_dies(scene: Scene) -> None:
@@ -626,6 +641,31 @@ def replaced_meanwhile(scene: Scene) -> None:
     demand("over" in scene.reached, "I6: the name is not taken")
 
 
+def replaced_reader(scene: Scene) -> None:
+    """A reader whose name is taken stops with what is in flight, not when it has everything."""
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 2.0
+        try:
+            replicate(me)
+        except SelfFenced:
+            reads = (scene.now_s - scene.taken_s) / scene.slow_s[me]
+            # Three to reach the source; two for the first batch, of three.
+            demand(reads < 6, f"I6: its name was taken, and it made {reads:.0f} reads more")
+            scene.reach("stopped")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        _await_reader(me)
+        scene.taken_s = scene.now_s
+        scene.start("r", lambda _: scene.until("stopped"), size=1)
+        scene.until("stopped")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def expelled_meanwhile(scene: Scene) -> None:
     """Who expels a dead neighbour leaves nothing of what the group decides meanwhile."""
 
@@ -831,12 +871,14 @@ SCENES = {
     "only fillers": only_fillers,
     "comes back": comes_back,
     "staged landing": staged_landing,
+    "second source": second_source,
     "ready before": ready_before,
     "not whole": not_whole,
     "freed meanwhile": freed_meanwhile,
     "claimed meanwhile": claimed_meanwhile,
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,
+    "replaced reader": replaced_reader,
     "expelled meanwhile": expelled_meanwhile,
     "closed meanwhile": closed_meanwhile,
     "took back": took_back,

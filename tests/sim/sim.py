@@ -60,6 +60,8 @@ def _with_fault(task: tuple[str, int]) -> tuple[str, str]:
         with planted(what):
             _history(FAULTS[what].scenario, seed)
     except Broken as broken:
+        if isinstance(broken.__cause__, TypeError | AttributeError):
+            raise  # it does not fit the code any more
         _history(FAULTS[what].scenario, seed)  # without it, nothing is to be found
         return _why(str(broken))
     return "", ""
