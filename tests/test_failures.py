@@ -18,7 +18,10 @@ from torch_ros.errors import (
 )
 from torch_ros.reading import Progress
 from torch_ros.store import memory, rules
+from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.loops import Done
+from torch_ros.store.records import Failure
+from torch_ros.store.run import Deadline
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -139,6 +142,24 @@ def test_without_another_source_it_is_an_error_and_the_next_publish_heals(
     _, tensors = publisher(opened, 5, 2, name="again")
     assert rollout.replicate() == 2
     assert same(got, tensors)
+
+
+def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tensors(
+    opened, monkeypatch
+):
+    """The store says that the seat is lost before anything of this process has noticed."""
+    monkeypatch.setattr(Group, "_watch", lambda _: None)
+    first, tensors = publisher(opened)
+    first._group.unfinished = call = GroupCall(
+        first._group, 2, "agree", "check", Deadline("check", 1)
+    )
+    call._failure = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
+    opened("trainer")
+    first.unpublish()
+    assert first.version is None
+    tensors["w0"].fill_(666)
+    with pytest.raises(SelfFenced, match="another start has taken its name"):
+        first.publish(2)
 
 
 @pytest.mark.parametrize("dies", ["nobody", "trainer", "first"])

@@ -165,7 +165,7 @@ class Offer:
         self._manifest, self.manifest = (buffer, registration), manifest
 
     def serve(self, mark: int, position: int) -> None:
-        """From now on the first `position` chunks of what is shown are there, of what `mark` is."""
+        """From now on the first `position` blocks of what is shown are there, of what `mark` is."""
         self._word[0] = Word(mark, position).pack()
 
     def void(self) -> None:

@@ -200,7 +200,7 @@ class Filler:
         filling.sources += [source.inst for source in sources]
         if filling.registered is None:
             filling.registered = filling.register(feeds[0].layouts)
-            filling.progress = Progress(self._offer, len(filling.registered.memory))
+            filling.progress = Progress(self._offer, filling.registered.layout.blocks.total)
             finish_kernels(filling.registered)  # those that still use the old content
             filling.expected = self._expected(feeds[0], sources[0].inst)
             self._offer.show_digests(filling.expected)
@@ -214,7 +214,7 @@ class Filler:
         progress.added = line.add
         line.expect(sum(one[0].plan.bytes_read for one in supplies))
         for some, part in zip(supplies, registered.parts, strict=True):
-            self._reading.read(some, part.memory, part.chunks, progress, deadline)
+            self._reading.read(some, part, progress, deadline)
             filling.landed()
 
     def _supply(self, feed: Feed, target: Layout) -> Supply:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -20,9 +20,11 @@ import torch
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_all, perform
 from torch_ros.p2p.transport import HOST, Read, Region, Registration, Transport
+from torch_ros.registered import Part
 from torch_ros.store.run import Deadline
-from torch_ros.weights.manifest import Layout, Manifest
-from torch_ros.weights.plan import ReadPlan, StagedCopy, copy_staged, plan
+from torch_ros.weights.columns import Ints, numbered, sum_before
+from torch_ros.weights.manifest import BLOCK_BYTES, Blocks, Layout, Manifest
+from torch_ros.weights.plan import DirectSpans, ReadPlan, StagedCopy, copy_staged, plan
 
 PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
 PREPARED_MAX = 4  # plans kept with their reads: what an unchanged job needs at every step
@@ -35,9 +37,9 @@ STALL_S = 1.0  # without progress, until the store is asked whether the source i
 class Progress:
     """How much of what this rank is filling is there, and told to its own readers."""
 
-    def __init__(self, offer: Offer, chunks: int) -> None:
+    def __init__(self, offer: Offer, blocks: int) -> None:
         self._offer, self._mark = offer, 0
-        self.done: npt.NDArray[np.bool_] = np.zeros(chunks, np.bool_)
+        self.done: npt.NDArray[np.bool_] = np.zeros(blocks, np.bool_)
         self.bytes_read = 0
         self.added: Callable[[int], object] = lambda _: None
         """Called with the bytes of whatever is there from then on."""
@@ -47,9 +49,9 @@ class Progress:
         self._mark = mark
         self._tell()
 
-    def add(self, chunks: npt.NDArray[np.int64], bytes_read: int) -> None:
-        """These chunks are there, and count."""
-        self.done[chunks] = True
+    def add(self, blocks: Ints, bytes_read: int) -> None:
+        """These blocks are there, and count."""
+        self.done[blocks] = True
         self.bytes_read += bytes_read
         self._tell()
         self.added(bytes_read)
@@ -153,18 +155,17 @@ class Reading:
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[_Batch]]] = OrderedDict()
         intake.before_forget = self.forget
 
-    def prepared(
-        self, supplies: Sequence[Supply], memory: Sequence[torch.Tensor]
-    ) -> Sequence[_Batch]:
+    def prepared(self, supplies: Sequence[Supply], part: Part) -> Sequence[_Batch]:
         """All of what is to be read, as reads; kept: the next step only posts them again."""
         sources = tuple(
             (id(supply.plan), agent, manifest.descriptor, manifest.addresses)
             for supply in supplies
             for agent, manifest in supply.feed.manifests
         )
-        key = (sources, tuple(tensor.data_ptr() for tensor in memory))
+        key = (sources, tuple(tensor.data_ptr() for tensor in part.memory))
         if key not in self._prepared:
-            batches = _all_batches(self.intake, supplies, memory, np.arange(len(memory)))
+            everything = np.arange(part.layout.blocks.total)
+            batches = _all_batches(self.intake, supplies, part, everything)
             self._prepared[key] = supplies, batches  # the plans too: ids must not be used again
             if len(self._prepared) > PREPARED_MAX:
                 _, (_, old) = self._prepared.popitem(last=False)
@@ -196,23 +197,21 @@ class Reading:
     def read(
         self,
         supplies: Sequence[Supply],
-        memory: Sequence[torch.Tensor],
-        chunks: npt.NDArray[np.int64],
+        part: Part,
         progress: Progress,
         deadline: Deadline,
     ) -> None:
-        """Fill what is missing of `memory` as planned. Nothing is in flight any more at its end.
+        """Fill what is missing of `part` as planned. Nothing is in flight any more at its end.
 
         Args:
-            supplies: To each of the sources, which take turns.
-            memory: Of each chunk of the plans' target; registered.
-            chunks: The numbers that `progress` has for these chunks.
+            supplies: From each of the sources, which take turns.
+            part: The plans' target; its memory is registered.
 
         Raises:
             SourceLost: A source is gone, or does not serve the call any more.
             DeadlineExceeded: Too slow.
         """
-        _Run(self, supplies, memory, chunks, progress, deadline).run()
+        _Run(self, supplies, part, progress, deadline).run()
 
     def staging_on(self, device: torch.device, wanted_bytes: int) -> torch.Tensor:
         """A registered buffer, kept for the next time; never larger than `staging_bytes` asks."""
@@ -239,13 +238,14 @@ _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Target chunks that are read from one source, and begin to count, together."""
+    """Target blocks that are read from one source, and begin to count, together."""
 
     supply: int  # the number of its source among the run's
-    chunks: npt.NDArray[np.int64]
-    needs: Mapping[int, int]  # source rank -> how many of its chunks have to be there
+    blocks: Ints
+    needs: Mapping[int, int]  # source rank -> how many of its blocks have to be there
     reads: Sequence[Read]
     staged: Sequence[StagedCopy]
+    is_repeated: bool  # some of what is staged is there already, and may be read from
 
 
 def close_batches(batches: Sequence[_Batch]) -> None:
@@ -254,57 +254,110 @@ def close_batches(batches: Sequence[_Batch]) -> None:
 
 
 def _all_batches(
-    intake: Intake,
-    supplies: Sequence[Supply],
-    memory: Sequence[torch.Tensor],
-    missing: npt.NDArray[np.int64],
+    intake: Intake, supplies: Sequence[Supply], part: Part, missing: Ints
 ) -> Sequence[_Batch]:
-    """What fills the target chunks `missing`, in their order. The caller closes the reads."""
-    sizes = np.fromiter((tensor.nbytes for tensor in memory), np.int64, len(memory))[missing]
-    turns = (np.cumsum(sizes) - sizes) // BATCH_BYTES % len(supplies)
+    """What fills the target blocks `missing`, in their order. The caller closes the reads."""
+    target, memory = part.layout.blocks, part.memory
+    staged = {piece.target_chunk for supply in supplies for piece in supply.plan.staged}
+    # What is staged is copied into a chunk as a whole, and so belongs together.
+    leaders = np.arange(target.total)
+    for chunk in staged:
+        start = target.starts[chunk]
+        leaders[start : start + target.counts[chunk]] = start
+    leaders = leaders[missing]
+    sizes = _block_bytes(target, memory)[missing]
+    turns = _as_one(sum_before(sizes) // BATCH_BYTES % len(supplies), leaders)
     batches: list[_Batch] = []
     try:
         for index, supply in enumerate(supplies):
-            batches += _batches(intake, index, supply, memory, missing[turns == index])
+            own = turns == index
+            if own.any():
+                batches += _batches(intake, index, supply, part, missing[own], leaders[own])
     except BaseException:
         close_batches(batches)
         raise
-    return sorted(batches, key=lambda batch: int(batch.chunks[0]))
+    return sorted(batches, key=lambda batch: int(batch.blocks[0]))
+
+
+def _as_one(values: Ints, leaders: Ints) -> Ints:
+    """`values`, where those with the same leader have that of the first of them."""
+    _, first, inverse = np.unique(leaders, return_index=True, return_inverse=True)
+    return values[first][inverse]
+
+
+def _block_bytes(blocks: Blocks, memory: Sequence[torch.Tensor]) -> Ints:
+    owner, ordinal = numbered(blocks.counts)
+    sizes = np.fromiter((tensor.nbytes for tensor in memory), np.int64, len(memory))[owner]
+    is_last = ordinal == blocks.counts[owner] - 1
+    return np.where(is_last, sizes - ordinal * BLOCK_BYTES, BLOCK_BYTES)
 
 
 def _batches(
-    intake: Intake,
-    index: int,
-    supply: Supply,
-    memory: Sequence[torch.Tensor],
-    missing: npt.NDArray[np.int64],
+    intake: Intake, index: int, supply: Supply, part: Part, missing: Ints, leaders: Ints
 ) -> Iterator[_Batch]:
-    plan = supply.plan
-    direct, staged = plan.direct, plan.staged
-    staged_of = [piece.target_chunk for piece in staged]
-    bytes_of = np.zeros(len(memory), np.int64)
-    np.add.at(bytes_of, direct.target_chunk, direct.size_bytes)
-    np.add.at(bytes_of, staged_of, [piece.size_bytes for piece in staged])
-    numbers = np.full(len(memory), -1, np.int64)
-    ends = np.cumsum(bytes_of[missing])
-    numbers[missing] = (ends - bytes_of[missing]) // BATCH_BYTES
+    target, plan, memory = part.layout.blocks, supply.plan, part.memory
+    direct, block = _by_block(plan.direct, target)
+    staged = plan.staged
+    bytes_of = np.zeros(target.total, np.int64)
+    np.add.at(bytes_of, block, direct.size_bytes)
+    chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
+    np.add.at(bytes_of, target.starts[chunk_of_piece], [piece.size_bytes for piece in staged])
+    numbers = np.full(target.total, -1, np.int64)
+    numbers[missing] = _as_one(sum_before(bytes_of[missing]) // BATCH_BYTES, leaders)
     # Both are sorted by target chunk, so that each batch is a slice of what is missing.
-    spans = np.flatnonzero(numbers[direct.target_chunk] >= 0)
-    pieces = [piece for piece in staged if numbers[piece.target_chunk] >= 0]
-    span_numbers = numbers[direct.target_chunk[spans]]
-    piece_numbers = numbers[[piece.target_chunk for piece in pieces]]
+    spans = np.flatnonzero(numbers[block] >= 0)
+    span_numbers = numbers[block[spans]]
+    number_of_chunk = np.maximum.reduceat(numbers, target.starts)
+    is_partly_there = np.minimum.reduceat(numbers, target.starts) < 0
+    rows = np.flatnonzero(number_of_chunk[chunk_of_piece] >= 0)
+    piece_numbers = number_of_chunk[chunk_of_piece[rows]]
     for number in np.unique(numbers[missing]).tolist():
         mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
-        some = pieces[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
-        needs = dict.fromkeys(np.unique(direct.source_rank[mine]).tolist(), 0)
-        for rank in needs:
-            of_rank = direct.source_rank[mine] == rank
-            needs[rank] = int(direct.source_chunk[mine][of_rank].max()) + 1
-        for piece in some:
-            needs[piece.source_rank] = max(needs.get(piece.source_rank, 0), piece.source_chunk + 1)
-        chunks = missing[numbers[missing] == number]
-        reads = _prepare(intake, plan.only(mine), supply.feed, memory)
-        yield _Batch(index, chunks, needs, reads, some)
+        some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
+        only = direct.take(mine)
+        pieces = [staged[row] for row in some.tolist()]
+        yield _Batch(
+            index,
+            missing[numbers[missing] == number],
+            _needs(supply.feed, only, pieces),
+            _prepare(intake, replace(plan, direct=only, staged=()), supply.feed, memory),
+            pieces,
+            bool(is_partly_there[chunk_of_piece[some]].any()),
+        )
+
+
+def _by_block(direct: DirectSpans, target: Blocks) -> tuple[DirectSpans, Ints]:
+    """The spans, cut where a block of the target ends; and the block that each is in."""
+    starts, ends = direct.target_offset_bytes, direct.target_offset_bytes + direct.size_bytes
+    first = target.at(direct.target_chunk, starts)
+    last = target.at(direct.target_chunk, ends - 1)
+    owner, ordinal = numbered(last - first + 1)
+    block = first[owner] + ordinal
+    cut = direct.take(owner)
+    begin = (block - target.starts[cut.target_chunk]) * BLOCK_BYTES
+    end = np.where(block == last[owner], ends[owner], begin + BLOCK_BYTES)
+    begin = np.maximum(begin, starts[owner])
+    return replace(
+        cut,
+        source_offset_bytes=cut.source_offset_bytes + begin - starts[owner],
+        target_offset_bytes=begin,
+        size_bytes=end - begin,
+    ), block
+
+
+def _needs(feed: Feed, direct: DirectSpans, staged: Sequence[StagedCopy]) -> dict[int, int]:
+    """How far each rank of a source that is filling itself must have come."""
+    blocks = [layout.blocks for layout in feed.layouts]
+    needs: dict[int, int] = {}
+    for rank in np.unique(direct.source_rank).tolist():
+        spans = direct.take(direct.source_rank == rank)
+        ends = spans.source_offset_bytes + spans.size_bytes - 1
+        needs[rank] = int(blocks[rank].at(spans.source_chunk, ends).max()) + 1
+    for piece in staged:
+        rank, end = piece.source_rank, piece.source_offset_bytes + piece.size_bytes - 1
+        at = blocks[rank].at(np.array([piece.source_chunk]), np.array([end]))
+        needs[rank] = max(needs.get(rank, 0), int(at[0]) + 1)
+    return needs
 
 
 def _prepare(
@@ -343,13 +396,12 @@ class _Run:
         self,
         reading: Reading,
         supplies: Sequence[Supply],
-        memory: Sequence[torch.Tensor],
-        chunks: npt.NDArray[np.int64],
+        part: Part,
         progress: Progress,
         deadline: Deadline,
     ) -> None:
         self._reading, self._intake = reading, reading.intake
-        self._supplies, self._memory, self._chunks = supplies, memory, chunks
+        self._supplies, self._part, self._memory = supplies, part, part.memory
         self._progress, self._deadline = progress, deadline
         self._patience = [_Patience(r.feed.replica, deadline, r.feed.is_there) for r in supplies]
         # By supply and source rank, when it was last asked.
@@ -361,19 +413,19 @@ class _Run:
         self._reads_left: dict[_Batch, int] = {}
 
     def run(self) -> None:
-        done = self._progress.done[self._chunks]
+        done = self._progress.done[self._part.blocks]
         if done.all():
             return
         try:
             if done.any():  # what a source that was lost has left to do
                 missing = np.flatnonzero(~done)
-                batches = _all_batches(self._intake, self._supplies, self._memory, missing)
+                batches = _all_batches(self._intake, self._supplies, self._part, missing)
                 try:
                     self._perform(batches)
                 finally:
                     close_batches(batches)
             else:
-                self._perform(self._reading.prepared(self._supplies, self._memory))
+                self._perform(self._reading.prepared(self._supplies, self._part))
         except BaseException as error:
             self._reading.forget()  # what is still in flight has ended then
             if isinstance(error, TransferFailed):
@@ -419,7 +471,7 @@ class _Run:
         for rank in batch.needs:
             self._ask(batch.supply, rank)
         self._supplies[batch.supply].feed.certify()
-        self._progress.add(self._chunks[batch.chunks], bytes_read)
+        self._progress.add(self._part.blocks[batch.blocks], bytes_read)
 
     def _is_there(self, batch: _Batch) -> bool:
         there = self._there[batch.supply]
@@ -473,6 +525,9 @@ class _Run:
             staging = self._reading.staging_on(device, sum(map(_room, pieces)))
             for group in _that_fit(pieces, staging.numel()):
                 bytes_read += self._read_into(self._supplies[batch.supply].feed, group, staging)
+                if batch.is_repeated:  # it must not be written over with what does not count
+                    for rank in sorted({piece.source_rank for _, piece in group}):
+                        self._ask(batch.supply, rank)
                 for offset, piece in group:
                     copy_staged(staging[offset:], piece, memory[piece.target_chunk])
                 if device.type == "cuda":  # the next ones overwrite what is copied from

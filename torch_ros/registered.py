@@ -54,7 +54,7 @@ class Part:
 
     layout: Layout
     memory: Sequence[torch.Tensor]
-    chunks: npt.NDArray[np.int64]  # their numbers in the whole layout
+    blocks: npt.NDArray[np.int64]  # the numbers of its blocks in the whole layout
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Registered:
         layout, memory = build(state.tensors, state.objects, paths=state.paths)
         dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
         is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
+        is_object = np.repeat(is_object, layout.blocks.counts)
         parts = [Part(*build(state.tensors, {}), np.flatnonzero(~is_object))]
         if state.objects:
             parts.insert(0, Part(*build([], state.objects), np.flatnonzero(is_object)))

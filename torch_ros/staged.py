@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 
 from torch_ros.errors import UsageError
+from torch_ros.p2p import mapped
 from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -72,9 +74,7 @@ class StagingBuffers:
         for device, size in sizes.items():
             kept = self._buffers.get(device)
             if kept is None or kept[0].numel() < size:
-                self._buffers[device] = [
-                    torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)
-                ]
+                self._buffers[device] = [_buffer(size, device) for _ in range(BUFFERS)]
         ends = dict.fromkeys(self._buffers, 0)
         tensors = []
         for tensor in state.tensors:
@@ -91,6 +91,13 @@ class StagingBuffers:
             tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
         pools = [buffer for buffers in self._buffers.values() for buffer in buffers]
         return LocalState(tensors, state.objects, state.paths, pools)
+
+
+def _buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu" and size_bytes:
+        with suppress(OSError):  # it only makes readers on this host faster
+            return torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:

@@ -20,6 +20,7 @@ from torch_ros.weights.local import LocalChunk, LocalTensor
 
 TTL_S = 10
 PROBE = 10_000  # the version that must get through once all faults are over
+BLOCK_CELLS = 4  # of 8 bytes; tensors have 12 or more
 CONTENT = 1000  # a cell says which content it is of, and where in it
 PATIENCE_S = 600  # of a program, once all faults are over
 
@@ -117,7 +118,11 @@ class Process:
             mine = of_all[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
             index.append(mine.reshape(-1) + 100 * number)
             pieces.append((fqn, shape, offsets, sizes))
-        self.ends = np.cumsum([len(part) for part in index]).tolist()  # of the chunks, in cells
+        self.ends = []  # of the blocks, in cells
+        for part in index:
+            begin = self.ends[-1] if self.ends else 0
+            cells = range(BLOCK_CELLS, len(part), BLOCK_CELLS)
+            self.ends += [begin + cell for cell in (*cells, len(part))]
         self.index = np.concatenate(index) if index else np.zeros(0, np.int64)
         self.memory = torch.full((len(self.index),), -1, dtype=torch.int64)
         self.cells = self.memory.numpy()

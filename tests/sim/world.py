@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import msgspec
 from checks import Broken, Checks
-from replicas import PROBE, TTL_S, Process, Start, Task
+from replicas import BLOCK_CELLS, PROBE, TTL_S, Process, Start, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
 from story import short
@@ -33,6 +33,7 @@ from torch_ros.store import group, loops, run, session
 from torch_ros.store.keys import Keys, parse_holding
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
+from torch_ros.weights import manifest
 from torch_ros.weights.plan import HOST_COSTS, ReadPlan, plan
 
 FAULTS = (
@@ -488,9 +489,11 @@ class World(Scheduler):
             "_transport": lambda *_, **__: Wire(world, world.current.process),
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "BATCH_BYTES": 1,
+            "BLOCK_BYTES": 8 * BLOCK_CELLS,
         }
         with ExitStack() as stack:
-            for module in (copies, exchange, filling, group, handle, reading, run, session):
+            modules = (copies, exchange, filling, group, handle, manifest, reading, run, session)
+            for module in modules:
                 for name, value in everywhere.items():
                     if hasattr(module, name) and not (module is run and name == "Deadline"):
                         stack.enter_context(patch.object(module, name, value))

@@ -485,6 +485,18 @@ def test_a_rank_that_was_started_twice_waits_for_the_first_to_go(store):
     assert all(isinstance(found, DeadlineExceeded) for found in error_or_group)
 
 
+def test_who_was_not_given_the_nonce_is_not_one_of_those_who_share_it(store):
+    """Else ranks of two starts would make calls together, each with its own tensors."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.join, "r", 0, 2, nonce="abc")
+        while not store.there("shards/"):
+            time.sleep(0.01)
+        stranger = pool.submit(store.join, "r", 1, 2, timeout_s=2)
+        assert isinstance(first.exception(15), SelfFenced)
+        with pytest.raises(DeadlineExceeded, match="has ranks"):
+            stranger.result(15)
+
+
 def test_runs_order_versions_and_a_rollback_starts_a_new_one(store):
     trainer, rollout = store.join("trainer"), store.join("rollout")
     publish(trainer, 100)

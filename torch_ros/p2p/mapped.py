@@ -73,6 +73,20 @@ def host() -> str:
     return _BOOT_ID.read_text().strip()
 
 
+def allocate(size_bytes: int) -> mmap.mmap:
+    """Memory of this process that others on this host can map.
+
+    Raises:
+        OSError: There is not as much.
+    """
+    fd = os.memfd_create("torch_ros", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)  # now, or whoever touches it first may be killed
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
 def find(cover: Cover) -> tuple[Stretch, ...]:
     """What of `cover` is a file that others may be able to map; in order of address."""
     lines = [line for line in _shared(_maps()) if _is_in(cover, line)]
@@ -175,22 +189,16 @@ class Mapping:
 
 def _open(stretch: Stretch) -> tuple[int, str]:
     """A descriptor of the file, and the path that led there."""
-    wanted = (stretch.device, stretch.inode)
-    reason: OSError = FileNotFoundError(f"{', '.join(stretch.paths)}: not there, or another file")
     for path in stretch.paths:
-        # Looked at first: to open something else than a file may block, or do something.
-        if _file_at(path) != wanted:
-            continue
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            reason = error
-            continue
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) == wanted:
-            return fd, path
-        os.close(fd)
-    raise reason
+        with suppress(FileNotFoundError):
+            # To open something else than a file may block, or do something; to find it does not.
+            found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                if _file_at(f"/proc/self/fd/{found}") == (stretch.device, stretch.inode):
+                    return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), path
+            finally:
+                os.close(found)
+    raise FileNotFoundError(f"{', '.join(stretch.paths)}: not there, or another file")
 
 
 def _refuse_faults(fd: int, stretch: Stretch) -> None:

@@ -416,7 +416,11 @@ class Group:
         """Learn how a call ended that etcd's absence left open, as the peers have long known."""
         if (call := self.unfinished) is not None:
             self.await_seat(deadline)
-            call.end(deadline)
+            try:
+                call.end(deadline)
+            except SelfFenced as lost:
+                self.fence(lost, call.session)
+                raise
             self.unfinished = None
         self.clean_up()
 

@@ -100,7 +100,9 @@ def _is_open_to(group: Group, who: Applicant) -> bool:
         return False
     if who.left_behind:
         return k.family(group.nonce) == k.family(who.left_behind) and group.nonce != who.left_behind
-    return group.nonce == who.nonce if who.is_shared else "." not in group.nonce
+    if who.is_shared or group.is_shared:
+        return who.is_shared and group.nonce == who.nonce
+    return "." not in group.nonce
 
 
 def create_group(view: View, who: Applicant) -> Step[bool]:
@@ -119,6 +121,7 @@ def create_group(view: View, who: Applicant) -> Step[bool]:
         who.nonce,
         who.world_size,
         run,
+        is_shared=who.is_shared,
         spot=who.spot,
         datacenter=who.datacenter,
         retain=list(who.retain),

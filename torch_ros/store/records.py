@@ -64,6 +64,7 @@ class Group(Record, frozen=True):
     nonce: str
     world_size: int
     run: str  # where it publishes
+    is_shared: bool = False  # its ranks were given the nonce, so nobody else is one of them
     is_complete: bool = False  # all ranks have joined
     spot: bool = False
     datacenter: str = "default"

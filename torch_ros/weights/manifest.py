@@ -19,10 +19,13 @@ import numpy as np
 import torch
 
 from torch_ros.errors import ManifestMismatch
-from torch_ros.weights.columns import Bools, Ints
+from torch_ros.weights.columns import Bools, Ints, sum_before
 
 OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
 HOST = -1  # the device of host memory; CUDA devices count from 0
+
+# The same in all processes of a model: positions count these.
+BLOCK_BYTES = 32 << 20
 
 # torch refuses more dimensions in most of its operations.
 DIMENSIONS_MAX = 64
@@ -95,6 +98,25 @@ class Boxes:
     spread: Bools
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The units in which a process says how much of a layout is there.
+
+    A chunk, or, of one that lies in memory without gaps, each `BLOCK_BYTES` of it.
+    """
+
+    counts: Ints  # of each chunk, at least 1
+    starts: Ints  # the number of each chunk's first one
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    def at(self, chunks: Ints, offsets: Ints) -> Ints:
+        """The blocks in which these bytes of these chunks are."""
+        return self.starts[chunks] + np.minimum(offsets // BLOCK_BYTES, self.counts[chunks] - 1)
+
+
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """What a shard holds, without addresses."""
 
@@ -118,6 +140,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             _padded([chunk.strides for chunk in chunks], width, 0),
             np.fromiter((chunk.spread for chunk in chunks), np.bool_, len(chunks)),
         )
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        boxes = self.boxes
+        items = np.array([item_bytes(record.dtype) for record in self.tensors], np.int64)
+        sizes = boxes.sizes.prod(1) * items[boxes.tensor]
+        reach = (np.maximum(boxes.sizes - 1, 0) * boxes.strides).sum(1) + 1
+        is_dense = reach == boxes.sizes.prod(1)
+        counts = np.where(is_dense, np.maximum(-(-sizes // BLOCK_BYTES), 1), 1)
+        return Blocks(counts, sum_before(counts))
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

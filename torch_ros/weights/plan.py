@@ -113,10 +113,6 @@ class ReadPlan:
     def span_count(self) -> int:
         return len(self.direct.size_bytes) + len(self.staged)
 
-    def only(self, spans: npt.NDArray[np.int64]) -> ReadPlan:
-        """The part with these of the direct spans, and no staged ones."""
-        return replace(self, direct=self.direct.take(spans), staged=())
-
     def bind(
         self,
         source_addresses: Sequence[npt.ArrayLike],
