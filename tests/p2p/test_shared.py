@@ -290,6 +290,18 @@ def test_what_its_process_has_let_go_of_is_unmapped_at_the_next_connection(make)
     os.close(closed)
 
 
+def test_a_target_that_was_unregistered_is_not_written_whichever_it_is(pair):
+    file, targets = File(), [np.zeros(SIZE // 2, np.uint8) for _ in range(2)]
+    peer, _ = attached(*pair, file.memory)
+    registrations = [pair[1].register([region(target)]) for target in targets]
+    halves = zip(np.split(file.memory, 2), targets, strict=True)
+    read = peer.prepare(np.array([span(*half) for half in halves], np.uint64))
+    registrations[0].close()  # the byte that is not copied lands in the other
+    with pytest.raises(TransferFailed):
+        read.post()
+    assert not any(target.any() for target in targets)
+
+
 @pytest.mark.parametrize("closes", ["peer", "transport"])
 def test_closing_unmaps(pair, closes):
     file = File()

@@ -1,0 +1,94 @@
+"""Handles whose tensors lie in shared memory, read from another process."""
+
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_ros
+
+SIZE = 512  # of a matrix: 1 MiB of float32, which is what is looked at
+
+SOURCE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+import torch_ros
+
+endpoint, model, kind, size = *sys.argv[1:4], int(sys.argv[4])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+matrix = torch.arange(size * size, dtype=torch.float32).view(size, size)
+match kind:
+    case "shared DTensor":
+        tensor = distribute_tensor(matrix, mesh, [Shard(0)])
+        tensor.to_local().share_memory_()
+    case "shared module":
+        module = torch.nn.Linear(size, size, bias=False)
+        module.weight.data.copy_(matrix)
+        tensor = module.share_memory().weight
+    case _:
+        tensor = matrix
+handle = torch_ros.open(model, endpoint=endpoint, transport="auto")
+if kind == "copy":
+    handle.publish_copy(1, {"weight": tensor})
+else:
+    handle.register({"weight": tensor})
+    handle.publish(1)
+print("published", flush=True)
+sys.stdin.read()
+handle.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def publish(etcd_endpoint):
+    """Publishes a matrix in a process of its own; the model's name is what it is."""
+    started = []
+
+    def start(kind):
+        command = [sys.executable, "-c", SOURCE, etcd_endpoint, kind, kind, str(SIZE)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        assert started[-1].stdout.readline() == "published\n"
+        return kind
+
+    yield start
+    for process in started:
+        process.communicate()
+        assert process.returncode == 0
+
+
+def replicate(endpoint, model, transport):
+    target = torch.zeros(SIZE, SIZE)
+    handle = torch_ros.open(model, endpoint=endpoint, transport=transport)
+    try:
+        handle.register({"weight": target})
+        handle.replicate("latest")
+        assert handle.last_read.bytes_total == handle.last_read.bytes_read == target.nbytes
+    finally:
+        handle.close()
+    assert torch.equal(target.flatten(), torch.arange(SIZE * SIZE, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "is_mapped"),
+    [
+        ("shared DTensor", "auto", True),
+        ("shared module", "auto", True),
+        ("copy", "auto", True),
+        ("ordinary", "auto", False),
+        ("shared DTensor", "ucx", False),
+    ],
+)
+def test_what_is_in_shared_memory_is_mapped(
+    publish, etcd_endpoint, caplog, kind, transport, is_mapped
+):
+    caplog.set_level(logging.INFO, "torch_ros")
+    replicate(etcd_endpoint, publish(kind), transport)
+    assert bool(re.search("of its shared memory are mapped here", caplog.text)) == is_mapped
