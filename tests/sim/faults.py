@@ -82,7 +82,7 @@ def edited(guards=lambda guard: True, ops=lambda op: op) -> Callable:
             return step
         kept = tuple(filter(guards, step.txn.guards))
         done = tuple(new for old in step.txn.ops if (new := ops(old)) is not None)
-        return Act(dataclasses.replace(step.txn, guards=kept, ops=done), step.then)
+        return Act(msgspec.structs.replace(step.txn, guards=kept, ops=done), step.then)
 
     def change(rule):
         @functools.wraps(rule)
@@ -111,7 +111,7 @@ def spare(part: str) -> Callable:
 def said(view: View, old: bytes, new: bytes, part: str = "/holdings/") -> View:
     """The view, if its records said something else."""
     entries = {
-        key: dataclasses.replace(entry, value=re.sub(old, new, entry.value))
+        key: msgspec.structs.replace(entry, value=re.sub(old, new, entry.value))
         if part in key
         else entry
         for key, entry in view.entries.items()
@@ -137,7 +137,7 @@ fault(
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
 fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), hole=12)(
     lambda make: (
-        lambda *args: dataclasses.replace(
+        lambda *args: msgspec.structs.replace(
             txn := make(*args), guards=tuple(filter(not_on("decisions"), txn.guards))
         )
     )
@@ -153,8 +153,8 @@ fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), ho
 def _(make):
     def faulty(view, seat, *args):
         txn = make(view, seat, *args)
-        first = dataclasses.replace(txn.ops[0], lease_id=seat.lease_id)
-        return dataclasses.replace(txn, ops=(first, *txn.ops[1:]))
+        first = msgspec.structs.replace(txn.ops[0], lease_id=seat.lease_id)
+        return msgspec.structs.replace(txn, ops=(first, *txn.ops[1:]))
 
     return faulty
 
@@ -191,7 +191,7 @@ def _(rule):
         if found is None or found.by == seat.rank or found.outcome is not None:
             return rule(view, seat, number, *args, **kwargs)
         others = [c for c in seat_calls(view, seat) if c.number != number]
-        entry = dataclasses.replace(
+        entry = msgspec.structs.replace(
             view.entries[seat.decisions], value=records.Decisions(others).encode()
         )
         return rule(
@@ -221,7 +221,7 @@ def _(rule):
         if not isinstance(step, Act):
             return step
         ops = sorted(step.txn.ops, key=lambda op: not isinstance(op, Count))
-        return Act(dataclasses.replace(step.txn, ops=tuple(ops)), step.then)
+        return Act(msgspec.structs.replace(step.txn, ops=tuple(ops)), step.then)
 
     return faulty
 
@@ -268,7 +268,7 @@ def _(settle):
                 return stop.value
             reply = yield request
             if isinstance(request, Commit) and reply is UNKNOWN:
-                reply = dataclasses.replace(UNKNOWN, applied=True, results=({}, 0))
+                reply = msgspec.structs.replace(UNKNOWN, applied=True, results=({}, 0))
 
     return faulty
 
@@ -283,7 +283,7 @@ def _(settle):
             except StopIteration as stop:
                 return stop.value
             if isinstance(request, Watch):
-                request = dataclasses.replace(request, after_rev=request.after_rev + 1)
+                request = msgspec.structs.replace(request, after_rev=request.after_rev + 1)
             reply = yield request
 
     return faulty
@@ -358,7 +358,7 @@ def _(rule):
         own = view.entries.get(seat.holding(ref))
         if own is None:
             return rule(view, seat, ref)
-        late = dataclasses.replace(own, create_rev=math.inf)
+        late = msgspec.structs.replace(own, create_rev=math.inf)
         return rule(View(view.rev, {**view.entries, seat.holding(ref): late}), seat, ref)
 
     return faulty
