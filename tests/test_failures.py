@@ -3,6 +3,8 @@
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,11 +19,15 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.reading import Progress
+from torch_ros.registered import LocalState
 from torch_ros.store import memory, rules
 from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.loops import Done
 from torch_ros.store.records import Failure
 from torch_ros.store.run import Deadline
+from torch_ros.weights import manifest
+from torch_ros.weights.local import LocalChunk, LocalTensor
+from torch_ros.weights.plan import HOST_COSTS
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -251,6 +257,84 @@ def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
     assert filling.result(15) == chained.result(15) == 1
     assert same(got, tensors)
     assert second.last_read.source == "first"
+
+
+def in_blocks(monkeypatch, size_bytes):
+    for module in (manifest, reading):
+        monkeypatch.setattr(module, "BLOCK_BYTES", size_bytes)
+    for module in (filling, reading):
+        monkeypatch.setattr(module, "BATCH_BYTES", size_bytes)
+
+
+def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0):
+    """A handle with all of the matrix "m", or with this rank's columns of it."""
+    handle = opened(name, rank=rank, world_size=world_size)
+    columns = 1000 // world_size
+    mine = torch.full((8, columns), fill)
+    chunk = LocalChunk((0, rank * columns), mine)
+    handle._register(
+        LocalState([LocalTensor("m", mine.dtype, (8, 1000), (chunk,), spread=False)], {}, {})
+    )
+    return handle, mine
+
+
+def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
+    in_blocks(monkeypatch, 4000)  # a row
+    trainer, weights = matrix(opened, "trainer", fill=1.0)
+    weights += torch.arange(8)[:, None]
+    trainer.publish(1)
+    first, _ = matrix(opened, "first")
+    second, got = matrix(opened, "second")
+    stop = Stop(monkeypatch, first, 5)
+    filling_first = pool.submit(first.replicate)
+    assert stop.reached.wait(10)
+    chained = pool.submit(second.replicate)
+    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    assert torch.equal(got[:5], weights[:5])
+    assert (got[5:] == -1).all()
+    stop.go_on.set()
+    assert filling_first.result(15) == chained.result(15) == 1
+    assert torch.equal(got, weights)
+    assert second.last_read.source == "first"
+
+
+@only_memory
+def test_what_is_there_is_not_written_over_with_what_does_not_count(opened, monkeypatch, pool):
+    """Half of a tensor is there when its source goes; the next one is cut by columns.
+
+    So whole rows are staged and copied over what is there already, and may be read by others,
+    while that source takes its tensors back.
+    """
+    in_blocks(monkeypatch, 4000)
+    slow_spans = partial(reading.plan, costs=replace(HOST_COSTS, descriptor_s=1.0, copy_s=0.0))
+    monkeypatch.setattr(reading, "plan", slow_spans)
+    trainer, weights = matrix(opened, "trainer", fill=1.0)
+    trainer.publish(1)
+    ranks = list(pool.map(lambda rank: matrix(opened, "columns", rank, 2), range(2)))
+    assert list(pool.map(lambda rank: rank[0].replicate(), ranks)) == [1, 1]
+    rollout, got = matrix(opened, "rollout")
+    stop = Stop(monkeypatch, rollout, 4)
+    reads = pool.submit(rollout.replicate)
+    assert stop.reached.wait(10)
+    trainer.close()
+    for handle, columns in ranks:
+        voids_before_the_word_is_asked_for(monkeypatch, handle, columns)
+    stop.go_on.set()
+    with pytest.raises(SourceLost):
+        reads.result(15)
+    assert torch.equal(got[:4], weights[:4])
+
+
+def voids_before_the_word_is_asked_for(monkeypatch, handle, tensor):
+    """Between the moment at which it is shown and that at which its bytes are read."""
+    read_into = reading._Run._read_into
+
+    def late(run, *arguments):
+        handle._offer.void()
+        tensor.fill_(666)
+        return read_into(run, *arguments)
+
+    monkeypatch.setattr(reading._Run, "_read_into", late)
 
 
 def wait_for(holds, timeout_s=10):
