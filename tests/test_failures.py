@@ -14,6 +14,7 @@ from torch_ros import filling, reading
 from torch_ros.errors import (
     ContractBroken,
     CorruptWeights,
+    DeadlineExceeded,
     SelfFenced,
     SourceLost,
     VersionNotFound,
@@ -166,6 +167,15 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
     tensors["w0"].fill_(666)
     with pytest.raises(SelfFenced, match="another start has taken its name"):
         first.publish(2)
+
+
+@only_memory
+def test_a_version_is_not_looked_up_in_tensors_that_were_taken_back(opened):
+    """Until its lease ends, the store offers what this process could not unpublish there."""
+    trainer, _ = publisher(opened)
+    trainer._offer.withdraw()
+    with pytest.raises(DeadlineExceeded, match="rank 0 has taken its tensors back"):
+        trainer._inspect("latest", 0.2)
 
 
 @pytest.mark.parametrize("dies", ["nobody", "trainer", "first"])

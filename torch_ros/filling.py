@@ -350,12 +350,18 @@ class Filler:
         return [manifest.layout for manifest in self._own_manifests(deadline)]
 
     def _own_manifests(self, deadline: Deadline) -> list[Manifest]:
-        """What the ranks of this replica show now."""
+        """What the ranks of this replica show now.
+
+        Raises:
+            SourceLost: This one took its tensors back while the store could not be told.
+        """
         shards = self._shards(self._group.seat.inst, deadline)
         peers = [shard for rank, shard in enumerate(shards) if rank != self._rank]
         manifests = [m for _, m in self._manifests(peers, self._group.seat.replica, deadline)]
         own = self._offer.manifest
-        assert own is not None
+        if own is None:
+            reason = f"rank {self._rank} has taken its tensors back"
+            raise SourceLost(self._group.seat.replica, reason, 0, 0)
         manifests.insert(self._rank, own)
         return manifests
 
