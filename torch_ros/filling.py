@@ -189,7 +189,7 @@ class Filler:
                 mark=source.mark,
                 is_full=source.is_full,
                 is_there=partial(call.is_there, source),
-                certify=partial(self._group.await_certainty, deadline),
+                check=self._group.check,
             )
             for source in sources
         ]

@@ -70,8 +70,8 @@ class Feed:
     is_full: bool
     shown: Sequence[Shown]
     is_there: Callable[[], bool]
-    certify: Callable[[], None]
-    """Returns once this process's own lease was certainly alive a moment ago; or raises."""
+    check: Callable[[], None]
+    """Raises if it is of no use to go on: this process has lost its seat, or closes."""
 
     @property
     def manifests(self) -> list[tuple[str, Manifest]]:
@@ -99,7 +99,7 @@ def connect(
     mark: int,
     is_full: bool,
     is_there: Callable[[], bool],
-    certify: Callable[[], None],
+    check: Callable[[], None],
 ) -> Feed:
     """Reach the processes of a source; wait for those of a relay that have not begun.
 
@@ -121,7 +121,7 @@ def connect(
             if now.word.mark != mark and (is_full or now.word.mark):
                 raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
             patience.wait(f"rank {rank} of {replica!r} does not show it yet")
-    return Feed(replica, mark, is_full, shown, is_there, certify)
+    return Feed(replica, mark, is_full, shown, is_there, check)
 
 
 class _Patience:
@@ -470,7 +470,7 @@ class _Run:
             bytes_read += self._read_staged(batch)
         for rank in batch.needs:
             self._ask(batch.supply, rank)
-        self._supplies[batch.supply].feed.certify()
+        self._supplies[batch.supply].feed.check()
         self._progress.add(self._part.blocks[batch.blocks], bytes_read)
 
     def _is_there(self, batch: _Batch) -> bool:
@@ -492,7 +492,6 @@ class _Run:
             if self._there[number] != before:
                 self._patience[number].reset()
                 continue
-            supply.feed.certify()
             self._patience[number].wait(f"{supply.feed.replica!r} has no more of it than before")
 
     def _ask(self, number: int, rank: int) -> None:

@@ -454,6 +454,11 @@ def _(end):
     return faulty
 
 
+fault("what is staged is copied over what counts, unasked", (reading._Run, "_read_staged"))(
+    lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False))
+)
+
+
 @fault(
     "a manifest that was read once is believed",
     (exchange.Intake, "shown"),
@@ -541,9 +546,9 @@ def _(start):
 
 fault(
     "a reader does not look whether it has its seat",
-    (group_module.Group, "await_certainty"),
+    (filling, "connect"),
     scenario="replaced reader",
-)(lambda rule: lambda self, deadline: None)
+)(lambda connect: lambda *args, **options: connect(*args, **{**options, "check": lambda: None}))
 fault(
     "reads of a lost source are not ended",
     (reading, "close_all"),

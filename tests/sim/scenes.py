@@ -650,7 +650,7 @@ def replaced_reader(scene: Scene) -> None:
             replicate(me)
         except SelfFenced:
             reads = (scene.now_s - scene.taken_s) / scene.slow_s[me]
-            # Three to reach the source; two for the first batch, of three.
+            # Three to reach the source; two for the first batch, of many.
             demand(reads < 6, f"I6: its name was taken, and it made {reads:.0f} reads more")
             scene.reach("stopped")
 

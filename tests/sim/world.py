@@ -488,7 +488,7 @@ class World(Scheduler):
             "mark_written": lambda _: None,
             "_transport": lambda *_, **__: Wire(world, world.current.process),
             "connect_store": lambda _, **__: Connection(world, world.current.process),
-            "BATCH_BYTES": 1,
+            "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,
         }
         with ExitStack() as stack:

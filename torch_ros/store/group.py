@@ -203,21 +203,6 @@ class Group:
                 self._state.wait(min(left_s, RETRY_S))
         self.check_open()
 
-    def await_certainty(self, deadline: Deadline) -> None:
-        """Return when the lease is certainly alive: what was read until then counts.
-
-        A renewal that etcd acknowledges says that the lease has never ended, however long etcd
-        was away.
-
-        Raises:
-            SelfFenced: It has ended.
-        """
-        while not self.session.is_valid():
-            self.check()
-            deadline.check("etcd does not say whether this process still has its lease")
-            self._closing.wait(0.05)
-        self.check()
-
     @property
     def is_fenced(self) -> bool:
         return self._lost is not None
