@@ -302,6 +302,28 @@ def test_a_target_that_was_unregistered_is_not_written_whichever_it_is(pair):
     assert not any(target.any() for target in targets)
 
 
+def test_what_a_living_source_replaced_is_unmapped_when_the_new_is_mapped(pair):
+    old, new = File(seed=1), File(seed=2)
+    peer, registration = attached(*pair, old.memory)
+    registration.close()
+    kept = os.dup(old.fd)
+    os.close(old.fd)
+    old.fd = kept
+    peer.attach(pair[0].register([region(new.memory)]).descriptor)
+    assert (old.uses, new.uses) == (1, 2)
+    read, targets = prepared(pair[1], peer, new.memory)
+    assert arrives(read, targets, new.memory)
+
+
+@pytest.mark.parametrize(("size", "is_worth_it"), [(shared.LOOK_BYTES, 1), (PAGE, 0)])
+def test_what_is_small_is_not_worth_a_look_at_what_is_mapped(pair, size, is_worth_it):
+    file = File(size=size)
+    peer, _ = attached(*pair, file.memory)
+    assert len(peer.mappings) == is_worth_it
+    read, targets = prepared(pair[1], peer, file.memory)
+    assert arrives(read, targets, file.memory)
+
+
 @pytest.mark.parametrize("closes", ["peer", "transport"])
 def test_closing_unmaps(pair, closes):
     file = File()
