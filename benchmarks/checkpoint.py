@@ -128,7 +128,7 @@ def measure(setup: Setup, report: Report) -> None:
                         taken = _step(trainers, rollouts, version, way)
                         if step >= WARM_UP:
                             found[way].append(taken)
-                say(f"  {ranks} ranks, turn {number + 1} of {setup.repeat}")
+                say(f"  ranks: {ranks}, turn {number + 1} of {setup.repeat}")
         _tell(report, ranks, found)
 
 

@@ -112,7 +112,7 @@ class Pair:
 
 def measure(setup: Setup, report: Report) -> None:
     for count in COUNTS:
-        say(f" {count} tensors")
+        say(f"  tensors: {count}")
         builds = {"source": partial(source, setup, count), "reader": partial(reader, setup, count)}
         with started(builds) as children:
             samples = rounds(setup.repeat, Pair(*children, setup.directory).cases())
@@ -139,5 +139,5 @@ def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[fl
         )
     wanted = ((ROS, TENSORS, 0.95), (ROS_WHOLE, DCP, 5.0), (ROS_WHOLE, SAFETENSORS, 3.0))
     for case, base, least in (*wanted, (ROS_WHOLE, GLOO, 2.0)):
-        what = f"{count:,} tensors: {case}, of {base}"
+        what = f"{count:,} {'tensor' if count == 1 else 'tensors'}: {case}, of {base}"
         report.expect(what, ratio(found[case], found[base]), at_least=least)
