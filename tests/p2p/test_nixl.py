@@ -59,6 +59,13 @@ while True:
                 say("done", time.monotonic() - start_s, (target == 7).all())
             except TransferFailed as error:
                 say("TransferFailed", time.monotonic() - start_s, error)
+        case ["others", count]:
+            own_s, all_s = time.thread_time(), time.process_time()
+            for _ in range(int(count)):
+                read.post()
+                wait(read)
+            own_s, all_s = time.thread_time() - own_s, time.process_time() - all_s
+            say((all_s - own_s) / own_s)
         case ["close"]:
             read.close()
             target[:] = 0
@@ -208,6 +215,13 @@ say((target == 7).all())
 transport.close()
 source.close()
 """
+
+
+def test_no_thread_waits_for_a_copy_by_spinning(spawn):
+    source, reader = spawn(SOURCE, 64 << 20), spawn(READER)
+    assert reader.ask("connect", *source.hear()) == ["connected"]
+    [share] = reader.ask("others", 60)  # many times the progress thread's delay
+    assert float(share) < 0.5, f"other threads took {share} of the time of the one that reads"
 
 
 def test_a_forked_child_leaves_the_transport_to_its_parent(spawn):
