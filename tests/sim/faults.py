@@ -454,9 +454,11 @@ def _(end):
     return faulty
 
 
-fault("what is staged is copied over what counts, unasked", (reading._Run, "_read_staged"))(
-    lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False))
-)
+fault(
+    "what is staged is copied over what counts, unasked",
+    (reading._Run, "_read_staged"),
+    scenario="copied over",
+)(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
 
 
 @fault(

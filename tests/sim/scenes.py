@@ -334,6 +334,41 @@ def second_source(scene: Scene) -> None:
     late_landing(scene, ("t", "u", "v"), lost="u")
 
 
+def copied_over(scene: Scene) -> None:
+    """What counts already is not written over with what may not count."""
+    scene.shapes = SHAPES[-1]
+
+    def is_read(name: str) -> bool:
+        sources = [inst for _, inst, _ in scene.start_named("r").processes[0].reads_from]
+        return "read" in scene.reached or any(k.replica_of(inst) == name for inst in sources)
+
+    def train(me: Process) -> None:
+        name = me.start.replica
+        scene.until(*(["t.0/0"] if name == "u" else []))
+        if name == "v":
+            scene.when(lambda: is_read("t"), "reading from the first")
+        publish(me, 1)
+        scene.reach(str(me))
+        if name != "v":
+            scene.when(lambda: is_read(name), f"reading from {name}")
+            scene.sleep(scene.random() * 10)
+            unpublish(me)
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0", "u.1/0", "u.1/1")
+        scene.uneven.add(me)
+        replicate(me, timeout_s=300)
+        scene.checks.returned(me, 1)
+        scene.reach("read")
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("u", train, drain_s=0.1)  # other chunks: what is read from it is staged
+    scene.start("v", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def relay_dies(scene: Scene) -> None:
     """Who reads from a relay that dies goes on elsewhere, with what it has."""
 
@@ -872,6 +907,7 @@ SCENES = {
     "comes back": comes_back,
     "staged landing": staged_landing,
     "second source": second_source,
+    "copied over": copied_over,
     "ready before": ready_before,
     "not whole": not_whole,
     "freed meanwhile": freed_meanwhile,
