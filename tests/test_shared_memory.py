@@ -1,7 +1,9 @@
 """Handles whose tensors lie in shared memory, read from another process."""
 
 import logging
+import mmap
 import re
+import resource
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.p2p import mapped
 
 SIZE = 512  # of a matrix: 1 MiB of float32, which is what is looked at
 
@@ -92,3 +95,27 @@ def test_what_is_in_shared_memory_is_mapped(
     caplog.set_level(logging.INFO, "torch_ros")
     replicate(etcd_endpoint, publish(kind), transport)
     assert bool(re.search("of its shared memory are mapped here", caplog.text)) == is_mapped
+
+
+@pytest.fixture
+def no_files():
+    """No file can grow in this process, nor can one in memory."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_copy_is_published_from_ordinary_memory_if_there_is_no_other(no_files):
+    with pytest.raises(OSError):
+        mapped.allocate(mmap.PAGESIZE)
+    source, reader = (torch_ros.open("m", endpoint="memory://no-files") for _ in range(2))
+    target = torch.zeros(SIZE)
+    try:
+        source.publish_copy(1, {"weight": torch.ones(SIZE)})
+        reader.register({"weight": target})
+        reader.replicate("latest")
+    finally:
+        reader.close()
+        source.close()
+    assert target.eq(1).all()
