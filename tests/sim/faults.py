@@ -31,8 +31,10 @@ from torch_ros.store.txn import (
     Created,
     Delete,
     Empty,
+    Get,
     NoneNewer,
     Put,
+    Reply,
     Unchanged,
     View,
     Watch,
@@ -268,7 +270,9 @@ def _(settle):
                 return stop.value
             reply = yield request
             if isinstance(request, Commit) and reply is UNKNOWN:
-                reply = msgspec.structs.replace(UNKNOWN, applied=True, results=({}, 0))
+                asked = [op for op in request.txn.ops if isinstance(op, Get | Count)]
+                nothing = tuple({} if isinstance(op, Get) else 0 for op in asked)
+                reply = Reply(applied=True, rev=0, results=nothing)
 
     return faulty
 
@@ -514,7 +518,7 @@ def _(rule):
     return lambda self, batch: True
 
 
-@fault("progress counts chunks, not the prefix", (reading.Progress, "_tell"))
+@fault("progress counts blocks, not the prefix", (reading.Progress, "_tell"))
 def _(tell):
     def faulty(self):
         done = int(np.sum(self.done))
@@ -529,7 +533,7 @@ def _(landed):
         batch = self._batch_of[read]
         if self._reads_left[batch] == 1:
             done = self._progress.done.copy()
-            self._progress.add(self._chunks[batch.chunks], 0)
+            self._progress.add(self._part.blocks[batch.blocks], 0)
             self._progress.done[:] = done
         landed(self, read)
 
