@@ -51,7 +51,7 @@ sim: $(INSTALLED)
 	$(BIN)/python tests/sim/sim.py --seeds $(SEEDS) --first $(FIRST_SEED) $(if $(STORY),--story)
 
 sim-faults: $(INSTALLED)
-	$(BIN)/python tests/sim/sim.py --seeds 1000 --faults
+	$(BIN)/python tests/sim/sim.py --seeds 400 --faults
 
 history: $(INSTALLED)
 	FAULTS=$(FAULTS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest tests/history -q -s
