@@ -48,13 +48,17 @@ class LocalState:
         return sum(memory.nbytes for memory in (*chunks, *self.objects.values()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """What is read together: the pickled objects, or the tensors, of a registered layout."""
 
     layout: Layout
     memory: Sequence[torch.Tensor]
     blocks: npt.NDArray[np.int64]  # the numbers of its blocks in the whole layout
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.memory)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "p2p": {"errors", "numpy", "msgspec"},
     "identity": {"errors", "torch"},
     "exchange": {*BELOW, "numpy", "msgspec"},
-    "reading": {*BELOW, "exchange", "torch", "numpy"},
+    "reading": {*BELOW, "exchange", "registered", "torch", "numpy"},
     "registered": {*BELOW, "torch", "numpy"},
     "staged": {*BELOW, "registered", "torch"},
     "copies": {*BELOW, "exchange", "registered", "torch"},

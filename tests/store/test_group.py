@@ -497,6 +497,41 @@ def test_who_was_not_given_the_nonce_is_not_one_of_those_who_share_it(store):
             stranger.result(15)
 
 
+def test_a_rank_that_lost_its_lease_while_it_waited_meets_its_peers_all_the_same(store):
+    """Those who were given a nonce: one of them starts over, the other comes later."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.join, "r", 0, 2, nonce="abc", ttl_s=2)
+        while not store.there("shards/"):
+            time.sleep(0.01)
+        expire(store, "shards/")
+        while not any(".abc" in key or "abc." in key for key in store.there("shards/")):
+            time.sleep(0.01)
+        second = pool.submit(store.join, "r", 1, 2, nonce="abc", ttl_s=2)
+        ranks = [first.result(15), second.result(15)]
+    assert ranks[0].seat.inst == ranks[1].seat.inst
+    refs = at_once(*(partial(publish, rank, 1) for rank in ranks))
+    assert [ref.version for ref in refs] == [1, 1]
+
+
+def expire(store, part):
+    """End the leases of what is there."""
+    view = store.kv.read(Read((under(f"/torch-ros/{store.keys.model}/{part}"),)), timeout_s=5)
+    for lease_id in {entry.lease_id for entry in view.entries.values()}:
+        store.kv.revoke(lease_id, timeout_s=5)
+
+
+def test_a_process_that_is_started_again_alone_is_no_peer_of_those_that_made_calls(store):
+    """It was given the nonce of its predecessor, and has nothing of what its peers hold."""
+    first, second = store.replica("r", 2, nonce="abc", ttl_s=2)
+    at_once(*(partial(publish, rank, 1) for rank in (first, second)))
+    kill(second)
+    store.kv.revoke(second.session.lease_id, timeout_s=5)
+    with pytest.raises(UsageError, match=r"ranks \[1\] were started again, alone"):
+        store.join("r", 1, 2, nonce="abc", timeout_s=15)
+    first.check_final()  # it waits for the peer that it had
+    assert listing(store.join("other")) == {}
+
+
 def test_runs_order_versions_and_a_rollback_starts_a_new_one(store):
     trainer, rollout = store.join("trainer"), store.join("rollout")
     publish(trainer, 100)

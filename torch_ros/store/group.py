@@ -23,6 +23,7 @@ import msgspec
 from torch_ros.errors import (
     BackendError,
     ClosedError,
+    Contention,
     DeadlineExceeded,
     NotAvailable,
     SelfFenced,
@@ -136,15 +137,22 @@ class Group:
             if lost:
                 raise lost[-1]
 
+        left_behind = ""
         while True:
             session = Session(kv, ttl_s=place.ttl_s, on_lost=on_lost, name=place.replica)
             try:
-                seat = _take_seat(kv, place, session, deadline, check=check)
+                seat = _take_seat(
+                    kv, place, session, deadline, left_behind=left_behind, check=check
+                )
             except BaseException as error:
                 session.close()
-                if error not in lost:
+                # Without its lease it loses all races, perhaps before the session notices.
+                if error not in lost and not isinstance(error, Contention):
                     raise
-                deadline.check(f"replica {place.replica!r} starts over: {lost.pop().reason}")
+                reason = lost.pop().reason if lost else "its lease ended"
+                deadline.check(f"replica {place.replica!r} starts over: {reason}")
+                # Peers may have seen all ranks in their seats, and gone on.
+                left_behind = place.nonce or ""
             else:
                 break
         group = cls(kv, place, session, seat)
@@ -330,13 +338,19 @@ class Group:
             self._alone_since_s = time.monotonic()
             pending = self.unfinished.number if self.unfinished else self._pending
             shard = msgspec.structs.replace(
-                place.shard, kept=self.held, ended=list(self._ended), pending=pending
+                place.shard,
+                is_back=True,
+                kept=self.held,
+                ended=list(self._ended),
+                pending=pending,
             )
             times_forgotten = self._times_forgotten
         try:
             forever = Deadline(f"taking the seat of replica {place.replica!r} again", math.inf)
             place = dataclasses.replace(place, shard=shard)
-            seat = _take_seat(self.kv, place, session, forever, left=old, check=check)
+            seat = _take_seat(
+                self.kv, place, session, forever, left_behind=old.nonce, left=old, check=check
+            )
         except BaseException:
             session.close()
             raise
@@ -851,10 +865,16 @@ def _take_seat(
     session: Session,
     deadline: Deadline,
     *,
+    left_behind: str = "",
     left: Seat | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Seat:
-    """The seat of this rank in a complete group; `left`: the one it had before."""
+    """The seat of this rank in a complete group.
+
+    Args:
+        left_behind: The nonce under which it had one before, or may have had.
+        left: That seat, if its group was complete.
+    """
 
     def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
         return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
@@ -873,17 +893,23 @@ def _take_seat(
         datacenter=place.datacenter,
         spot=place.spot,
         retain=place.retain,
-        left_behind=left.nonce if left else "",
         run_number=left.run_number if left else 0,
     )
     while True:
         nonce = place.nonce or secrets.token_hex(4)
-        if left is not None:
-            nonce = f"{family(left.nonce)}.{secrets.token_hex(4)}"
-        who = dataclasses.replace(who, nonce=nonce, fresh_run=f"run-{secrets.token_hex(4)}")
+        if left_behind:
+            nonce = f"{family(left_behind)}.{secrets.token_hex(4)}"
+        fresh_run = f"run-{secrets.token_hex(4)}"
+        who = dataclasses.replace(who, nonce=nonce, left_behind=left_behind, fresh_run=fresh_run)
         found = ask((one(who.group),), partial(membership.find_group, who=who))
         if not found:
-            if ask(membership.open_ranges(who), partial(membership.create_group, who=who)):
+            is_replaced = ask(
+                membership.open_ranges(who), partial(membership.create_group, who=who)
+            )
+            if is_replaced is None:
+                left_behind = nonce
+                continue
+            if is_replaced:
                 log.warning("replica %r was already there and is replaced", who.replica)
             found = nonce
         ranges = membership.join_ranges(who, found)
@@ -892,8 +918,7 @@ def _take_seat(
             joined = ask(ranges, partial(membership.join, who=who, nonce=found))
         if joined is not None:
             break
-        if place.nonce is not None and left is None:
-            raise SelfFenced(who.replica, "another incarnation took its name while it joined")
+        left_behind = left_behind or place.nonce or ""
     return Seat(
         keys=place.keys,
         replica=place.replica,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,7 +51,7 @@ class Applicant:
     spot: bool
     retain: tuple[str, ...] = ()
     left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
-    run_number: int = 0  # of one that comes back
+    run_number: int = 0  # of one that comes back, and had been in a complete group
 
     @property
     def group(self) -> str:
@@ -71,7 +71,8 @@ class Joined:
 def open_ranges(who: Applicant) -> tuple[Range, ...]:
     keys = who.keys
     decisions = keys.decisions_of(who.replica)
-    return (keys.groups(), decisions, keys.runs(), keys.versions(), keys.holdings())
+    seats = keys.shards(k.instance(who.replica, who.nonce))
+    return (keys.groups(), decisions, keys.runs(), keys.versions(), keys.holdings(), seats)
 
 
 def find_group(view: View, who: Applicant) -> Step[str]:
@@ -101,22 +102,27 @@ def _is_open_to(group: Group, who: Applicant) -> bool:
     if who.left_behind:
         return k.family(group.nonce) == k.family(who.left_behind) and group.nonce != who.left_behind
     if who.is_shared or group.is_shared:
-        return who.is_shared and group.nonce == who.nonce
+        return who.is_shared and k.family(group.nonce) == who.nonce
     return "." not in group.nonce
 
 
-def create_group(view: View, who: Applicant) -> Step[bool]:
+def create_group(view: View, who: Applicant) -> Step[bool | None]:
     """Make this replica's group record; whether a living incarnation had to go for it.
 
     A predecessor that lives on loses its records in the same transaction, and is fenced.
+    None: peers have had seats under this nonce, which must not be used again.
     """
     entry = view.entries.get(who.group)
     old = Group.decode(entry.value) if entry else None
     if old and who.left_behind:
         require_own(old, who)
-    if old and (_is_open_to(old, who) or (who.is_shared and old.nonce == who.nonce)):
+    is_own = old is not None and who.is_shared and not who.left_behind
+    if old and (_is_open_to(old, who) or (is_own and k.family(old.nonce) == who.nonce)):
         return Done(value=False)  # a peer was faster
-    run, run_ops, guards = _return_to_run(view, who) if who.left_behind else _choose_run(view, who)
+    seats = who.keys.shards(k.instance(who.replica, who.nonce))
+    if any(True for _ in view.within(seats)):
+        return Done(None)
+    run, run_ops, guards = _return_to_run(view, who) if who.run_number else _choose_run(view, who)
     group = Group(
         who.nonce,
         who.world_size,
@@ -135,7 +141,8 @@ def create_group(view: View, who: Applicant) -> Step[bool]:
         ops.append(Delete(one(decisions)))
         ops += [Delete(one(key)) for key in holdings_of(view, who.keys, inst)]
     is_replaced = old is not None and old.left is None and not who.left_behind
-    return Act(Txn((view.unchanged(who.group), *guards), tuple(ops)), lambda _: is_replaced)
+    guards = (view.unchanged(who.group), Empty(seats), *guards)
+    return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
 
 
 def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
@@ -222,13 +229,31 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     shards = {int(key.rpartition("/")[2]): entry for key, entry in view.within(seats)}
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
-        return Wait(reason, (one(who.group),))
-    complete = Put(
-        who.group, msgspec.structs.replace(group, is_complete=True).encode(), entry.lease_id
-    )
+        # A stranger among those that come back has to notice by itself: see `_completed`.
+        may_be_strange = "." in group.nonce and not who.shard.is_back
+        return Wait(reason, (one(who.group), *((seats,) if may_be_strange else ())))
+    return _completed(view, who, group, shards, joined)
+
+
+def _completed(
+    view: View, who: Applicant, group: Group, shards: Mapping[int, Entry], joined: Joined
+) -> Step[Joined | None]:
+    """All ranks are there: say so, with what they bring along."""
     records = [Shard.decode(shards[rank].value) for rank in sorted(shards)]
+    if strange := _strange(records):
+        reason = (
+            f"replica {who.replica!r}: ranks {strange} were started again, alone, among peers that "
+            "have made calls and hold what they brought; start all ranks of the replica again"
+        )
+        if not who.shard.is_back:
+            raise UsageError(reason)
+        seats = who.keys.shards(k.instance(who.replica, group.nonce))
+        return Wait(reason, (one(who.group), seats))
+    entry = view.entries[who.group]
+    complete = msgspec.structs.replace(group, is_complete=True)
     ops, guards = _adopt(view, who, group, entry, records)
-    return Act(Txn((view.unchanged(who.group), *guards), (complete, *ops)), lambda _: joined)
+    put = Put(who.group, complete.encode(), entry.lease_id)
+    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: joined)
 
 
 def _sit_down(view: View, who: Applicant, group: Group, seated: Joined) -> Step[Joined | None]:
@@ -266,6 +291,19 @@ def adopted(shards: Sequence[Shard]) -> tuple[list[Call], Kept | None]:
         for shard in shards
     )
     return [calls[n] for n in sorted(calls)][-CALLS_KEPT:], kept if agree else None
+
+
+def _strange(shards: Sequence[Shard]) -> list[int]:
+    """Ranks that cannot have taken part in the calls that their peers bring along."""
+    calls, _ = adopted(shards)
+    needed_all = [
+        call
+        for call in calls
+        if call.kind in ("agree", "publish", "replicate")
+        and call.outcome is not None
+        and call.outcome.failure is None
+    ]
+    return [rank for rank, shard in enumerate(shards) if needed_all and not shard.is_back]
 
 
 def _adopt(

@@ -193,6 +193,7 @@ class Shard(Record, frozen=True):
     host: str
     pid: int
     card: bytes  # opaque here: what p2p needs to connect
-    kept: Kept | None = None  # of a rank that lost its seat and comes back
+    is_back: bool = False  # it had a seat in a complete group of this start, and lost it
+    kept: Kept | None = None
     ended: list[Call] = []  # the calls whose end it knows
     pending: int = 0  # the number of the call it is in the middle of
