@@ -20,6 +20,7 @@ REGION = "NIXL by hand, one region"
 TENSORS = "NIXL by hand, a descriptor per tensor"
 ROS = "torch_ros, replicate"
 ROS_WHOLE = "torch_ros, publish and replicate"
+SHARED = "torch_ros, published from shared memory, publish and replicate"
 DCP = "DCP FileSystem on tmpfs, save and load"
 SAFETENSORS = "safetensors on tmpfs, save_file and load_file"
 GLOO = "gloo broadcast"
@@ -28,8 +29,12 @@ GLOO = "gloo broadcast"
 def source(setup: Setup, count: int) -> Actors:
     held, region = contents.plain(setup.size_bytes, count), contents.plain(setup.size_bytes, 1)
     contents.join(setup.directory, f"pair-{count}", 0, 2)
+    shared = contents.plain(setup.size_bytes, count)
+    for tensor in shared.values():
+        tensor.share_memory_()
     return {
         "trainer": Trainer(setup, f"pair-{count}", held, **ALONE),
+        "sharing": Trainer(setup, f"sharing-{count}", shared, **ALONE),
         "raw": RawSource("source", held),
         "region": RawSource("region source", region),
         "files": Files(held),
@@ -45,6 +50,7 @@ def reader(setup: Setup, count: int) -> Actors:
     pieces = dict(zip(held, whole.split([t.numel() for t in held.values()]), strict=True))
     return {
         "rollout": Rollout(setup, f"pair-{count}", "rollout", held, **ALONE),
+        "sharing": Rollout(setup, f"sharing-{count}", "rollout", held, **ALONE),
         "raw": RawReader("reader", held),
         "region": RawReader("region reader", region),
         "files": Files(held),
@@ -67,6 +73,7 @@ class Pair:
             REGION: self._region,
             TENSORS: partial(self._into_tensors, lambda _: self._raw("raw")),
             ROS: partial(self._into_tensors, self._ros),
+            SHARED: self._shared,
             DCP: partial(self._into_tensors, lambda _: self._files("dcp")),
             SAFETENSORS: partial(self._into_tensors, lambda _: self._files("safetensors")),
             GLOO: partial(self._into_tensors, self._broadcast),
@@ -99,6 +106,14 @@ class Pair:
         published_s = self._source.ask("trainer", "publish")
         return {**self._reader.ask("rollout", "replicate", version), "published_s": published_s}
 
+    def _shared(self) -> Sample:
+        version = self._source.ask("sharing", "write")
+        published_s = self._source.ask("sharing", "publish")
+        sample = self._reader.ask("sharing", "replicate", version)
+        self._reader.ask("sharing", "verify", version)
+        self._reader.ask("sharing", "let_go")
+        return {"elapsed_s": sample["elapsed_s"] + published_s}
+
     def _files(self, kind: str) -> Sample:
         path = Path(tempfile.mkdtemp(dir=self._directory))  # one per version, as trainers do
         saved_s = self._source.ask("files", f"save_{kind}", path)
@@ -123,9 +138,9 @@ def measure(setup: Setup, report: Report) -> None:
 
 def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[float]]) -> None:
     found = {case: speeds(setup.size_bytes, taken) for case, taken in elapsed_s.items()}
-    for case in (COPY, REGION, TENSORS, ROS, ROS_WHOLE, DCP, SAFETENSORS, GLOO):
+    for case in (COPY, REGION, TENSORS, ROS, ROS_WHOLE, SHARED, DCP, SAFETENSORS, GLOO):
         bases = {"of NIXL by hand": TENSORS} if case != TENSORS else {}
-        if case == ROS_WHOLE:
+        if case in (ROS_WHOLE, SHARED):
             bases |= {"of DCP": DCP, "of safetensors": SAFETENSORS, "of gloo": GLOO}
         report.add(
             Row(
