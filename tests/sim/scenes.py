@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from checks import Broken, demand
 from replicas import TTL_S, Process, Start
@@ -876,10 +877,11 @@ def who_is_believed(_: Scene) -> None:
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
     publish_3 = Call(3, "publish", "publish 1", 0, held.ref, outcome=Outcome(is_source=True))
     unpublish_4 = Call(4, "unpublish", "unpublish 1", 0, held.ref, outcome=Outcome())
-    holder = Shard("h", 1, b"", held, [publish_3])
-    in_it = Shard("h", 2, b"", None, [], pending=3)
-    elsewhere = Shard("h", 3, b"", None, [], pending=2)
-    gave_up = Shard("h", 4, b"", None, [publish_3, unpublish_4])
+    back = partial(Shard, "h", card=b"", is_back=True)
+    holder = back(pid=1, kept=held, ended=[publish_3])
+    in_it = back(pid=2, pending=3)
+    elsewhere = back(pid=3, pending=2)
+    gave_up = back(pid=4, ended=[publish_3, unpublish_4])
     for shards, expected in (
         ([holder, holder], held),
         ([in_it, holder], held),

@@ -151,21 +151,25 @@ class Keys:
         return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
 
 
+@lru_cache(4096)  # a view is parsed again and again
 def parse_run(key: str) -> str:
     return unquote(key.rpartition("/")[2])
 
 
+@lru_cache(4096)
 def parse_version(key: str) -> tuple[str, int]:
     """(run, version) of a `versions/` key."""
     *_, run, version = key.split("/")
     return unquote(run), int(version)
 
 
+@lru_cache(4096)
 def parse_holding(key: str) -> HoldingKey:
     *_, run, version, inst = key.split("/")
     return HoldingKey(unquote(run), int(version), inst)
 
 
+@lru_cache(4096)
 def parse_reader(key: str) -> tuple[str, str, str]:
     """(source, reader, "group" or rank) of a `readers/` key."""
     *_, source, reader, who = key.split("/")

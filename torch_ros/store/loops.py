@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from torch_ros.errors import Contention
 from torch_ros.store.txn import UNKNOWN, Commit, Range, Read, Reply, Steps, Txn, View, Watch
@@ -19,13 +20,11 @@ T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS_MAX = 64  # a race is lost only when another process won it
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Generic[T_co]):
+class Done(Struct, Generic[T_co], frozen=True):
     value: T_co
 
 
-@dataclass(frozen=True, slots=True)
-class Act(Generic[T_co]):
+class Act(Struct, Generic[T_co], frozen=True):
     """Commit `txn`; if it applied, `then` makes the answer of its reply. Else decide again.
 
     Without `then` decide again in any case: it was a step on the way.
@@ -35,16 +34,14 @@ class Act(Generic[T_co]):
     then: Callable[[Reply], T_co] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Not yet. `reason` is for people; it ends up in logs and in DeadlineExceeded."""
 
     reason: str
     ranges: tuple[Range, ...]  # what has to change first
 
 
-@dataclass(frozen=True, slots=True)
-class WaitAtMost(Generic[T_co]):
+class WaitAtMost(Struct, Generic[T_co], frozen=True):
     """`wait`, but when the loop has waited `limit_s` in all, do `otherwise`."""
 
     wait: Wait
