@@ -211,9 +211,10 @@ def test_nothing_is_counted_twice_while_members_come_and_go(kv, etcd_cluster):
 def test_no_change_is_missed_while_members_come_and_go(etcd_cluster):
     writer, watcher = EtcdKV(etcd_cluster.hosts), EtcdKV(etcd_cluster.hosts[::-1])
     seen, written, stopping = [0], [0], threading.Event()
+    before = read(watcher).rev  # or it would begin behind the first change, and sleep
 
     def follow():
-        rev = read(watcher).rev
+        rev = before
         while not stopping.is_set() or seen[-1] < written[-1]:
             with contextlib.suppress(StoreUnavailable):
                 assert wait(watcher, rev), "slept through a change"
@@ -232,7 +233,10 @@ def test_no_change_is_missed_while_members_come_and_go(etcd_cluster):
 
     def await_more():
         wanted = seen[-1] + 15
-        wait_until(lambda: seen[-1] >= wanted)
+        wait_until(lambda: seen[-1] >= wanted or following.done() or writing.done())
+        for ended in (future for future in (following, writing) if future.done()):
+            stopping.set()
+            ended.result()
 
     with ThreadPoolExecutor(2) as pool:
         following, writing = pool.submit(follow), pool.submit(write)
