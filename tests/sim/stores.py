@@ -108,9 +108,11 @@ class Connection:
     def _ask(self, what, perform, timeout_s):
         self._check()
         world = self.world
+        asked_s = world.now_s
         world.pause(what)
         self._check()
-        fault = world.request_fault(self)
+        is_late = world.now_s - asked_s > timeout_s
+        fault = "lose reply" if is_late else world.request_fault(self)
         if not fault:
             return self._performed(what, perform)
         world.tell(world.current, what, fault.upper())
@@ -120,7 +122,8 @@ class Connection:
         elif fault == "late":
             world.at(world.now_s + world.random() * 12, self._late, world.current, what, perform)
         self.process.unsure_until_s = world.now_s + 13  # until a late one has applied
-        world.park(f"no answer to {what}", world.now_s + timeout_s * world.random())
+        if not is_late:
+            world.park(f"no answer to {what}", world.now_s + timeout_s * world.random())
         self._check()
         raise StoreUnavailable(self.endpoint, timeout_s, fault)
 

@@ -16,6 +16,7 @@ from torch_ros.errors import (
     ManifestMismatch,
     SelfFenced,
     SourceLost,
+    StoreUnavailable,
     UsageError,
     VersionConflict,
     VersionNotFound,
@@ -105,6 +106,13 @@ def attempt(call):
         return call()
     except Exception as error:
         return error
+
+
+def until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def at_once(*calls):
@@ -410,10 +418,7 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     ranks = anchor_first(store, trainer)
     dead, alive = (ranks[0], ranks[1]) if dies == "the anchor" else (ranks[1], ranks[0])
     kill(dead)
-    started = time.monotonic()
-    while listing(other):
-        assert time.monotonic() - started < 10
-        time.sleep(0.05)
+    until(lambda: not listing(other))
     assert isinstance(attempt(partial(publish, alive, 8)), SelfFenced)
 
 
@@ -598,6 +603,61 @@ def test_two_first_processes_find_one_run(store):
     assert len(store.there("runs/")) == 1
 
 
+def test_who_closes_before_it_has_its_seat_again_ends_what_its_peers_took_up(store):
+    trainer = store.replica("trainer", 2, nonce="n")
+    before = trainer[0].seat
+    store.kv.revoke(trainer[1].session.lease_id, timeout_s=5)
+    for rank in trainer:
+        until(lambda rank=rank: rank.seat.nonce != "n")
+    assert at_once(*(partial(publish, rank, 7) for rank in trainer))[0].version == 7
+
+    view = store.kv.read(Read(membership.leave_ranges(before)), timeout_s=5)
+    lease_id, _ = store.kv.grant(5, timeout_s=5)
+    assert store.kv.commit(membership.leave(view, before, lease_id).txn, timeout_s=5).applied
+    assert store.there("holdings/") == []
+    for rank in trainer:
+        until(lambda rank=rank: rank.is_fenced)
+        with pytest.raises(SelfFenced, match="rank 0 closed its handle"):
+            rank.check_final()
+
+
+def test_two_starts_that_met_by_name_are_not_one(store):
+    """One makes the record and hears nothing; the other sits down in it."""
+    met = []
+
+    class Deaf:
+        def __init__(self, kv):
+            self._kv = kv
+
+        def __getattr__(self, name):
+            return getattr(self._kv, name)
+
+        def commit(self, txn, *, timeout_s):
+            reply = self._kv.commit(txn, timeout_s=timeout_s)
+            if not met:
+                met.append(store.join("trainer"))
+                raise StoreUnavailable("etcd://test", timeout_s, "no answer")
+            return reply
+
+    place = Place(
+        *(store.keys, "trainer", 0, 1, None, None, "default", False, (), 5, 60),
+        Shard("host", 0, b"card"),
+    )
+    group = Group.join(Deaf(connect(store.endpoint, timeout_s=5)), place, Deadline("open", 10))
+    store.groups.append(group)
+    until(lambda: met[0].is_fenced)
+    with pytest.raises(SelfFenced, match="another start has taken its name"):
+        met[0].check_final()
+    assert publish(group, 1).version == 1
+
+
+def test_ranks_that_were_told_differently_go_by_what_the_record_says(store):
+    ranks = at_once(
+        *(partial(store.join, "r", rank, 2, nonce="n", spot=rank == 0) for rank in range(2))
+    )
+    assert ranks[0].seat.spot == ranks[1].seat.spot
+
+
 def test_a_failed_read_leaves_no_record_even_if_a_request_is_lost(store):
     trainer, rollout = store.join("trainer"), store.join("rollout")
     ref = publish(trainer, 7)
@@ -674,8 +734,5 @@ def test_a_rank_that_closes_while_its_peers_come_back_tells_them(store):
     first._come_back = lambda: None  # it takes long
     first.fence(lost)
     first.close()
-    started = time.monotonic()
-    while second._lost is None or second._lost.may_return:
-        assert time.monotonic() - started < 20
-        time.sleep(0.05)
+    until(lambda: second._lost is not None and not second._lost.may_return)
     assert "rank 0 closed its handle" in second._lost.reason

@@ -257,8 +257,8 @@ class Group:
         # The note outlives this rank's lease, which may be the one that the group's records have.
         lease_id, _ = self.kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
         rule = partial(membership.leave, seat=self.seat, note_lease_id=lease_id)
-        ranges = (*self.seat.own, self.seat.keys.holdings())
-        run(settle("close", ranges, rule), self.kv, Deadline("close", LEAVE_S))
+        steps = settle("close", membership.leave_ranges(self.seat), rule)
+        run(steps, self.kv, Deadline("close", LEAVE_S))
 
     def _watch(self) -> None:
         threading.Thread(
@@ -907,28 +907,29 @@ def _take_seat(
                 membership.open_ranges(who), partial(membership.create_group, who=who)
             )
             if is_replaced is None:
-                left_behind = nonce
+                left_behind = left_behind or place.nonce or ""
                 continue
             if is_replaced:
                 log.warning("replica %r was already there and is replaced", who.replica)
             found = nonce
         ranges = membership.join_ranges(who, found)
-        joined: membership.Joined | None = membership.Joined(found, "", 0, is_complete=False)
-        while joined is not None and not joined.is_complete:
-            joined = ask(ranges, partial(membership.join, who=who, nonce=found))
+        rule = partial(membership.join, who=who, nonce=found)
+        while (joined := ask(ranges, rule)) is not None and not joined.is_complete:
+            pass
         if joined is not None:
             break
         left_behind = left_behind or place.nonce or ""
     return Seat(
         keys=place.keys,
         replica=place.replica,
-        nonce=joined.nonce,
+        nonce=joined.group.nonce,
         rank=place.rank,
         world_size=place.world_size,
-        run=joined.run,
+        run=joined.group.run,
         run_number=joined.run_number,
         lease_id=session.lease_id,
-        datacenter=place.datacenter,
-        spot=place.spot,
+        # As the record says, or a rank that was started with another answer would differ.
+        datacenter=joined.group.datacenter,
+        spot=joined.group.spot,
         drain_s=place.drain_s,
     )

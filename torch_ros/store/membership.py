@@ -62,8 +62,7 @@ class Applicant:
 class Joined:
     """This rank has its seat; the group may still lack others."""
 
-    nonce: str
-    run: str
+    group: Group
     run_number: int
     is_complete: bool
 
@@ -220,10 +219,10 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
         return Wait(reason, (one(own), one(who.group)))
     number = run_numbers(view, who.keys).get(group.run, who.run_number)
-    seated = Joined(nonce, group.run, number, is_complete=False)
+    seated = Joined(group, number, is_complete=False)
     if taken is None:
         return _sit_down(view, who, group, seated)
-    joined = Joined(nonce, group.run, number, is_complete=True)
+    joined = Joined(group, number, is_complete=True)
     if group.is_complete:
         return Done(joined)
     shards = {int(key.rpartition("/")[2]): entry for key, entry in view.within(seats)}
@@ -388,24 +387,29 @@ def expel(view: View, seat: Seat) -> Step[SelfFenced]:
     return Act(txn, lambda _: fenced)
 
 
+def leave_ranges(seat: Seat) -> tuple[Range, ...]:
+    return (one(seat.group), seat.keys.decisions_of(seat.replica), seat.keys.holdings())
+
+
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     """This rank closes its handle, so the replica ends; say so, or it looks like a crash.
 
     To peers that take their seats again too: they need not wait for this one.
     """
-    try:
-        own_group(view, seat)
-    except SelfFenced as lost:
-        if not lost.may_return:
-            return Done(None)
     entry = view.entries.get(seat.group)
     group = Group.decode(entry.value) if entry else Group(seat.nonce, seat.world_size, seat.run)
+    if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
+        return Done(None)
+    # Perhaps another one than this rank knows: it may close while it takes its seat again.
+    inst = k.instance(seat.replica, group.nonce)
     left = msgspec.structs.replace(group, left=seat.rank)
-    records = holdings_of(view, seat.keys, seat.inst)
     # The decisions stay, for peers that wait for an outcome.
     txn = Txn(
-        (view.unchanged(seat.group), view.unchanged(seat.decisions)),
-        (Put(seat.group, left.encode(), note_lease_id), *(Delete(one(key)) for key in records)),
+        (view.unchanged(seat.group), view.unchanged(seat.keys.decisions(inst))),
+        (
+            Put(seat.group, left.encode(), note_lease_id),
+            *(Delete(one(key)) for key in holdings_of(view, seat.keys, inst)),
+        ),
     )
     return Act(txn, lambda _: None)
 
