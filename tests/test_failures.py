@@ -3,8 +3,6 @@
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from torch_ros.store.records import Failure
 from torch_ros.store.run import Deadline
 from torch_ros.weights import manifest
 from torch_ros.weights.local import LocalChunk, LocalTensor
-from torch_ros.weights.plan import HOST_COSTS
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -276,9 +273,9 @@ def in_blocks(monkeypatch, size_bytes):
         monkeypatch.setattr(module, "BATCH_BYTES", size_bytes)
 
 
-def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0):
+def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0, costs=None):
     """A handle with all of the matrix "m", or with this rank's columns of it."""
-    handle = opened(name, rank=rank, world_size=world_size)
+    handle = opened(name, rank=rank, world_size=world_size, costs=costs)
     columns = 1000 // world_size
     mine = torch.full((8, columns), fill)
     chunk = LocalChunk((0, rank * columns), mine)
@@ -316,13 +313,12 @@ def test_what_is_there_is_not_written_over_with_what_does_not_count(opened, monk
     while that source takes its tensors back.
     """
     in_blocks(monkeypatch, 4000)
-    slow_spans = partial(reading.plan, costs=replace(HOST_COSTS, descriptor_s=1.0, copy_s=0.0))
-    monkeypatch.setattr(reading, "plan", slow_spans)
     trainer, weights = matrix(opened, "trainer", fill=1.0)
     trainer.publish(1)
     ranks = list(pool.map(lambda rank: matrix(opened, "columns", rank, 2), range(2)))
     assert list(pool.map(lambda rank: rank[0].replicate(), ranks)) == [1, 1]
-    rollout, got = matrix(opened, "rollout")
+    spans_are_slow = torch_ros.Costs(descriptor_s=1.0, copy_s=0.0)
+    rollout, got = matrix(opened, "rollout", costs=spans_are_slow)
     stop = Stop(monkeypatch, rollout, 4)
     reads = pool.submit(rollout.replicate)
     assert stop.reached.wait(10)

@@ -565,3 +565,24 @@ def test_tcp_alone_can_be_asked_for(etcd_endpoint):
         rollout.register({"w": target})
         rollout.replicate()
     assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize(
+    ("costs", "amplification"), [(None, 1), (torch_ros.Costs(), 8)], ids=["of TCP", "of a host"]
+)
+def test_over_tcp_rows_are_not_read_for_an_eighth_of_them(etcd_endpoint, costs, amplification):
+    model = "m-" + uuid.uuid4().hex[:8]
+    options = {"endpoint": etcd_endpoint, "transport": "ucx-tcp", "timeout_s": 20, "costs": costs}
+    published = torch.randn(1024, 2048)[:, :256]
+    with (
+        torch_ros.open(model, replica="trainer", **options) as trainer,
+        torch_ros.open(model, replica="rollout", **options) as rollout,
+    ):
+        trainer.register({"w": published})
+        trainer.publish(1)
+        target = torch.zeros(1024, 256)
+        rollout.register({"w": target})
+        rollout.replicate()
+        assert torch.equal(published, target)
+        found = rollout.last_read.bytes_read / rollout.last_read.bytes_total
+    assert found == pytest.approx(amplification, rel=0.01)

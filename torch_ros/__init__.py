@@ -17,9 +17,10 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.filling import ReadReport
     from torch_ros.handle import ShardHandle, open  # noqa: A004
+    from torch_ros.weights.plan import Costs
 
 __version__ = "0.1.0"
-__all__ = ["ReadReport", "ShardHandle", "errors", "open"]
+__all__ = ["Costs", "ReadReport", "ShardHandle", "errors", "open"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from torch_ros import handle  # noqa: PLC0415
 
         return getattr(handle, name)
+    if name == "Costs":
+        from torch_ros.weights.plan import Costs  # noqa: PLC0415
+
+        return Costs
     if name == "ReadReport":
         from torch_ros.filling import ReadReport  # noqa: PLC0415
 

@@ -48,6 +48,7 @@ from torch_ros.store.versions import Spec, check_version, listing, newer, resolv
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.local import build, local_chunks, span_of
 from torch_ros.weights.manifest import Layout, logical
+from torch_ros.weights.plan import HOST_COSTS, TCP_COSTS, Costs
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     relay: bool = True,
     transport: TransportName | None = None,
     staging_bytes: int = 4 << 20,
+    costs: Costs | None = None,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
 
@@ -124,6 +126,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             copied, if it too has "auto". None: the environment's TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
+        costs: What reading and copying take here, by which short strided runs are read one by one,
+            or by whole rows into staging. None: as measured on one host, for the transport.
 
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them.
@@ -138,13 +142,17 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     retained = tuple(str(Spec.parse(version)) for version in retain)
     if ttl_s < 2:  # etcd's own minimum at its default election timeout
         raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
+    way = transport or os.environ.get(TRANSPORT_VARIABLE) or "auto"
+    if way not in get_args(TransportName):
+        names = ", ".join(get_args(TransportName))
+        raise UsageError(f"transport={way!r}: expected one of {names}")
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
     kv = connect_store(endpoint, timeout_s=timeout_s)
     ways: Transport | None = None
     try:
-        ways = _transport(endpoint, transport)
+        ways = _transport(endpoint, way)
         offer = Offer(ways)
         seat = Place(
             keys=Keys(model),
@@ -174,6 +182,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         offer,
         timeout_s=timeout_s,
         staging_bytes=staging_bytes,
+        costs=costs or (TCP_COSTS if way == "ucx-tcp" else HOST_COSTS),
         depth=depth,
         check_contract=check_contract,
         relay=relay,
@@ -182,11 +191,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
-def _transport(endpoint: str, asked: str | None) -> Transport:
-    name = asked or os.environ.get(TRANSPORT_VARIABLE) or "auto"
-    if name not in get_args(TransportName):
-        names = ", ".join(get_args(TransportName))
-        raise UsageError(f"transport={name!r}: expected one of {names}")
+def _transport(endpoint: str, name: str) -> Transport:
     if name == "memory" or (name == "auto" and endpoint.startswith("memory:")):
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without.
@@ -246,6 +251,7 @@ class ShardHandle:
         *,
         timeout_s: float,
         staging_bytes: int,
+        costs: Costs,
         depth: Depth,
         check_contract: bool,
         relay: bool,
@@ -255,7 +261,7 @@ class ShardHandle:
         self._group, self._transport, self._offer = group, transport, offer
         self._timeout_s, self._staging_bytes = timeout_s, staging_bytes
         self._intake = Intake(transport)
-        self._reading = Reading(transport, self._intake, staging_bytes)
+        self._reading = Reading(transport, self._intake, staging_bytes, costs)
         offer.before_withdraw = self._reading.forget
         self._registered: Registered | None = None
         self._filler = Filler(

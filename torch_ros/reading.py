@@ -24,7 +24,14 @@ from torch_ros.registered import Part
 from torch_ros.store.run import Deadline
 from torch_ros.weights.columns import Ints, numbered, sum_before
 from torch_ros.weights.manifest import BLOCK_BYTES, Blocks, Layout, Manifest
-from torch_ros.weights.plan import DirectSpans, ReadPlan, StagedCopy, copy_staged, plan
+from torch_ros.weights.plan import (
+    Costs,
+    DirectSpans,
+    ReadPlan,
+    StagedCopy,
+    copy_staged,
+    plan,
+)
 
 PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
 PREPARED_MAX = 4  # plans kept with their reads: what an unchanged job needs at every step
@@ -147,9 +154,11 @@ class _Patience:
 class Reading:
     """Plans, and the staging buffer that short strided runs go through. One thread at a time."""
 
-    def __init__(self, transport: Transport, intake: Intake, staging_bytes: int) -> None:
+    def __init__(
+        self, transport: Transport, intake: Intake, staging_bytes: int, costs: Costs
+    ) -> None:
         self.intake = intake
-        self._transport, self._staging_bytes = transport, staging_bytes
+        self._transport, self._staging_bytes, self._costs = transport, staging_bytes, costs
         self._plans: OrderedDict[tuple[str, ...], ReadPlan] = OrderedDict()
         self._staging: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[_Batch]]] = OrderedDict()
@@ -187,8 +196,13 @@ class Reading:
         """
         key = (target.digest, *(layout.digest for layout in sources))
         if key not in self._plans:
-            made = plan(sources, target, staging_bytes=self._staging_bytes, target_rank=rank)
-            self._plans[key] = made
+            self._plans[key] = plan(
+                sources,
+                target,
+                staging_bytes=self._staging_bytes,
+                target_rank=rank,
+                costs=self._costs,
+            )
             if len(self._plans) > PLANS_MAX:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)

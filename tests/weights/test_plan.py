@@ -14,7 +14,7 @@ from torch_ros.weights import pieces
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
 from torch_ros.weights.pieces import Chunks, Pieces, untiled
-from torch_ros.weights.plan import Costs, Route, copy_staged, plan
+from torch_ros.weights.plan import HOST_COSTS, TCP_COSTS, Costs, Route, copy_staged, plan
 
 # Spans cost so much that everything with gaps is staged, as far as it fits.
 STAGE_ALWAYS = Costs(descriptor_s=1.0, read_bytes_per_s=1e18, copy_bytes_per_s=1e18, copy_s=0.0)
@@ -310,6 +310,25 @@ def test_estimates_stage_short_rows_and_leave_long_ones():
     assert mode(16, 1 << 20, 2) == 0
     assert mode(2, 64, 2) == 0  # a copy costs more than a second span
     assert mode(64, 1 << 20, 1 << 17) == 0  # nearly all of what is staged would be in vain
+
+
+def test_over_tcp_rows_are_not_read_for_the_sake_of_an_eighth():
+    def staged(part, costs):
+        whole = torch.empty(4096, 8192, dtype=torch.uint8)
+        box = (slice(0, 4096), slice(0, 8192 // part))
+        target = one(torch.empty(4096, 8192 // part, dtype=torch.uint8), box, whole)
+        return plan([one(whole)], target, staging_bytes=1 << 22, costs=costs).staged
+
+    assert staged(8, HOST_COSTS)
+    assert not staged(8, TCP_COSTS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"descriptor_s": -1e-9}, {"copy_s": -1.0}, {"read_bytes_per_s": 0}]
+)
+def test_costs_that_cannot_be_are_refused(wrong):
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        Costs(**wrong)
 
 
 def test_estimates_count_the_local_copy():

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torch_ros.errors import UsageError
 from torch_ros.weights.columns import (
     Columns,
     Floats,
@@ -36,15 +37,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What reading and copying take.
+    """What reading and copying take: decides which short strided runs are read by whole rows.
 
-    The defaults were measured between two processes of one host, NIXL over UCX, host memory.
+    The defaults are for two processes of one host, NIXL over UCX, host memory, as
+    ``benchmarks/costs.py`` measured them; run it between your hosts for yours.
+
+    Raises:
+        UsageError: One is negative, or a speed is not positive.
     """
 
     descriptor_s: float = 4e-6  # per span of a read: 2.5 to 7 us
     read_bytes_per_s: float = 6e9  # long spans: 4 to 7.5 GB/s
     copy_bytes_per_s: float = 4e9  # strided rows of about a KiB
     copy_s: float = 1e-5  # per staged copy, however small: Python and torch
+
+    def __post_init__(self) -> None:
+        if min(self.descriptor_s, self.copy_s) < 0:
+            raise UsageError(f"{self}: expected times of at least 0 seconds")
+        if min(self.read_bytes_per_s, self.copy_bytes_per_s) <= 0:
+            raise UsageError(f"{self}: expected speeds above 0 bytes/s")
 
     def direct_s(self, spans: Ints, useful_bytes: Ints) -> Floats:
         """Estimated time to read the runs of a piece straight to where they belong."""
@@ -57,6 +68,8 @@ class Costs:
 
 
 HOST_COSTS = Costs()
+# Bytes are dear, and spans share messages: rows with gaps are seldom worth it.
+TCP_COSTS = Costs(descriptor_s=1.5e-6, read_bytes_per_s=1.2e9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
