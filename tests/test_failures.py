@@ -333,14 +333,14 @@ def test_what_is_there_is_not_written_over_with_what_does_not_count(opened, monk
 
 def voids_before_the_word_is_asked_for(monkeypatch, handle, tensor):
     """Between the moment at which it is shown and that at which its bytes are read."""
-    read_into = reading._Run._read_into
+    read_staged = reading._Run._read_staged
 
     def late(run, *arguments):
         handle._offer.void()
         tensor.fill_(666)
-        return read_into(run, *arguments)
+        return read_staged(run, *arguments)
 
-    monkeypatch.setattr(reading._Run, "_read_into", late)
+    monkeypatch.setattr(reading._Run, "_read_staged", late)
 
 
 def wait_for(holds, timeout_s=10):

@@ -174,7 +174,7 @@ class Reading:
         key = (sources, part.addresses)
         if key not in self._prepared:
             everything = np.arange(part.layout.blocks.total)
-            batches = _all_batches(self.intake, supplies, part, everything)
+            batches = _all_batches(self, supplies, part, everything)
             self._prepared[key] = supplies, batches  # the plans too: ids must not be used again
             if len(self._prepared) > PREPARED_MAX:
                 _, (_, old) = self._prepared.popitem(last=False)
@@ -227,18 +227,16 @@ class Reading:
         """
         _Run(self, supplies, part, progress, deadline).run()
 
-    def staging_on(self, device: torch.device, wanted_bytes: int) -> torch.Tensor:
-        """A registered buffer, kept for the next time; never larger than `staging_bytes` asks."""
-        size_bytes = min(wanted_bytes, self._staging_bytes + ALIGNMENT_BYTES)
-        kept = self._staging.get(device)
-        if kept is not None and kept[0].numel() >= size_bytes:
-            return kept[0]
-        if kept is not None:
-            kept[1].close()
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        region = Region(buffer.data_ptr(), size_bytes, device.index if buffer.is_cuda else HOST)
-        self._staging[device] = (buffer, self._transport.register([region]))
-        return buffer
+    def staging_on(self, device: torch.device) -> torch.Tensor:
+        """A registered buffer: the same one every time, since reads into it are kept."""
+        if device not in self._staging:
+            buffer = torch.empty(
+                self._staging_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device
+            )
+            at = device.index if buffer.is_cuda else HOST
+            region = Region(buffer.data_ptr(), buffer.nbytes, at)
+            self._staging[device] = (buffer, self._transport.register([region]))
+        return self._staging[device][0]
 
     def close(self) -> None:
         self.forget()
@@ -251,6 +249,15 @@ _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """Pieces that are in staging at the same time, and the reads that bring them there."""
+
+    staging: torch.Tensor
+    pieces: Sequence[tuple[int, StagedCopy]]  # each with its offset
+    reads: Sequence[Read]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
     """Target blocks that are read from one source, and begin to count, together."""
 
@@ -258,17 +265,19 @@ class _Batch:
     blocks: Ints
     needs: Mapping[int, int]  # source rank -> how many of its blocks have to be there
     reads: Sequence[Read]
-    staged: Sequence[StagedCopy]
+    staged: Sequence[_Staged]
     is_repeated: bool  # some of what is staged is there already, and may be read from
 
 
 def close_batches(batches: Sequence[_Batch]) -> None:
     for batch in batches:
         close_all(batch.reads)
+        for group in batch.staged:
+            close_all(group.reads)
 
 
 def _all_batches(
-    intake: Intake, supplies: Sequence[Supply], part: Part, missing: Ints
+    reading: Reading, supplies: Sequence[Supply], part: Part, missing: Ints
 ) -> Sequence[_Batch]:
     """What fills the target blocks `missing`, in their order. The caller closes the reads."""
     target, memory = part.layout.blocks, part.memory
@@ -286,7 +295,7 @@ def _all_batches(
         for index, supply in enumerate(supplies):
             own = turns == index
             if own.any():
-                batches += _batches(intake, index, supply, part, missing[own], leaders[own])
+                batches += _batches(reading, index, supply, part, missing[own], leaders[own])
     except BaseException:
         close_batches(batches)
         raise
@@ -307,7 +316,7 @@ def _block_bytes(blocks: Blocks, memory: Sequence[torch.Tensor]) -> Ints:
 
 
 def _batches(
-    intake: Intake, index: int, supply: Supply, part: Part, missing: Ints, leaders: Ints
+    reading: Reading, index: int, supply: Supply, part: Part, missing: Ints, leaders: Ints
 ) -> Iterator[_Batch]:
     target, plan, memory = part.layout.blocks, supply.plan, part.memory
     direct, block = _by_block(plan.direct, target)
@@ -330,12 +339,18 @@ def _batches(
         some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
         only = direct.take(mine)
         pieces = [staged[row] for row in some.tolist()]
+        reads = _prepare(reading.intake, replace(plan, direct=only, staged=()), supply.feed, memory)
+        try:
+            groups = _staged(reading, supply.feed, pieces, memory)
+        except BaseException:
+            close_all(reads)
+            raise
         yield _Batch(
             index,
             missing[numbers[missing] == number],
             _needs(supply.feed, only, pieces),
-            _prepare(intake, replace(plan, direct=only, staged=()), supply.feed, memory),
-            pieces,
+            reads,
+            groups,
             bool(is_partly_there[chunk_of_piece[some]].any()),
         )
 
@@ -403,6 +418,50 @@ def _prepare(
     return reads
 
 
+def _staged(
+    reading: Reading, feed: Feed, staged: Sequence[StagedCopy], memory: Sequence[torch.Tensor]
+) -> list[_Staged]:
+    groups: list[_Staged] = []
+    try:
+        for device in sorted({memory[piece.target_chunk].device for piece in staged}, key=str):
+            staging = reading.staging_on(device)
+            here = [piece for piece in staged if memory[piece.target_chunk].device == device]
+            for pieces in _that_fit(here, staging.numel()):
+                reads = _prepare_staged(reading.intake, feed, pieces, staging)
+                groups.append(_Staged(staging, pieces, reads))
+    except BaseException:
+        for group in groups:
+            close_all(group.reads)
+        raise
+    return groups
+
+
+def _prepare_staged(
+    intake: Intake, feed: Feed, pieces: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor
+) -> list[Read]:
+    manifests = feed.manifests
+    routes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for offset, piece in pieces:
+        _, manifest = manifests[piece.source_rank]
+        source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
+        route = (piece.source_rank, manifest.devices[piece.source_chunk])
+        span = (source, staging.data_ptr() + offset, piece.size_bytes)
+        routes.setdefault(route, []).append(span)
+    reads: list[Read] = []
+    try:
+        for (rank, source_device), spans in routes.items():
+            reads += intake.prepare(
+                *manifests[rank],
+                np.array(spans, np.uint64),
+                source_device=source_device,
+                target_device=staging.get_device() if staging.is_cuda else HOST,
+            )
+    except BaseException:
+        close_all(reads)
+        raise
+    return reads
+
+
 class _Run:
     """What the plans for one target say, carried out once."""
 
@@ -433,7 +492,7 @@ class _Run:
         try:
             if done.any():  # what a source that was lost has left to do
                 missing = np.flatnonzero(~done)
-                batches = _all_batches(self._intake, self._supplies, self._part, missing)
+                batches = _all_batches(self._reading, self._supplies, self._part, missing)
                 try:
                     self._perform(batches)
                 finally:
@@ -532,46 +591,16 @@ class _Run:
     # Staged
 
     def _read_staged(self, batch: _Batch) -> int:
-        memory, bytes_read = self._memory, 0
-        for device in sorted({memory[s.target_chunk].device for s in batch.staged}, key=str):
-            pieces = [s for s in batch.staged if memory[s.target_chunk].device == device]
-            staging = self._reading.staging_on(device, sum(map(_room, pieces)))
-            for group in _that_fit(pieces, staging.numel()):
-                bytes_read += self._read_into(self._supplies[batch.supply].feed, group, staging)
-                if batch.is_repeated:  # it must not be written over with what does not count
-                    for rank in sorted({piece.source_rank for _, piece in group}):
-                        self._ask(batch.supply, rank)
-                for offset, piece in group:
-                    copy_staged(staging[offset:], piece, memory[piece.target_chunk])
-                if device.type == "cuda":  # the next ones overwrite what is copied from
-                    torch.cuda.current_stream(device).synchronize()
-        return bytes_read
-
-    def _read_into(
-        self, feed: Feed, group: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor
-    ) -> int:
-        manifests = feed.manifests
-        routes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for offset, piece in group:
-            manifest = manifests[piece.source_rank][1]
-            source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
-            route = (piece.source_rank, manifest.devices[piece.source_chunk])
-            span = (source, staging.data_ptr() + offset, piece.size_bytes)
-            routes.setdefault(route, []).append(span)
-        target_device = staging.get_device() if staging.is_cuda else HOST
-        reads: list[Read] = []
-        try:
-            for (rank, source_device), spans in routes.items():
-                reads += self._intake.prepare(
-                    *manifests[rank],
-                    np.array(spans, np.uint64),
-                    source_device=source_device,
-                    target_device=target_device,
-                )
-            perform(reads, self._deadline)
-            return sum(read.size_bytes for read in reads)
-        finally:
-            close_all(reads)
+        for group in batch.staged:
+            perform(group.reads, self._deadline)
+            if batch.is_repeated:  # it must not be written over with what does not count
+                for rank in sorted({piece.source_rank for _, piece in group.pieces}):
+                    self._ask(batch.supply, rank)
+            for offset, piece in group.pieces:
+                copy_staged(group.staging[offset:], piece, self._memory[piece.target_chunk])
+            if group.staging.is_cuda:  # the next ones overwrite what is copied from
+                torch.cuda.current_stream(group.staging.device).synchronize()
+        return sum(read.size_bytes for group in batch.staged for read in group.reads)
 
 
 def _in_turns(batches: Sequence[_Batch]) -> list[Read]:

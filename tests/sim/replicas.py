@@ -17,11 +17,14 @@ from torch_ros import handle as handle_module
 from torch_ros.errors import SelfFenced, TorchRosError
 from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
+from torch_ros.weights.plan import Costs
 
 TTL_S = 10
 PROBE = 10_000  # the version that must get through once all faults are over
 BLOCK_CELLS = 4  # of 8 bytes; tensors have 12 or more
 CONTENT = 1000  # a cell says which content it is of, and where in it
+# Rows so short that they are staged, although there are few of them.
+CHEAP_COPIES = Costs(copy_s=0.0)
 PATIENCE_S = 600  # of a program, once all faults are over
 
 
@@ -205,6 +208,7 @@ class Process:
                 timeout_s=120 if start.is_probe else 20,
                 ttl_s=TTL_S,
                 drain_s=start.drain_s,
+                costs=CHEAP_COPIES,
             )
         except TorchRosError as error:
             world.saw(f"open: {type(error).__name__}")

@@ -8,7 +8,6 @@ loops and all the rules. Only three things are others: the store (`stores`), the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -34,7 +33,7 @@ from torch_ros.store.keys import Keys, parse_holding
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
 from torch_ros.weights import manifest
-from torch_ros.weights.plan import HOST_COSTS, ReadPlan, plan
+from torch_ros.weights.plan import ReadPlan, plan
 
 FAULTS = (
     "kill", "suspend", "cut", "unlink", "lose", "lose reply", "late", "early", "read", "slow",
@@ -76,8 +75,6 @@ SHAPES = (
 )
 
 
-# Rows so short that they are staged, although there are few of them.
-CHEAP_COPIES = dataclasses.replace(HOST_COSTS, copy_s=0.0)
 plans: dict[tuple, ReadPlan] = {}
 
 
@@ -85,7 +82,7 @@ def planned(sources, target, **options) -> ReadPlan:
     """The plan, which is pure; the same few layouts meet in all worlds."""
     key = (*(layout.digest for layout in (*sources, target)), *options.values())
     if key not in plans:
-        plans[key] = plan(sources, target, costs=CHEAP_COPIES, **options)
+        plans[key] = plan(sources, target, **options)
     return plans[key]
 
 
