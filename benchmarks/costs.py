@@ -20,7 +20,8 @@ import torch
 from harness import Actors, started
 
 from torch_ros import Costs
-from torch_ros.p2p.nixl import NixlTransport
+from torch_ros.handle import TransportName
+from torch_ros.handle import _transport as transport
 from torch_ros.p2p.transport import Peer, Region
 from torch_ros.weights.plan import StagedCopy, copy_staged
 
@@ -40,8 +41,8 @@ class Place(msgspec.Struct):
 
 
 class Source:
-    def __init__(self, *, tcp_only: bool) -> None:
-        self._transport = NixlTransport(tcp_only=tcp_only)
+    def __init__(self, way: TransportName) -> None:
+        self._transport = transport("local", way)
         self._memory = torch.ones(SIZE_BYTES, dtype=torch.uint8)
         region = Region(self._memory.data_ptr(), SIZE_BYTES)
         self._registration = self._transport.register([region])
@@ -55,8 +56,8 @@ class Source:
         self._transport.close()
 
 
-def source(*, tcp_only: bool) -> Actors:
-    return {"source": Source(tcp_only=tcp_only)}
+def source(way: TransportName) -> Actors:
+    return {"source": Source(way)}
 
 
 def usual_s(repeat: int, do: Callable[[], object]) -> float:
@@ -103,18 +104,18 @@ def copy_s(rows: int, n: int) -> float:
     return usual_s(n, once) / len(copies)
 
 
-def measured(place: Place, *, tcp_only: bool, repeat: int) -> Costs:
-    transport = NixlTransport(tcp_only=tcp_only)
+def measured(place: Place, way: TransportName, repeat: int) -> Costs:
+    ours = transport("local", way)
     target = torch.zeros(SIZE_BYTES, dtype=torch.uint8)
-    transport.register([Region(target.data_ptr(), SIZE_BYTES)])
-    peer = transport.connect(place.connection)
+    ours.register([Region(target.data_ptr(), SIZE_BYTES)])
+    peer = ours.connect(place.connection)
     try:
         peer.attach(place.descriptor)
         long_s = read_s(peer, place, target, LONG_BYTES, 1, 10 * repeat)
         tiny_s = read_s(peer, place, target, TINY_BYTES, TINY_SPANS, repeat)
     finally:
         peer.close()
-        transport.close()
+        ours.close()
     start_s = copy_s(1, repeat)
     return Costs(
         descriptor_s=tiny_s / TINY_SPANS,
@@ -129,12 +130,12 @@ def place_of(given: argparse.Namespace) -> Iterator[Place]:
     if given.origin:
         yield msgspec.msgpack.decode(base64.b64decode(given.origin), type=Place)
         return
-    with started({"source": partial(source, tcp_only=given.tcp)}) as (child,):
+    with started({"source": partial(source, given.transport)}) as (child,):
         yield child.ask("source", "place")
 
 
-def serve(*, tcp_only: bool) -> None:
-    served = Source(tcp_only=tcp_only)
+def serve(way: TransportName) -> None:
+    served = Source(way)
     print(base64.b64encode(msgspec.msgpack.encode(served.place())).decode(), flush=True)
     print("Ends with Ctrl-C.", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
@@ -145,7 +146,7 @@ def serve(*, tcp_only: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tcp", action="store_true", help="as transport='ucx-tcp' does")
+    parser.add_argument("--transport", choices=("auto", "ucx", "ucx-tcp"), default="auto")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help="be what another process reads from")
     parser.add_argument("--from", dest="origin", help="what --serve printed")
@@ -154,10 +155,10 @@ def main() -> None:
         sys.exit("--repeat: expected at least 1")
     torch.set_num_threads(1)
     if given.serve:
-        serve(tcp_only=given.tcp)
+        serve(given.transport)
         return
     with place_of(given) as place:
-        costs = measured(place, tcp_only=given.tcp, repeat=given.repeat)
+        costs = measured(place, given.transport, given.repeat)
     print(f"a span of a read  {costs.descriptor_s * 1e6:8.2f} us")
     print(f"long spans        {costs.read_bytes_per_s / 1e9:8.2f} GB/s")
     print(f"a copy            {costs.copy_s * 1e6:8.2f} us")

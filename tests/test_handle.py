@@ -28,6 +28,7 @@ from torch_ros.errors import (
 from torch_ros.store import memory
 from torch_ros.store.records import Holding
 from torch_ros.store.txn import Put
+from torch_ros.weights.plan import NIXL_COSTS
 
 DTYPES = [
     value
@@ -568,7 +569,7 @@ def test_tcp_alone_can_be_asked_for(etcd_endpoint):
 
 
 @pytest.mark.parametrize(
-    ("costs", "amplification"), [(None, 1), (torch_ros.Costs(), 8)], ids=["of TCP", "of a host"]
+    ("costs", "amplification"), [(None, 1), (NIXL_COSTS, 8)], ids=["of TCP", "of a host"]
 )
 def test_over_tcp_rows_are_not_read_for_an_eighth_of_them(etcd_endpoint, costs, amplification):
     model = "m-" + uuid.uuid4().hex[:8]

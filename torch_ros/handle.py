@@ -48,7 +48,7 @@ from torch_ros.store.versions import Spec, check_version, listing, newer, resolv
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.local import build, local_chunks, span_of
 from torch_ros.weights.manifest import Layout, logical
-from torch_ros.weights.plan import HOST_COSTS, TCP_COSTS, Costs
+from torch_ros.weights.plan import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -58,6 +58,9 @@ TRANSPORT_VARIABLE = "TORCH_ROS_TRANSPORT"
 DEFAULT_ENDPOINT = "local"
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 HEAL_TRIES = 2  # a second one, when what was read is not what was published
+
+COSTS = {"ucx": NIXL_COSTS, "ucx-tcp": TCP_COSTS}
+COPY_THREADS_MAX = 4  # a few fill the memory's channels
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
 # so its tensors must stay.
@@ -182,7 +185,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         offer,
         timeout_s=timeout_s,
         staging_bytes=staging_bytes,
-        costs=costs or (TCP_COSTS if way == "ucx-tcp" else HOST_COSTS),
+        costs=costs or COSTS.get(way, HOST_COSTS),
         depth=depth,
         check_contract=check_contract,
         relay=relay,
@@ -198,11 +201,18 @@ def _transport(endpoint: str, name: str) -> Transport:
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
     from torch_ros.p2p.shared import SharedTransport  # noqa: PLC0415
 
-    how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; shared memory of this host is copied"}[name]
+    how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
     reason = "asked for" if name != "auto" else "the store is not in memory"
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
     nixl = NixlTransport(tcp_only=name == "ucx-tcp")
-    return SharedTransport(nixl, is_used=name == "auto")  # peers of either kind can talk
+    # Peers of either kind can talk.
+    return SharedTransport(nixl, is_used=name == "auto", threads=_copy_threads())
+
+
+def _copy_threads() -> int:
+    """How many cores may copy for this process, when all of torchrun's on this host read."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, min(cores, COPY_THREADS_MAX))
 
 
 class Found(NamedTuple):

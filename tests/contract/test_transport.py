@@ -20,14 +20,16 @@ DEADLINE_S = 20
 NOTICE_S = 10
 
 
-@pytest.fixture(params=["memory", "nixl", "shared"])
+@pytest.fixture(params=["memory", "nixl", "shared", "cma"])
 def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
-    if request.param == "shared":
+    if request.param in ("shared", "cma"):
         from torch_ros.p2p import shared
 
-        monkeypatch.setattr(shared, "LOOK_BYTES", 1)
+        for least in ("LOOK_BYTES", "CMA_BYTES", "SHARE_BYTES"):
+            monkeypatch.setattr(shared, least, 1)
+    if request.param == "shared":
         monkeypatch.setattr(sys.modules[__name__], "random_bytes", random_shared_bytes)
 
     def transport(*args):
@@ -37,8 +39,9 @@ def make(request, monkeypatch):
             from torch_ros.p2p.nixl import NixlTransport
 
             made.append(NixlTransport(*args))
-            if request.param == "shared":
-                made.append(shared.SharedTransport(made[-1]))
+            if request.param in ("shared", "cma"):
+                threads = 2 if request.param == "cma" else 0
+                made.append(shared.SharedTransport(made[-1], threads=threads))
         return made[-1]
 
     yield transport

@@ -386,12 +386,14 @@ def test_a_forked_child_has_no_mapping_and_cannot_read(pair):
     assert arrives(read, targets, file.memory)
 
 
-# Has tensors of torch full of 7, shared in torch's two ways.
+# Has tensors of torch full of 7, shared in torch's two ways, or not.
 SOURCE = """
 import torch
 from torch_ros.p2p.shared import SharedTransport
-torch.multiprocessing.set_sharing_strategy(sys.argv[1])
-memory = torch.full((int(sys.argv[2]),), 7, dtype=torch.uint8).share_memory_()
+memory = torch.full((int(sys.argv[2]),), 7, dtype=torch.uint8)
+if sys.argv[1] != "not shared":
+    torch.multiprocessing.set_sharing_strategy(sys.argv[1])
+    memory.share_memory_()
 word = np.zeros(1, np.uint64)
 transport = SharedTransport(nixl.NixlTransport())
 registration = transport.register([Region(memory.data_ptr(), memory.numel()), region(word)])
@@ -430,7 +432,7 @@ class Remote:
 def reader():
     from torch_ros.p2p.nixl import NixlTransport
 
-    transport = SharedTransport(NixlTransport())
+    transport = SharedTransport(NixlTransport(), threads=2)
     yield transport
     transport.close()
 
@@ -440,8 +442,8 @@ def mapped_of(process):
     return sum(f"torch_{process.process.pid}_" in line for line in maps())
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_tensors_that_torch_shares_are_copied_from_another_process(spawn, reader, strategy):
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system", "not shared"])
+def test_tensors_are_copied_from_another_process(spawn, reader, strategy):
     source = spawn(SOURCE, strategy, SIZE)
     remote = Remote(reader, source, SIZE)
     assert copied(remote.read) == SIZE - 1
@@ -464,8 +466,19 @@ def test_a_source_that_was_killed_is_noticed_and_its_memory_let_go_of(spawn, rea
     assert (another.target == 7).all()
 
 
-def test_a_read_that_overlaps_a_write_is_followed_by_a_word_that_shows_it(spawn, reader):
-    remote = Remote(reader, spawn(SOURCE, "file_descriptor", SIZE, "writes"), SIZE)
+def test_a_source_without_shared_memory_that_was_killed_is_noticed(spawn, reader):
+    killed = spawn(SOURCE, "not shared", SIZE)
+    remote = Remote(reader, killed, SIZE)
+    remote.fetch(remote.read)
+    killed.signal(signal.SIGKILL)
+    with pytest.raises(TransferFailed):
+        for _ in range(10_000):
+            remote.fetch(remote.read)
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "not shared"])
+def test_a_read_that_overlaps_a_write_is_followed_by_a_word_that_shows_it(spawn, reader, strategy):
+    remote = Remote(reader, spawn(SOURCE, strategy, SIZE, "writes"), SIZE)
     counted = refused = 0
     while min(counted, refused) < 100:
         remote.fetch(remote.ask)

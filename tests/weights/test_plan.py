@@ -14,7 +14,7 @@ from torch_ros.weights import pieces
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
 from torch_ros.weights.pieces import Chunks, Pieces, untiled
-from torch_ros.weights.plan import HOST_COSTS, TCP_COSTS, Costs, Route, copy_staged, plan
+from torch_ros.weights.plan import NIXL_COSTS, TCP_COSTS, Costs, Route, copy_staged, plan
 
 # Spans cost so much that everything with gaps is staged, as far as it fits.
 STAGE_ALWAYS = Costs(descriptor_s=1.0, read_bytes_per_s=1e18, copy_bytes_per_s=1e18, copy_s=0.0)
@@ -22,7 +22,7 @@ MODES = {
     "direct": {"staging_bytes": 0},
     "staged": {"staging_bytes": 1 << 20, "costs": STAGE_ALWAYS},
     "staged in small parts": {"staging_bytes": 40, "costs": STAGE_ALWAYS},
-    "as estimated": {"staging_bytes": 1 << 20},
+    "as estimated": {"staging_bytes": 1 << 20, "costs": NIXL_COSTS},
 }
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.bool]
 
@@ -305,8 +305,9 @@ def test_estimates_stage_short_rows_and_leave_long_ones():
         target = one(torch.empty(rows, row_bytes // part, dtype=torch.uint8), box, whole)
         return len(plan([one(whole)], target, staging_bytes=1 << 22).staged)
 
-    assert mode(4096, 2048, 2) > 0
-    assert mode(4096, 2048, 8) > 0
+    assert mode(4096, 256, 2) > 0
+    assert mode(4096, 256, 8) > 0
+    assert mode(4096, 8192, 2) == 0
     assert mode(16, 1 << 20, 2) == 0
     assert mode(2, 64, 2) == 0  # a copy costs more than a second span
     assert mode(64, 1 << 20, 1 << 17) == 0  # nearly all of what is staged would be in vain
@@ -319,7 +320,7 @@ def test_over_tcp_rows_are_not_read_for_the_sake_of_an_eighth():
         target = one(torch.empty(4096, 8192 // part, dtype=torch.uint8), box, whole)
         return plan([one(whole)], target, staging_bytes=1 << 22, costs=costs).staged
 
-    assert staged(8, HOST_COSTS)
+    assert staged(8, NIXL_COSTS)
     assert not staged(8, TCP_COSTS)
 
 

@@ -1,7 +1,8 @@
-"""A transport that copies out of shared memory on the same host, and leaves the rest to another.
+"""A transport that copies out of processes on the same host, and leaves the rest to another.
 
 The kernel reads another process's memory (cma) by looking up and holding each of its pages, at
-every read. Memory that is a file can be mapped instead, once; from then on a read is a copy.
+every read. Memory that is a file can be mapped instead, once; from then on a read is a copy. Either
+is done by several threads, which the other transport does not have.
 
 Why nothing else changes for who reads:
 
@@ -15,6 +16,8 @@ Why nothing else changes for who reads:
 * What is where. An address may belong to a file now, to another one later, and then to none.
   Descriptors say all that they register on the host, shared or not, and what they say replaces
   what was known of those addresses.
+* Whose number it is. A process that answers the question after the bytes has had its number all the
+  time, so the bytes were its own.
 * Whose memory it is. A mapping keeps a file's memory allocated when its process has freed it, or
   has ended. Whenever a peer is connected, or more is mapped, what was left like that is unmapped.
 
@@ -29,15 +32,17 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from torch_ros.errors import ClosedError, TransferFailed
-from torch_ros.p2p import mapped
+from torch_ros.p2p import cma, mapped
 from torch_ros.p2p.mapped import Mapping, Stretch
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
@@ -47,6 +52,12 @@ log = logging.getLogger(__name__)
 # Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
 # which takes a millisecond or two.
 LOOK_BYTES = 1 << 20
+
+# Below, one more request to the other transport costs more than it saves.
+CMA_BYTES = 1 << 20
+
+# What a thread should have to copy, at least: to start one takes some 50 us.
+SHARE_BYTES = 1 << 20
 
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
@@ -62,9 +73,10 @@ for _each in (_move, _move_at_once):
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    host: str  # of the stretches; empty if there are none
+    host: str  # of the stretches and of the process; empty if it is left to the other transport
     bounds: bytes  # the starts, then the ends, of all that is registered in host memory
     stretches: tuple[Stretch, ...]
+    process: cma.Process
     base: bytes  # what the other transport says; last, so that it notices what was cut off
 
 
@@ -81,9 +93,9 @@ class SharedRegistration:
         self.descriptor = b""
         if base.descriptor:
             bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
-            host = transport.host if stretches else ""
+            host = transport.host if transport.is_used else ""
             self.descriptor = msgspec.msgpack.encode(
-                _Descriptor(host, bounds, stretches, base.descriptor)
+                _Descriptor(host, bounds, stretches, transport.process, base.descriptor)
             )
 
     def close(self) -> None:
@@ -108,28 +120,36 @@ class SharedRead:
         peer: SharedPeer,
         base: Read,
         copies: Spans,  # the sources are addresses of this process
+        reads: Spans,  # they are the peer's
         mappings: AbstractSet[Mapping],
         targets: AbstractSet[SharedRegistration],
     ) -> None:
-        self._peer, self._base, self._copies = peer, base, copies
+        self._peer, self._base = peer, base
         self.mappings, self.targets = mappings, targets
-        self.copied_bytes = int(copies[:, 2].sum())
+        self.copied_bytes = int(copies[:, 2].sum() + reads[:, 2].sum())
         self.size_bytes = base.size_bytes + self.copied_bytes
+        self._parts = [
+            *(partial(_copy, share) for share in peer.transport.shares(copies)),
+            *(partial(cma.read, peer.pid, share) for share in peer.transport.shares(reads)),
+        ]
         # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
         self._lock = threading.Lock()
         peer.transport.reads.add(self)
 
     def post(self) -> None:
-        self._peer.transport.refuse_fork()
+        transport = self._peer.transport
+        transport.refuse_fork()
         with self._lock:
             if not all(registration.is_open for registration in self.targets):
                 raise TransferFailed(self._peer.agent, "the memory it lands in was unregistered")
             if not all(mapping.is_open for mapping in self.mappings):
                 raise TransferFailed(self._peer.agent, "its shared memory is not mapped any more")
             self._base.post()
-            for source, target, size_bytes in self._copies.tolist():
-                move = _move if size_bytes >= HOLD_BYTES else _move_at_once
-                move(target, source, size_bytes)
+            try:
+                transport.perform(self._parts)
+            except OSError as error:
+                reason = f"its memory cannot be read ({error.strerror})"
+                raise TransferFailed(self._peer.agent, reason) from error
 
     def is_done(self) -> bool:
         return self._base.is_done()
@@ -149,6 +169,12 @@ class SharedRead:
             pass
 
 
+def _copy(spans: Spans) -> None:
+    for source, target, size_bytes in spans.tolist():
+        move = _move if size_bytes >= HOLD_BYTES else _move_at_once
+        move(target, source, size_bytes)
+
+
 class _Segments:
     """What is mapped of a peer's registered memory: disjoint, in order of address."""
 
@@ -165,6 +191,8 @@ class _Segments:
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
         """Which of the spans lie in one segment; in which; and where they are in this process."""
         row = np.searchsorted(self._starts, addresses, side="right") - 1
+        if not self.rows:
+            return np.zeros(len(row), np.bool_), row, addresses
         ends = self._ends[row]
         is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
         return is_inside, row, addresses + self._shifts[row]
@@ -183,6 +211,8 @@ class SharedPeer:
         self.transport, self._base, self.agent = transport, base, base.agent
         self._segments = _Segments()
         self.mappings: dict[Stretch, Mapping] = {}
+        self.pid = 0  # of the peer, if its memory can be read through the kernel
+        self._covers: list[Cover] = []  # what it has registered, the newest first
         with transport.lock:
             transport.peers.add(self)
 
@@ -194,21 +224,36 @@ class SharedPeer:
         # It pings: the peer is there, so that a file which it says it has is that file, if the
         # host is the same.
         self._base.attach(said.base)
-        is_near = self._is_near(said)
-        if is_near:
+        is_near = self.transport.is_used and said.host == self.transport.host
+        if is_near and said.stretches:
             self.transport.unmap_abandoned()
+        elif said.stretches and self.transport.is_used:
+            log.info("agent %s: its shared memory is on another host", self.agent)
         with self.transport.lock:
             self._segments = _Segments(self._segments.without(starts, ends))
             if is_near and self in self.transport.peers:
-                self._map(said.stretches, starts, ends)
+                if said.stretches:
+                    self._map(said.stretches, starts, ends)
+                self._reach(said.process, starts, ends)
 
-    def _is_near(self, said: _Descriptor) -> bool:
-        if not (said.stretches and self.transport.is_used):
-            return False
-        if said.host != self.transport.host:
-            log.info("agent %s: its shared memory is on another host", self.agent)
-            return False
-        return True
+    def _reach(self, process: cma.Process, starts: Uint64s, ends: Uint64s) -> None:
+        """See whether the kernel lets this process read memory of that one."""
+        transport = self.transport
+        if not (transport.threads and len(starts) and process.pid):
+            return
+        if not self._covers:
+            if process.namespace != transport.process.namespace:
+                log.info("agent %s: its process number is of another namespace", self.agent)
+                return
+            byte = np.zeros(1, np.uint8)
+            try:
+                cma.read(process.pid, np.array([(starts[0], byte.ctypes.data, 1)], np.uint64))
+            except OSError as error:
+                log.info("agent %s: its memory is not read directly (%s)", self.agent, error)
+                return
+            log.info("agent %s: its memory is read by %d threads", self.agent, transport.threads)
+        self.pid = process.pid
+        self._covers.insert(0, Cover(len(self._covers), HOST, starts, ends))
 
     def _map(self, stretches: Sequence[Stretch], starts: Uint64s, ends: Uint64s) -> None:
         rows, refused = self._segments.rows, list[OSError]()
@@ -252,25 +297,30 @@ class SharedPeer:
     def _prepare_shared(self, spans: Spans) -> SharedRead | None:
         """A read of `spans`, if something of it can be copied."""
         transport, segments = self.transport, self._segments
-        if not (len(spans) and segments.rows):
+        if not (len(spans) and (segments.rows or self._covers)):
             return None
-        is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
         keys, there = room(spans[:, 1], spans[:, 2], transport.covers())
         # What is empty, or not registered, is refused where all else is.
-        is_copied &= (spans[:, 2] > 0) & (there >= spans[:, 2])
-        copies = np.stack((sources, spans[:, 1], spans[:, 2]), axis=1)[is_copied]
-        rest = spans[~is_copied]
+        is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
+        is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
+        is_copied &= is_sound
+        is_read = np.zeros_like(is_copied)
+        if self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
+            _, offered = room(spans[:, 0], spans[:, 2], self._covers)
+            is_read = is_sound & ~is_copied & (offered >= spans[:, 2])
+        is_taken = is_copied | is_read
+        rest, taken = spans[~is_taken], spans.copy()
         if not len(rest):
             source, target, size_bytes = spans[-1].tolist()
-            last = size_bytes - 1
+            taken[-1, 2] = last = size_bytes - 1
             rest = np.array([(source + last, target + last, 1)], np.uint64)
-            copies[-1, 2] = last
-            copies = copies[copies[:, 2] > 0]
-        if not len(copies):
+        taken[is_copied, 0] = sources[is_copied]
+        copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_copied, is_read))
+        if not len(copies) and not len(reads):
             return None
         used = {segments.mappings[index] for index in set(row[is_copied].tolist())}
-        targets = transport.owners(set(keys[is_copied].tolist()))
-        return SharedRead(self, self._base.prepare(rest), copies, used, targets)
+        targets = transport.owners(set(keys[is_taken].tolist()))
+        return SharedRead(self, self._base.prepare(rest), copies, reads, used, targets)
 
     def unmap(self, mappings: Iterable[Mapping]) -> None:
         """Give up some mappings; reads of them fail from then on."""
@@ -298,7 +348,7 @@ class SharedPeer:
 
 
 class SharedTransport:
-    """Another transport, and copies out of shared memory where it and a peer are on one host.
+    """Another transport, and copies out of a peer's memory where both are on one host.
 
     Both ends need it. `post` blocks for as long as the copy takes.
 
@@ -307,11 +357,13 @@ class SharedTransport:
     Args:
         base: For all else; belongs to this from then on.
         is_used: False: talk to peers that copy, but leave it all to `base`, in both directions.
+        threads: How many copy at the same time. 0: one, and only out of shared memory.
     """
 
-    def __init__(self, base: Transport, *, is_used: bool = True) -> None:
-        self._base, self.agent, self.is_used = base, base.agent, is_used
-        self.host = mapped.host()
+    def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
+        self._base, self.agent, self.is_used, self.threads = base, base.agent, is_used, threads
+        self.host, self.process = mapped.host(), cma.this_process()
+        self._pool = ThreadPoolExecutor(max(1, threads), "torch_ros copies")
         self.lock = threading.RLock()  # never waited for with the lock of a read held
         self.registrations: list[SharedRegistration] = []
         self.peers: set[SharedPeer] = set()
@@ -355,6 +407,22 @@ class SharedTransport:
         self.unmap_abandoned()
         return peer
 
+    def shares(self, spans: Spans) -> list[Spans]:
+        """`spans`, for the threads that are to copy them."""
+        wanted = int(spans[:, 2].sum()) // SHARE_BYTES
+        return cma.shares(spans, max(1, min(self.threads, wanted)))
+
+    def perform(self, parts: Sequence[Callable[[], None]]) -> None:
+        """All at the same time. None runs any more when this returns, or raises."""
+        others = [self._pool.submit(part) for part in parts[1:]]
+        try:
+            for part in parts[:1]:
+                part()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
     def unmap_abandoned(self) -> None:
         """Let go of memory whose process has let go of it."""
         with self.lock:
@@ -377,6 +445,7 @@ class SharedTransport:
             self.registrations.clear()
         for peer in peers:
             peer.unmap(tuple(peer.mappings.values()))
+        self._pool.shutdown()
 
     def refuse_fork(self) -> None:
         if self.is_foreign:

@@ -39,14 +39,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class Costs:
     """What reading and copying take: decides which short strided runs are read by whole rows.
 
-    The defaults are for two processes of one host, NIXL over UCX, host memory, as
-    ``benchmarks/costs.py`` measured them; run it between your hosts for yours.
+    The defaults are for two processes of one host, as ``benchmarks/costs.py`` measured them; run it
+    between your hosts for yours.
 
     Raises:
         UsageError: One is negative, or a speed is not positive.
     """
 
-    descriptor_s: float = 2e-6  # per span of a read
+    descriptor_s: float = 0.4e-6  # per span of a read
     read_bytes_per_s: float = 6e9  # spans as long as staging: 5 to 10 GB/s
     copy_bytes_per_s: float = 4e9  # strided rows of about a KiB: 4 to 6 GB/s
     copy_s: float = 1e-5  # per staged copy, however small: Python and torch
@@ -68,9 +68,10 @@ class Costs:
 
 
 HOST_COSTS = Costs()
+NIXL_COSTS = Costs(descriptor_s=2e-6)
 # Of a network of 10 Gbit/s: what is read in vain is traffic that others wait for. Over loopback,
 # where it is not, either way takes about the same (0.7 to 1.9 times were measured).
-TCP_COSTS = Costs(read_bytes_per_s=1.2e9)
+TCP_COSTS = Costs(descriptor_s=2e-6, read_bytes_per_s=1.2e9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

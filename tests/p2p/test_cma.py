@@ -1,0 +1,198 @@
+"""Memory that the kernel copies from process to process: which, in what parts, and which not."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+from itertools import chain
+
+import msgspec
+import numpy as np
+import pytest
+
+from torch_ros.errors import TransferFailed
+from torch_ros.p2p import cma, shared
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.shared import SharedRead, SharedTransport
+from torch_ros.p2p.transport import Region
+
+SIZE = 3 << 20  # enough for two threads
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def random_bytes(seed, size=SIZE):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def span(source, target):
+    return (source.ctypes.data, target.ctypes.data, source.nbytes)
+
+
+def region(array):
+    return Region(array.ctypes.data, array.nbytes)
+
+
+# Reading
+
+
+def test_more_spans_than_one_call_takes_arrive():
+    source, target = random_bytes(0), np.zeros(SIZE, np.uint8)
+    starts = np.random.default_rng(1).permutation(2500) * 1000
+    rows = [(source.ctypes.data + at, target.ctypes.data + at, 999) for at in starts.tolist()]
+    cma.read(os.getpid(), np.array(rows, np.uint64))
+    is_read = np.arange(SIZE) % 1000 < 999
+    is_read[2500 * 1000 :] = False
+    assert (target == np.where(is_read, source, 0)).all()
+
+
+def test_a_read_goes_on_where_a_call_has_stopped():
+    spans = np.array([(1000, 9000, 5), (2000, 8000, 1), (3000, 7000, 4)], np.uint64)
+
+    def bytes_of(rows):
+        return [(s + i, t + i) for s, t, size in rows.tolist() for i in range(size)]
+
+    for count in range(1, 11):
+        assert bytes_of(cma._behind(spans, count)) == bytes_of(spans)[count:]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 1000])
+def test_shares_are_all_of_it_in_parts_of_the_same_size(count):
+    sizes = [1, 500, 0, 3, 96, 400]
+    spans = np.array([(1000 * i, 5000 + 1000 * i, n) for i, n in enumerate(sizes)], np.uint64)
+    parts = cma.shares(spans, count)
+    bytes_of = [[s + i for s, t, n in part.tolist() for i in range(n)] for part in parts]
+    assert list(chain(*bytes_of)) == [s + i for s, _, n in spans.tolist() for i in range(n)]
+    assert len(parts) == min(count, 1000)
+    assert max(map(len, bytes_of)) - min(map(len, bytes_of)) <= 1
+    assert all((part[:, 1] - part[:, 0] == 5000).all() for part in parts)
+
+
+def test_memory_that_is_not_there_is_an_error():
+    target = np.zeros(8, np.uint8)
+    with pytest.raises(OSError) as error:
+        cma.read(os.getpid(), np.array([(PAGE, target.ctypes.data, 8)], np.uint64))
+    assert error.value.errno == errno.EFAULT
+
+
+def test_a_process_that_is_gone_is_an_error():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    target = np.zeros(8, np.uint8)
+    with pytest.raises(OSError) as error:
+        cma.read(gone.pid, np.array([span(target, target)], np.uint64))
+    assert error.value.errno == errno.ESRCH
+
+
+# As a transport
+
+
+@pytest.fixture
+def pair():
+    """A source and a reader that copies with two threads."""
+    made = [SharedTransport(MemoryTransport(), threads=2) for _ in range(2)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def attached(pair, *arrays, spoil=lambda said: None):
+    registration = pair[0].register([region(array) for array in arrays])
+    said = msgspec.msgpack.decode(registration.descriptor)
+    spoil(said)
+    peer = pair[1].connect(pair[0].connection)
+    peer.attach(msgspec.msgpack.encode(said))
+    return peer
+
+
+def prepared(pair, peer, *sources):
+    targets = [np.zeros_like(source) for source in sources]
+    pair[1].register([region(target) for target in targets])
+    rows = [span(*each) for each in zip(sources, targets, strict=True)]
+    return peer.prepare(np.array(rows, np.uint64)), targets
+
+
+def copied(read):
+    return read.copied_bytes if isinstance(read, SharedRead) else 0
+
+
+def test_all_but_a_byte_is_read_through_the_kernel(pair):
+    sources = [random_bytes(0), random_bytes(1, 5), random_bytes(2, 2 << 20)]
+    read, targets = prepared(pair, attached(pair, *sources), *sources)
+    assert copied(read) == read.size_bytes - 1
+    assert read.size_bytes == sum(source.nbytes for source in sources)
+    for _ in range(2):
+        sources[0][:] += 1
+        read.post()
+        assert read.is_done()
+        assert all((t == s).all() for t, s in zip(targets, sources, strict=True))
+
+
+def test_little_is_left_to_the_other_transport(pair):
+    source = random_bytes(0, shared.CMA_BYTES - 1)
+    read, _ = prepared(pair, attached(pair, source), source)
+    assert copied(read) == 0
+
+
+def other_host(said):
+    said[0] = "another boot id"
+
+
+def other_namespace(said):
+    said[3][1] += 1
+
+
+def no_process(said):
+    said[3] = [0, 0]
+
+
+@pytest.mark.parametrize("spoil", [other_host, other_namespace, no_process])
+def test_what_is_not_this_process_number_is_left_to_the_other_transport(pair, spoil):
+    source = random_bytes(0)
+    read, targets = prepared(pair, attached(pair, source, spoil=spoil), source)
+    assert copied(read) == 0
+    read.post()
+    assert (targets[0] == source).all()
+
+
+def test_what_the_kernel_does_not_allow_is_left_to_the_other_transport(pair, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(cma, "read", refuse)
+    source = random_bytes(0)
+    read, targets = prepared(pair, attached(pair, source), source)
+    assert copied(read) == 0
+    read.post()
+    assert (targets[0] == source).all()
+    assert "not read directly ([Errno 1] Operation not permitted)" in caplog.text
+
+
+def test_what_is_not_registered_is_refused_and_not_read(pair):
+    source = random_bytes(0)
+    peer = attached(pair, source[:-PAGE])
+    with pytest.raises(TransferFailed, match="attached"):
+        prepared(pair, peer, source)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monkeypatch, failing):
+    source = random_bytes(0)
+    peer = attached(pair, source)
+    failed, ended = threading.Event(), threading.Event()
+
+    def read(pid, spans):
+        if (int(spans[0, 0]) == source.ctypes.data) == (failing == 0):
+            failed.set()
+            raise OSError(errno.EFAULT, "Bad address")
+        assert failed.wait(10)
+        assert not ended.wait(0.2)  # long enough for a `post` that does not wait to return
+        ended.set()
+
+    monkeypatch.setattr(cma, "read", read)
+    reading, _ = prepared(pair, peer, source)
+    with pytest.raises(TransferFailed, match=r"cannot be read \(Bad address\)"):
+        reading.post()
+    assert ended.is_set()
