@@ -1,5 +1,6 @@
 """Memory that the kernel copies from process to process: which, in what parts, and which not."""
 
+import ctypes
 import errno
 import logging
 import os
@@ -47,7 +48,23 @@ def test_more_spans_than_one_call_takes_arrive():
     assert (target == np.where(is_read, source, 0)).all()
 
 
-def test_a_read_goes_on_where_a_call_has_stopped():
+def test_a_call_that_stops_halfway_is_followed_by_another(monkeypatch):
+    readv = cma._readv
+
+    def half_of_the_first(pid, here, _, there, *__):
+        less = [np.array((ctypes.c_uint64 * 2).from_address(at)) for at in (here, there)]
+        for row in less:
+            row[1] = max(1, row[1] // 2)
+        return readv(pid, less[0].ctypes.data, 1, less[1].ctypes.data, 1, 0)
+
+    monkeypatch.setattr(cma, "_readv", half_of_the_first)
+    source, target = random_bytes(0, 1000), np.zeros(1000, np.uint8)
+    halves = zip(np.split(source, 2), np.split(target, 2), strict=True)
+    cma.read(os.getpid(), np.array([span(*half) for half in halves], np.uint64))
+    assert (target == source).all()
+
+
+def test_what_is_left_after_some_bytes():
     spans = np.array([(1000, 9000, 5), (2000, 8000, 1), (3000, 7000, 4)], np.uint64)
 
     def bytes_of(rows):
@@ -170,9 +187,10 @@ def test_what_the_kernel_does_not_allow_is_left_to_the_other_transport(pair, mon
     assert "not read directly ([Errno 1] Operation not permitted)" in caplog.text
 
 
-def test_what_is_not_registered_is_refused_and_not_read(pair):
+@pytest.mark.parametrize("part", [slice(PAGE, None), slice(None, -PAGE)])
+def test_what_is_not_registered_is_refused_and_not_read(pair, part):
     source = random_bytes(0)
-    peer = attached(pair, source[:-PAGE])
+    peer = attached(pair, source[part])
     with pytest.raises(TransferFailed, match="attached"):
         prepared(pair, peer, source)
 
