@@ -98,6 +98,20 @@ def test_what_is_in_shared_memory_is_mapped(
     assert bool(re.search("of its shared memory are mapped here", caplog.text)) == is_mapped
 
 
+@pytest.mark.parametrize(
+    ("transport", "ucx_tls", "is_read"),
+    [("auto", "all", True), ("ucx", "all", False), ("auto", "tcp,self", False)],
+)
+def test_what_is_not_shared_is_read_by_threads(
+    publish, etcd_endpoint, caplog, monkeypatch, transport, ucx_tls, is_read
+):
+    caplog.set_level(logging.INFO, "torch_ros")
+    source = publish("ordinary")
+    monkeypatch.setenv("UCX_TLS", ucx_tls)
+    replicate(etcd_endpoint, source, transport)
+    assert bool(re.search(r"its memory is read by \d thread", caplog.text)) == is_read
+
+
 @pytest.fixture
 def no_files(monkeypatch):
     """The system gives no memory that has a file."""

@@ -29,6 +29,7 @@ from torch_ros.errors import (
 from torch_ros.exchange import Intake, Offer
 from torch_ros.filling import Filler, Filling, ReadReport
 from torch_ros.identity import identify
+from torch_ros.p2p import cma
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.transport import Transport
 from torch_ros.reading import Reading
@@ -124,9 +125,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
             memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
-            this process; "auto": "memory" for a store in memory, else "ucx", but tensors that a
-            source on this host has in shared memory (`Tensor.share_memory_`) are mapped and
-            copied, if it too has "auto". None: the environment's TORCH_ROS_TRANSPORT, else "auto".
+            this process; "auto": "memory" for a store in memory, else "ucx", but host memory of
+            sources on this host is copied directly, by up to four threads, if they too have "auto":
+            mapped if it is shared (`Tensor.share_memory_`), else as UCX's cma does. None: the
+            environment's TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
             that fits the processor's cache beats a larger one.
         costs: What reading and copying take here, by which short strided runs are read one by one,
@@ -211,6 +213,8 @@ def _transport(endpoint: str, name: str) -> Transport:
 
 def _copy_threads() -> int:
     """How many cores may copy for this process, when all of torchrun's on this host read."""
+    if not cma.is_allowed(os.environ.get("UCX_TLS", "")):
+        return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(cores, COPY_THREADS_MAX))
 

@@ -102,6 +102,17 @@ def test_a_process_that_is_gone_is_an_error():
     assert error.value.errno == errno.ESRCH
 
 
+@pytest.mark.parametrize(
+    ("ucx_tls", "is_allowed"),
+    [
+        *(("", True), ("all", True), ("tcp,cma,self", True), ("rc,sm", True), ("^tcp", True)),
+        *(("tcp,self", False), ("rc", False), ("^cma", False), ("^tcp,sm", False)),
+    ],
+)
+def test_it_is_left_out_where_ucx_may_not_either(ucx_tls, is_allowed):
+    assert cma.is_allowed(ucx_tls) == is_allowed
+
+
 # As a transport
 
 

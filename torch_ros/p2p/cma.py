@@ -43,6 +43,12 @@ def this_process() -> Process:
         return Process(0, 0)
 
 
+def is_allowed(ucx_tls: str) -> bool:
+    """Whether that value of UCX_TLS has UCX read memory of the host's processes; "": unset."""
+    names = set(ucx_tls.lstrip("^").split(",")) if ucx_tls else {"all"}
+    return ucx_tls.startswith("^") != bool(names & {"all", "cma", "shm", "sm"})
+
+
 def read(pid: int, spans: Spans) -> None:
     """Copy memory of another process. Releases the GIL.
 
