@@ -4,6 +4,7 @@ import ctypes
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -223,5 +224,32 @@ def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monk
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
     with pytest.raises(TransferFailed, match=r"cannot be read \(Bad address\)"):
+        reading.post()
+    assert ended.is_set()
+
+
+def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monkeypatch):
+    source = random_bytes(0)
+    peer = attached(pair, source)
+    pressed, ended = threading.Event(), threading.Event()
+
+    def press():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def read(pid, spans):
+        if int(spans[0, 0]) == source.ctypes.data:
+            press()
+            threading.Event().wait(10)
+        assert pressed.wait(10)
+        ended.set()
+
+    def press_again():
+        press()
+        threading.Timer(0.2, pressed.set).start()
+
+    monkeypatch.setattr(cma, "read", read)
+    reading, _ = prepared(pair, peer, source)
+    threading.Timer(0.2, press_again).start()
+    with pytest.raises(KeyboardInterrupt):
         reading.post()
     assert ended.is_set()

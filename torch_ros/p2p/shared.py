@@ -34,7 +34,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import msgspec
@@ -167,6 +167,15 @@ class SharedRead:
         """Wait until nothing is being copied."""
         with self._lock:
             pass
+
+
+def _await_all(copies: Sequence[Future[None]]) -> None:
+    """Also if Ctrl-C is pressed meanwhile, and again: the memory may be freed after this."""
+    try:
+        wait(copies)
+    except BaseException:
+        _await_all(copies)
+        raise
 
 
 def _copy(spans: Spans) -> None:
@@ -414,12 +423,12 @@ class SharedTransport:
 
     def perform(self, parts: Sequence[Callable[[], None]]) -> None:
         """All at the same time. None runs any more when this returns, or raises."""
-        others = [self._pool.submit(part) for part in parts[1:]]
+        others: list[Future[None]] = []
         try:
-            for part in parts[:1]:
-                part()
+            others.extend(self._pool.submit(part) for part in parts[1:])
+            parts[0]()
         finally:
-            wait(others)
+            _await_all(others)
         for other in others:
             other.result()
 
