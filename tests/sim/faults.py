@@ -35,9 +35,11 @@ from torch_ros.store.txn import (
     NoneNewer,
     Put,
     Reply,
+    Txn,
     Unchanged,
     View,
     Watch,
+    one,
 )
 
 
@@ -664,6 +666,22 @@ fault("closing leaves the holdings", (membership, "leave"))(edited(ops=spare("ho
 fault("closing does not guard the decisions", (membership, "leave"), scenario="closed meanwhile")(
     edited(guards=not_on("decisions"))
 )
+
+
+@fault(
+    "closing ends the incarnation that it knew",
+    (membership, "leave"),
+    scenario="closed coming back",
+)
+def _(rule):
+    def faulty(view, seat, note_lease_id):
+        step = rule(view, seat, note_lease_id)
+        if isinstance(step, Done):
+            return step
+        known = (Delete(one(key)) for key in membership.holdings_of(view, seat.keys, seat.inst))
+        return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
+
+    return faulty
 
 
 @fault("nobody watches the neighbour", (membership, "watch_over"))

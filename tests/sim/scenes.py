@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -733,6 +734,32 @@ def closed_meanwhile(scene: Scene) -> None:
     scene.play()
 
 
+def closed_coming_back(scene: Scene) -> None:
+    """Who closes while it takes its seat again ends what its peers have taken up meanwhile."""
+
+    def is_closed() -> bool:
+        return any(group.left is not None for group in scene.checks.groups.values())
+
+    def train(me: Process) -> None:
+        _, other = _anchor_and_other(me)
+        scene.reach(str(me))
+        scene.until("t.0/0", "t.0/1")
+        if me is other:
+            scene.until("sits")
+            scene.when(lambda: scene.checks.holdings, "a holding of the new incarnation")
+            return
+        scene.hold("sits", other, puts("/shards/"), is_closed, is_reply=True)
+        # The last to sit down makes the group complete.
+        scene.hold("follows", me, puts("/shards/"), lambda: "sits" in scene.reached)
+        scene.end_lease(other)
+        scene.until("sits")
+        with suppress(SelfFenced):
+            publish(me, 1)
+
+    scene.start("t", train)
+    scene.play()
+
+
 def took_back(scene: Scene) -> None:
     """What one rank's owner took back without the store, its peers learn when they are back."""
 
@@ -919,6 +946,7 @@ SCENES = {
     "replaced reader": replaced_reader,
     "expelled meanwhile": expelled_meanwhile,
     "closed meanwhile": closed_meanwhile,
+    "closed coming back": closed_coming_back,
     "took back": took_back,
     "late answer": late_answer,
     "both drain": both_drain,
