@@ -553,6 +553,21 @@ def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened):
     assert torch.equal(two["head"], shared)
 
 
+def test_a_handle_is_not_closed_within_one_of_its_calls(etcd_endpoint):
+    """A signal handler that closes it would leave the call in memory that may be freed."""
+    with torch_ros.open("m-" + uuid.uuid4().hex[:8], endpoint=etcd_endpoint) as handle:
+        before = signal.signal(signal.SIGALRM, lambda *_: handle.close())
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            handle.register({"w": torch.zeros(3)})
+            with pytest.raises(UsageError, match="let the signal handler raise"):
+                handle.replicate(7, timeout_s=20)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        handle.publish(1)
+    assert handle.is_closed
+
+
 def test_tcp_alone_can_be_asked_for(etcd_endpoint):
     model = "m-" + uuid.uuid4().hex[:8]
     options = {"endpoint": etcd_endpoint, "transport": "ucx-tcp", "timeout_s": 20}

@@ -327,6 +327,11 @@ class Intake:
             self._mailboxes.pop(key).close()
             raise
 
+    @property
+    def is_near(self) -> bool:
+        """Whether all that is connected is read by copying."""
+        return all(peer.is_near for peer in self._peers.values())
+
     def prepare(
         self,
         agent: str,

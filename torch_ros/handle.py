@@ -60,7 +60,12 @@ DEFAULT_ENDPOINT = "local"
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
-COSTS = {"ucx": NIXL_COSTS, "ucx-tcp": TCP_COSTS}
+COSTS = {  # of what this process copies itself, and of what it does not
+    "auto": (HOST_COSTS, NIXL_COSTS),
+    "memory": (HOST_COSTS, HOST_COSTS),
+    "ucx": (NIXL_COSTS, NIXL_COSTS),
+    "ucx-tcp": (TCP_COSTS, TCP_COSTS),
+}
 COPY_THREADS_MAX = 4  # a few fill the memory's channels
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
@@ -129,10 +134,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             sources on this host is copied directly, by up to four threads, if they too have "auto":
             mapped if it is shared (`Tensor.share_memory_`), else as UCX's cma does. None: the
             environment's TORCH_ROS_TRANSPORT, else "auto".
-        staging_bytes: Bound on the buffer through which short strided runs are read. On hosts, one
-            that fits the processor's cache beats a larger one.
+        staging_bytes: Size of the buffer through which short strided runs are read, if there are
+            any. On hosts, one that fits the processor's cache beats a larger one.
         costs: What reading and copying take here, by which short strided runs are read one by one,
-            or by whole rows into staging. None: as measured on one host, for the transport.
+            or by whole rows into staging. None: as measured, for the transport, near or far.
 
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them.
@@ -187,7 +192,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         offer,
         timeout_s=timeout_s,
         staging_bytes=staging_bytes,
-        costs=costs or COSTS.get(way, HOST_COSTS),
+        costs=(costs, costs) if costs else COSTS[way],
         depth=depth,
         check_contract=check_contract,
         relay=relay,
@@ -215,7 +220,8 @@ def _copy_threads() -> int:
     """How many cores may copy for this process, when all of torchrun's on this host read."""
     if not cma.is_allowed(os.environ.get("UCX_TLS", "")):
         return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
     return max(1, min(cores, COPY_THREADS_MAX))
 
 
@@ -265,7 +271,7 @@ class ShardHandle:
         *,
         timeout_s: float,
         staging_bytes: int,
-        costs: Costs,
+        costs: tuple[Costs, Costs],
         depth: Depth,
         check_contract: bool,
         relay: bool,
@@ -284,6 +290,7 @@ class ShardHandle:
         self._copies = Copies(group, transport)
         self._staging = StagingBuffers()
         self._lock = threading.RLock()
+        self._caller = 0  # the thread that is in a call
         self._pid = os.getpid()
         self._is_closed = False
         self._staged: set[tuple[int, int]] = set()  # memory of dcp's staged copy, if published
@@ -964,9 +971,18 @@ class ShardHandle:
 
         Readers are not waited for; `unpublish` first to let them finish. After the return the
         tensors may be freed. In a forked child it does nothing.
+
+        Raises:
+            UsageError: By a signal handler, within a call of this handle.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
+        if self._caller == threading.get_ident():
+            # The call goes on when the handler returns, in memory that may be freed by then.
+            raise UsageError(
+                f"{self} cannot be closed within a call that it is in the middle of; let the "
+                "signal handler raise (SystemExit, say), and close it when the call has ended"
+            )
         self._is_closed = True
         try:
             self._group.close()
@@ -1002,9 +1018,13 @@ class ShardHandle:
         """
         self._require_usable()
         with self._lock:
-            if is_member:
-                self._group.check_final()
-            yield
+            before, self._caller = self._caller, threading.get_ident()
+            try:
+                if is_member:
+                    self._group.check_final()
+                yield
+            finally:
+                self._caller = before
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -155,11 +155,12 @@ class Reading:
     """Plans, and the staging buffer that short strided runs go through. One thread at a time."""
 
     def __init__(
-        self, transport: Transport, intake: Intake, staging_bytes: int, costs: Costs
+        self, transport: Transport, intake: Intake, staging_bytes: int, costs: tuple[Costs, Costs]
     ) -> None:
         self.intake = intake
-        self._transport, self._staging_bytes, self._costs = transport, staging_bytes, costs
-        self._plans: OrderedDict[tuple[str, ...], ReadPlan] = OrderedDict()
+        self._transport, self._staging_bytes = transport, staging_bytes
+        self._near_costs, self._far_costs = costs
+        self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._staging: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[_Batch]]] = OrderedDict()
         intake.before_forget = self.forget
@@ -194,14 +195,15 @@ class Reading:
 
         Raises: ManifestMismatch, UsageError: See `weights.plan.plan`.
         """
-        key = (target.digest, *(layout.digest for layout in sources))
+        costs = self._near_costs if self.intake.is_near else self._far_costs
+        key = (costs, (target.digest, *(layout.digest for layout in sources)))
         if key not in self._plans:
             self._plans[key] = plan(
                 sources,
                 target,
                 staging_bytes=self._staging_bytes,
                 target_rank=rank,
-                costs=self._costs,
+                costs=costs,
             )
             if len(self._plans) > PLANS_MAX:
                 self._plans.popitem(last=False)

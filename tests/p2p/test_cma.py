@@ -253,3 +253,45 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
     with pytest.raises(KeyboardInterrupt):
         reading.post()
     assert ended.is_set()
+
+
+def test_without_a_thread_to_be_had_the_caller_copies_and_nobody_later(pair, monkeypatch):
+    source = random_bytes(0)
+    read, targets = prepared(pair, attached(pair, source), source)
+    orphans = []
+
+    def submit(part):
+        orphans.append(part)  # as if a thread that exists took it later
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pair[1]._pool, "submit", submit)
+    read.post()
+    assert (targets[0] == source).all()
+    targets[0][:] = 0
+    for part in orphans:
+        part()
+    assert len(orphans) == 1
+    assert not targets[0].any()
+
+
+def test_closing_waits_for_what_is_being_copied(pair, monkeypatch):
+    source = random_bytes(0)
+    peer = attached(pair, source)
+    copying, go_on, closed = (threading.Event() for _ in range(3))
+
+    def read(pid, spans):
+        copying.set()
+        assert go_on.wait(10)
+        assert not closed.is_set()
+
+    monkeypatch.setattr(cma, "read", read)
+    reading, _ = prepared(pair, peer, source)
+    posting = threading.Thread(target=reading.post)
+    closing = threading.Thread(target=lambda: (pair[1].close(), closed.set()))
+    posting.start()
+    assert copying.wait(10)
+    closing.start()
+    assert not closed.wait(0.3)
+    go_on.set()
+    posting.join()
+    assert closed.wait(10)

@@ -476,10 +476,7 @@ class Checks:
             process = actor.process
             if not isinstance(actor.waiting, Watch) or not actor.loops:
                 continue
-            if (
-                max(process.suspended_until_s, process.cut_until_s, world.down_until_s)
-                > world.now_s
-            ):
+            if process.is_hindered or world.down_until_s > world.now_s:
                 continue
             if "has ranks" in actor.waiting.reason and any(
                 peer.is_gone

@@ -25,6 +25,7 @@ BLOCK_CELLS = 4  # of 8 bytes; tensors have 12 or more
 CONTENT = 1000  # a cell says which content it is of, and where in it
 # Rows so short that they are staged, although there are few of them.
 CHEAP_COPIES = Costs(copy_s=0.0)
+RELEASE_S = 1e-6  # until one that is not suspended any more is let go on
 PATIENCE_S = 600  # of a program, once all faults are over
 
 
@@ -153,7 +154,7 @@ class Process:
 
     @property
     def is_hindered(self) -> bool:
-        return max(self.suspended_until_s, self.cut_until_s) > self.world.now_s
+        return max(self.suspended_until_s, self.cut_until_s) > self.world.now_s - RELEASE_S
 
     # Memory
 

@@ -289,6 +289,7 @@ class Scheduler:
             RLock=Lock,
             Condition=Condition,
             current_thread=lambda: world.current.thread,
+            get_ident=lambda: id(world.current),
         )
 
     def time(self) -> SimpleNamespace:

@@ -76,6 +76,8 @@ class _Registration:
 
 
 class _Peer:
+    is_near = True
+
     def __init__(self, wire: Wire, agent: str) -> None:
         self.wire, self.agent = wire, agent
         wire.reach(agent)

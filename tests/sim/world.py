@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import msgspec
 from checks import Broken, Checks
-from replicas import BLOCK_CELLS, PROBE, TTL_S, Process, Start, Task
+from replicas import BLOCK_CELLS, PROBE, RELEASE_S, TTL_S, Process, Start, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
 from story import short
@@ -356,7 +356,7 @@ class World(Scheduler):
         self.tell(victim, f"is suspended for {pause_s} s")
         victim.suspended_until_s = self.now_s + pause_s
         victim.hindered_s += pause_s
-        self.at(victim.suspended_until_s + 1e-6, self.release, victim)
+        self.at(victim.suspended_until_s + RELEASE_S, self.release, victim)
 
     def _cut(self, victim: Process, cut_s: float) -> None:
         self.tell(victim, f"is cut off from the store for {cut_s} s")

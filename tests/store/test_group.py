@@ -574,6 +574,26 @@ def test_a_named_run_is_shared_by_those_who_name_it(store):
     assert publish(first, 3) == publish(second, 3)
 
 
+def test_who_waits_for_a_version_notices_that_an_older_run_counts_again(store):
+    old, new = store.join("old", run="x"), store.join("new", run="new")
+    publish(old, 12)
+    ref = publish(new, 0)
+    waiter, waits = store.join("waiter"), threading.Event()
+    keys = waiter.seat.keys
+
+    def eight(view):
+        found = versions.resolve(view, keys, Spec.parse(8))
+        waits.set()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(waiter.ask, spec_ranges(keys), eight, Deadline("wait", 20))
+        assert waits.wait(10)
+        unpublish(new, ref)
+        with pytest.raises(VersionNotFound, match="12"):
+            asked.result(5)  # it would look again by itself after 10 s
+
+
 def test_a_peer_that_leaves_right_after_the_end_does_not_spoil_it(store):
     for version in range(5):
         trainer = store.replica(f"t{version}", 3, run="x")

@@ -325,7 +325,8 @@ def test_over_tcp_rows_are_not_read_for_the_sake_of_an_eighth():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"descriptor_s": -1e-9}, {"copy_s": -1.0}, {"read_bytes_per_s": 0}]
+    "wrong",
+    [{"descriptor_s": -1e-9}, {"copy_s": -1.0}, {"read_bytes_per_s": 0}, {"copy_s": float("nan")}],
 )
 def test_costs_that_cannot_be_are_refused(wrong):
     with pytest.raises(UsageError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):

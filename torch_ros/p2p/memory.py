@@ -60,6 +60,8 @@ class MemoryRead:
 
 
 class MemoryPeer:
+    is_near = True
+
     def __init__(self, transport: MemoryTransport, agent: str) -> None:
         self.transport, self.agent = transport, agent
         self._attached: list[Cover] = []

@@ -277,6 +277,8 @@ class _Link:
 
 
 class NixlPeer:
+    is_near = False
+
     def __init__(self, link: _Link) -> None:
         self._link, self.agent = link, link.agent
         link.peers.add(self)

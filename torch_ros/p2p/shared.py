@@ -27,6 +27,7 @@ allowed; here that kills its readers (SIGBUS), as it would kill itself. torch ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -34,7 +35,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import msgspec
@@ -130,7 +131,7 @@ class SharedRead:
         self.size_bytes = base.size_bytes + self.copied_bytes
         self._parts = [
             *(partial(_copy, share) for share in peer.transport.shares(copies)),
-            *(partial(cma.read, peer.pid, share) for share in peer.transport.shares(reads)),
+            *(partial(cma.read, peer.pid or 0, share) for share in peer.transport.shares(reads)),
         ]
         # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
         self._lock = threading.Lock()
@@ -169,12 +170,36 @@ class SharedRead:
             pass
 
 
-def _await_all(copies: Sequence[Future[None]]) -> None:
+class _Task:
+    """Something to copy, by whoever comes first."""
+
+    def __init__(self, part: Callable[[], None]) -> None:
+        self._part, self._lock, self._is_taken = part, threading.Lock(), False
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Returns when it has been done, by this thread or by another."""
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                try:
+                    self._part()
+                except Exception as error:  # noqa: BLE001  # raised by who waits for all
+                    self.error = error
+
+    def drop(self) -> None:
+        """It is not begun any more; returns when nobody is at it."""
+        with self._lock:
+            self._is_taken = True
+
+
+def _drop(tasks: Sequence[_Task]) -> None:
     """Also if Ctrl-C is pressed meanwhile, and again: the memory may be freed after this."""
     try:
-        wait(copies)
+        for task in tasks:
+            task.drop()
     except BaseException:
-        _await_all(copies)
+        _drop(tasks)
         raise
 
 
@@ -220,10 +245,16 @@ class SharedPeer:
         self.transport, self._base, self.agent = transport, base, base.agent
         self._segments = _Segments()
         self.mappings: dict[Stretch, Mapping] = {}
-        self.pid = 0  # of the peer, if its memory can be read through the kernel
+        self.pid: int | None = (
+            None  # of the peer, if its memory can be read through the kernel; or 0
+        )
         self._covers: list[Cover] = []  # what it has registered, the newest first
         with transport.lock:
             transport.peers.add(self)
+
+    @property
+    def is_near(self) -> bool:
+        return bool(self.pid) or self._base.is_near
 
     def attach(self, descriptor: bytes) -> None:
         if not descriptor:
@@ -247,22 +278,26 @@ class SharedPeer:
 
     def _reach(self, process: cma.Process, starts: Uint64s, ends: Uint64s) -> None:
         """See whether the kernel lets this process read memory of that one."""
-        transport = self.transport
-        if not (transport.threads and len(starts) and process.pid):
+        if not (self.transport.threads and len(starts)):
             return
-        if not self._covers:
-            if process.namespace != transport.process.namespace:
-                log.info("agent %s: its process number is of another namespace", self.agent)
-                return
-            byte = np.zeros(1, np.uint8)
-            try:
-                cma.read(process.pid, np.array([(starts[0], byte.ctypes.data, 1)], np.uint64))
-            except OSError as error:
-                log.info("agent %s: its memory is not read directly (%s)", self.agent, error)
-                return
-            log.info("agent %s: its memory is read by %d threads", self.agent, transport.threads)
-        self.pid = process.pid
-        self._covers.insert(0, Cover(len(self._covers), HOST, starts, ends))
+        if self.pid is None:
+            self.pid = self._reachable(process, int(starts[0]))
+        if self.pid:
+            self._covers.insert(0, Cover(len(self._covers), HOST, starts, ends))
+
+    def _reachable(self, process: cma.Process, address: int) -> int:
+        transport = self.transport
+        if not process.pid or process.namespace != transport.process.namespace:
+            log.info("agent %s: its process number is of another namespace", self.agent)
+            return 0
+        byte = np.zeros(1, np.uint8)
+        try:
+            cma.read(process.pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
+        except OSError as error:
+            log.info("agent %s: its memory is not read directly (%s)", self.agent, error)
+            return 0
+        log.info("agent %s: its memory is read by %d threads", self.agent, transport.threads)
+        return process.pid
 
     def _map(self, stretches: Sequence[Stretch], starts: Uint64s, ends: Uint64s) -> None:
         rows, refused = self._segments.rows, list[OSError]()
@@ -423,14 +458,17 @@ class SharedTransport:
 
     def perform(self, parts: Sequence[Callable[[], None]]) -> None:
         """All at the same time. None runs any more when this returns, or raises."""
-        others: list[Future[None]] = []
+        tasks = [_Task(part) for part in parts]
         try:
-            others.extend(self._pool.submit(part) for part in parts[1:])
-            parts[0]()
+            for task in tasks[1:]:
+                with contextlib.suppress(RuntimeError):  # no thread to be had: it is done here
+                    self._pool.submit(task.run)
+            for task in tasks:
+                task.run()
         finally:
-            _await_all(others)
-        for other in others:
-            other.result()
+            _drop(tasks)
+        for error in filter(None, (task.error for task in tasks)):
+            raise error
 
     def unmap_abandoned(self) -> None:
         """Let go of memory whose process has let go of it."""
@@ -447,7 +485,13 @@ class SharedTransport:
     def close(self) -> None:
         if self.is_foreign:
             return
+        with self.lock:
+            for registration in self.registrations:
+                registration.is_open = False
+            reads = tuple(self.reads)
         self._base.close()
+        for read in reads:
+            read.settle()
         with self.lock:
             peers = tuple(self.peers)
             self.peers.clear()

@@ -69,6 +69,11 @@ class Peer(Protocol):
 
     agent: str
 
+    @property
+    def is_near(self) -> bool:
+        """Whether its memory is copied by this process, as far as is known: a span costs little."""
+        ...
+
     def attach(self, descriptor: bytes) -> None:
         """Learn of a registration of this peer, so that its memory can be read.
 

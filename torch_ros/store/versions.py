@@ -139,11 +139,13 @@ def _relative(
 
 def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
     # Every publication writes its version's record when it begins. Holdings change far more
-    # often; they matter only while somebody fills one, which may make a version available.
+    # often; they matter only while somebody fills one, which may make a version available, and
+    # while the newest run may lose its last one, so that an older run counts.
     is_filling = any(
         Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
     )
-    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_filling else ())))
+    is_watched = is_filling or len(offered(view, keys)) > 1
+    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_watched else ())))
 
 
 def _newest_run(view: View, keys: Keys) -> str:

@@ -52,9 +52,9 @@ class Costs:
     copy_s: float = 1e-5  # per staged copy, however small: Python and torch
 
     def __post_init__(self) -> None:
-        if min(self.descriptor_s, self.copy_s) < 0:
+        if not (self.descriptor_s >= 0 and self.copy_s >= 0):  # nan is not
             raise UsageError(f"{self}: expected times of at least 0 seconds")
-        if min(self.read_bytes_per_s, self.copy_bytes_per_s) <= 0:
+        if not (self.read_bytes_per_s > 0 and self.copy_bytes_per_s > 0):
             raise UsageError(f"{self}: expected speeds above 0 bytes/s")
 
     def direct_s(self, spans: Ints, useful_bytes: Ints) -> Floats:
