@@ -584,11 +584,19 @@ def test_tcp_alone_can_be_asked_for(etcd_endpoint):
 
 
 @pytest.mark.parametrize(
-    ("costs", "amplification"), [(None, 1), (NIXL_COSTS, 8)], ids=["of TCP", "of a host"]
+    ("transport", "costs", "amplification"),
+    [
+        ("auto", None, 1),  # of a process on this host, which is read without NIXL
+        ("ucx", None, 8),
+        ("ucx-tcp", None, 1),
+        ("ucx-tcp", NIXL_COSTS, 8),
+    ],
 )
-def test_over_tcp_rows_are_not_read_for_an_eighth_of_them(etcd_endpoint, costs, amplification):
+def test_rows_are_read_for_an_eighth_of_them_only_where_each_span_is_dear(
+    etcd_endpoint, transport, costs, amplification
+):
     model = "m-" + uuid.uuid4().hex[:8]
-    options = {"endpoint": etcd_endpoint, "transport": "ucx-tcp", "timeout_s": 20, "costs": costs}
+    options = {"endpoint": etcd_endpoint, "transport": transport, "timeout_s": 20, "costs": costs}
     published = torch.randn(1024, 2048)[:, :256]
     with (
         torch_ros.open(model, replica="trainer", **options) as trainer,
