@@ -719,8 +719,8 @@ def _(rule):
     def faulty(view, who, nonce):
         step = rule(view, who, nonce)
         if isinstance(step, Wait) and "has ranks" in step.reason:
-            run = records.Group.decode(view.entries[who.group].value).run
-            return Done(membership.Joined(nonce, run, 1, is_complete=True))
+            group = records.Group.decode(view.entries[who.group].value)
+            return Done(membership.Joined(group, 1, is_complete=True))
         return step
 
     return faulty
