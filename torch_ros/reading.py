@@ -19,7 +19,7 @@ import torch
 
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_all, perform
-from torch_ros.p2p.transport import HOST, Read, Region, Registration, Transport
+from torch_ros.p2p.transport import HOST, Read, Region, Registration, Spans, Transport
 from torch_ros.registered import Part
 from torch_ros.store.run import Deadline
 from torch_ros.weights.columns import Ints, numbered, sum_before
@@ -28,6 +28,7 @@ from torch_ros.weights.plan import (
     Costs,
     DirectSpans,
     ReadPlan,
+    Route,
     StagedCopy,
     copy_staged,
     plan,
@@ -403,14 +404,19 @@ def _prepare(
         source_devices=[manifest.devices for _, manifest in manifests],
         target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
     )
-    is_tied = len({chunk.data_ptr() for chunk in memory}) < len(memory)
-    reads: list[Read] = []
+    if len({chunk.data_ptr() for chunk in memory}) < len(memory):
+        # Tied at both ends: once is enough.
+        routes = {route: np.unique(rows, axis=0) for route, rows in routes.items()}
+    return _prepare_routes(intake, feed, routes)
+
+
+def _prepare_routes(intake: Intake, feed: Feed, routes: Mapping[Route, Spans]) -> list[Read]:
+    manifests, reads = feed.manifests, list[Read]()
     try:
         for route, rows in routes.items():
             reads += intake.prepare(
                 *manifests[route.source_rank],
-                # Tied at both ends: once is enough.
-                np.unique(rows, axis=0) if is_tied else rows,
+                rows,
                 source_device=route.source_device,
                 target_device=route.target_device,
             )
@@ -441,27 +447,16 @@ def _staged(
 def _prepare_staged(
     intake: Intake, feed: Feed, pieces: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor
 ) -> list[Read]:
-    manifests = feed.manifests
-    routes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    manifests, target = feed.manifests, staging.get_device() if staging.is_cuda else HOST
+    routes: dict[Route, list[tuple[int, int, int]]] = {}
     for offset, piece in pieces:
         _, manifest = manifests[piece.source_rank]
         source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
-        route = (piece.source_rank, manifest.devices[piece.source_chunk])
+        route = Route(piece.source_rank, manifest.devices[piece.source_chunk], target)
         span = (source, staging.data_ptr() + offset, piece.size_bytes)
         routes.setdefault(route, []).append(span)
-    reads: list[Read] = []
-    try:
-        for (rank, source_device), spans in routes.items():
-            reads += intake.prepare(
-                *manifests[rank],
-                np.array(spans, np.uint64),
-                source_device=source_device,
-                target_device=staging.get_device() if staging.is_cuda else HOST,
-            )
-    except BaseException:
-        close_all(reads)
-        raise
-    return reads
+    spans = {route: np.array(rows, np.uint64) for route, rows in routes.items()}
+    return _prepare_routes(intake, feed, spans)
 
 
 class _Run:

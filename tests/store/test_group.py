@@ -418,7 +418,7 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     ranks = anchor_first(store, trainer)
     dead, alive = (ranks[0], ranks[1]) if dies == "the anchor" else (ranks[1], ranks[0])
     kill(dead)
-    until(lambda: not listing(other))
+    until(lambda: not listing(other), timeout_s=10)
     assert isinstance(attempt(partial(publish, alive, 8)), SelfFenced)
 
 

@@ -95,9 +95,10 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
     Raises:
         VersionNotFound: An absolute version that is gone; waiting would not bring it back.
     """
-    newest = next(iter(offered(view, keys)), [])
+    runs = offered(view, keys)
+    newest = next(iter(runs), [])
     if spec.absolute is None:
-        return _relative(view, keys, spec, newest, floor)
+        return _relative(view, keys, spec, runs, floor)
     for offer in newest:
         if offer.ref.version == spec.absolute:
             return offer
@@ -109,7 +110,7 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
         for key, entry in view.within(keys.holdings(run))
     )
     if is_coming or spec.absolute > max(there, default=-1):
-        return _wait_for_version(view, keys, f"version {spec.absolute} is not published yet")
+        return _wait_for_version(view, keys, runs, f"version {spec.absolute} is not published yet")
     available = sorted(offer.ref.version for offer in newest)
     found = available or "none"
     reason = f"it was published before and no replica holds it now; available: {found}"
@@ -125,26 +126,27 @@ def published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
 
 
 def _relative(
-    view: View, keys: Keys, spec: Spec, newest: list[Offer], floor: VersionRef | None
+    view: View, keys: Keys, spec: Spec, runs: list[list[Offer]], floor: VersionRef | None
 ) -> Offer | Wait:
+    newest = next(iter(runs), [])
     if len(newest) <= spec.back:
         have = f"{len(newest)} available" if newest else "none is available yet"
-        return _wait_for_version(view, keys, f"{spec} of model {keys.model!r}: {have}")
+        return _wait_for_version(view, keys, runs, f"{spec} of model {keys.model!r}: {have}")
     offer = newest[spec.back]
     if floor is not None and offer.ref.order < floor.order:
         reason = f"{spec}: version {floor.version} is not available again"
-        return _wait_for_version(view, keys, reason)
+        return _wait_for_version(view, keys, runs, reason)
     return offer
 
 
-def _wait_for_version(view: View, keys: Keys, reason: str) -> Wait:
+def _wait_for_version(view: View, keys: Keys, runs: list[list[Offer]], reason: str) -> Wait:
     # Every publication writes its version's record when it begins. Holdings change far more
     # often; they matter only while somebody fills one, which may make a version available, and
     # while the newest run may lose its last one, so that an older run counts.
     is_filling = any(
         Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
     )
-    is_watched = is_filling or len(offered(view, keys)) > 1
+    is_watched = is_filling or len(runs) > 1
     return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_watched else ())))
 
 
