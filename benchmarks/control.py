@@ -4,9 +4,10 @@ Ranks and replicas are threads of this process, each with a connection of its ow
 nothing else happens. Two parts:
 
 * calls of groups of several sizes, one after another; times are those of the slowest rank;
-* bursts: one replica holds a version; N others join, and replicate it, all at once. None ends its
-  read before all have found a source, as if the version were large. Counted is what they ask of
-  etcd, and the bytes of keys and values that move, besides the renewals of leases.
+* bursts: one replica holds a version; N others join, and replicate it, all at once; then it
+  publishes the next one, and they go on to that. None ends its read before all have found a source,
+  as if the version were large. Counted is what they ask of etcd, and the bytes of keys and values
+  that move, besides the renewals of leases.
 
 Prints a row of JSON per result, then tables.
 """
@@ -38,7 +39,7 @@ from torch_ros.store.records import Shard, VersionRef
 from torch_ros.store.run import Deadline
 from torch_ros.store.seat import own_group
 from torch_ros.store.txn import Put, Read, Reply, Txn, View, Watch
-from torch_ros.store.versions import Spec, newer, spec_ranges
+from torch_ros.store.versions import Spec, newer, newer_ranges
 
 T = TypeVar("T")
 Burst = dict[str, Any]
@@ -49,6 +50,7 @@ CARD = bytes(1500)  # about what a process with NIXL has
 LATEST = Spec.parse("latest")
 LAYOUT = "0" * 32
 WARM_UP = 3
+JOIN, GO_ON = "All join and replicate", "All go on to the next version"
 LARGE = ("groups", "holdings", "readers", "shards")  # what bytes may be about
 
 
@@ -145,7 +147,7 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
 
 
 def update(group: Group, held: VersionRef) -> VersionRef | None:
-    ranges, deadline = spec_ranges(group.seat.keys), Deadline("update", CALL_S)
+    ranges, deadline = newer_ranges(group.seat.keys), Deadline("update", CALL_S)
 
     def ask(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
@@ -210,8 +212,8 @@ def timed_calls(endpoint: str, size: int, rounds: int) -> Iterator[Row]:
         yield Row(part=CALLS, what=what, params=params, unit="ms", samples=samples, has_tail=True)
 
 
-def burst(endpoint: str, replicas: int) -> Burst:
-    """`replicas` newcomers for one version."""
+def burst(endpoint: str, replicas: int) -> Iterator[Burst]:
+    """`replicas` newcomers for one version, which then go on to the next."""
     keys = Keys(f"control-{uuid.uuid4().hex}")
     trainer = Group.join(
         connect(endpoint, timeout_s=5), place(keys, "trainer"), Deadline("join", 9)
@@ -223,19 +225,39 @@ def burst(endpoint: str, replicas: int) -> Burst:
     def reading() -> None:
         all_have_a_source.wait(CALL_S)
 
-    def follow(number: int) -> Group:
+    def come(number: int) -> Group:
         group = Group.join(meters[number], place(keys, f"r{number}"), Deadline("join", CALL_S))
         assert replicate(group, reading) == ref
         return group
 
+    def go_on(group: Group) -> None:
+        assert update(group, ref) == after
+        unpublish(group, ref)
+        assert replicate(group, reading) == after
+
+    groups, row = measured(JOIN, meters, [partial(come, number) for number in range(replicas)])
+    yield row
+    unpublish(trainer, ref)
+    after = publish(trainer, 2)
+    _, row = measured(GO_ON, meters, [partial(go_on, group) for group in groups])
+    yield row
+    at_once([group.close for group in (*groups, trainer)])
+
+
+def measured(
+    what: str, meters: Sequence[Meter], calls: Sequence[Callable[[], T]]
+) -> tuple[list[T], Burst]:
+    for meter in meters:
+        meter.requests.clear()
+        meter.bytes_of.clear()
     started_s = time.perf_counter()
-    groups = at_once([partial(follow, number) for number in range(replicas)])
+    answers = at_once(calls)
     elapsed_s = time.perf_counter() - started_s
     requests: Counter[str] = sum((meter.requests for meter in meters), Counter())
     bytes_of: Counter[str] = sum((meter.bytes_of for meter in meters), Counter())
-    at_once([group.close for group in (*groups, trainer)])
-    return {
-        "replicas": replicas,
+    return answers, {
+        "what": what,
+        "replicas": len(calls),
         "elapsed_s": elapsed_s,
         "requests": requests.total(),
         "bytes": bytes_of.total(),
@@ -253,7 +275,8 @@ def growth(rows: Sequence[Burst], of: Callable[[Burst], float]) -> list[str]:
     return found
 
 
-def burst_table(bursts: Sequence[Burst]) -> Iterator[str]:
+def burst_table(what: str, bursts: Sequence[Burst]) -> Iterator[str]:
+    yield what
     heads = ("replicas", "seconds", "requests", "commits", "lost", "KiB", *LARGE)
     yield "".join(f"{head:>10}" for head in heads) + "   growth: requests, bytes"
     grown = zip(
@@ -289,9 +312,12 @@ def main() -> None:
                 print(json.dumps(row.as_json()), flush=True)
                 calls.append(row)
         for replicas in given.replicas:
-            bursts.append(burst(given.endpoint, replicas))
-            print(json.dumps(bursts[-1]), flush=True)
-    print("", *table(calls), "", *burst_table(bursts), sep="\n")
+            for row in burst(given.endpoint, replicas):
+                bursts.append(row)
+                print(json.dumps(row), flush=True)
+    print("", *table(calls), sep="\n")
+    for what in (JOIN, GO_ON):
+        print("", *burst_table(what, [row for row in bursts if row["what"] == what]), sep="\n")
 
 
 if __name__ == "__main__":

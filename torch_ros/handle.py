@@ -44,8 +44,17 @@ from torch_ros.store.records import Call, Kind, Version, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.seat import Seat, own_group
-from torch_ros.store.txn import View
-from torch_ros.store.versions import Spec, check_version, listing, newer, resolve, spec_ranges
+from torch_ros.store.txn import Unseen, View
+from torch_ros.store.versions import (
+    Spec,
+    check_version,
+    listing,
+    newer,
+    newer_ranges,
+    resolve,
+    shows_all,
+    spec_ranges,
+)
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.local import build, local_chunks, span_of
 from torch_ros.weights.manifest import Layout, logical
@@ -620,7 +629,7 @@ class ShardHandle:
             return True
 
     def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
-        spec, ranges = Spec.parse(version), spec_ranges(self._group.seat.keys)
+        spec, ranges = Spec.parse(version), newer_ranges(self._group.seat.keys)
 
         def ask(view: View) -> Step[VersionRef | None]:
             own_group(view, self._group.seat)
@@ -681,6 +690,8 @@ class ShardHandle:
             entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
             own = self._group.seat.inst  # last: it is about to read from another
             sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
+            if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
+                raise Unseen
             return Done((offer.ref, Version.decode(entry.value).layout, sources[0]))
 
         while True:
@@ -893,12 +904,14 @@ class ShardHandle:
 
         def rule(view: View) -> Step[None]:
             offer = resolve(view, keys, spec)
-            if not isinstance(offer, Wait) and offer.holdings.keys() == {own}:
-                raise UsageError(
-                    f"this replica is the only one that holds version {offer.ref.version}, in "
-                    "other tensors than these; load into those, or with another handle"
-                )
-            return Done(None)
+            if isinstance(offer, Wait) or offer.holdings.keys() - {own}:
+                return Done(None)
+            if not shows_all(view, keys, offer):
+                raise Unseen
+            raise UsageError(
+                f"this replica is the only one that holds version {offer.ref.version}, in "
+                "other tensors than these; load into those, or with another handle"
+            )
 
         if self._held is not None:
             self._group.ask(spec_ranges(keys), rule, deadline)

@@ -20,11 +20,13 @@ from torch_ros.store.txn import (
     Entry,
     Get,
     NoneNewer,
+    Part,
     Put,
     Range,
     Read,
     Txn,
     Unchanged,
+    Unseen,
     Watch,
     one,
     under,
@@ -49,7 +51,7 @@ class Store:
 
     def names(self, *ranges):
         view = self.read(*ranges)
-        return [key.removeprefix(self.prefix) for key, _ in view.within(under(self.prefix))]
+        return [key.removeprefix(self.prefix) for key, _ in view.seen(under(self.prefix))]
 
     def commit(self, *ops, guards=()):
         reply = self.kv.commit(Txn(tuple(guards), tuple(ops)), timeout_s=TIMEOUT_S)
@@ -101,6 +103,69 @@ def test_reading_nothing_tells_the_revision(store):
     view = store.kv.read(Read(()), timeout_s=TIMEOUT_S)
     assert view.rev >= rev
     assert not view.entries
+
+
+def parts(store, **parts):
+    """Four records, the oldest written again; then parts of them, by name."""
+    revs = {name: store.put(f"p/{name}") for name in "dbca"}
+    store.put("p/d")
+    range_ = under(store.key("p/"))
+    part = Part(range_, **{k: revs[v] if k == "before" else v for k, v in parts.items()})
+    view = store.read(part)
+    return view, range_, "".join(key[-1] for key, _ in view.seen(range_))
+
+
+def test_a_part_is_the_records_created_last(store):
+    view, range_, names = parts(store, most=2)
+    assert names == "ac"
+    assert not view.shows(range_)
+
+
+def test_a_part_may_be_the_records_created_first(store):
+    _, _, names = parts(store, most=2, is_oldest=True)
+    assert names == "bd"  # written again or not
+
+
+def test_a_part_may_be_of_those_created_before_a_revision(store):
+    view, range_, names = parts(store, most=2, before="a")
+    assert names == "bc"
+    assert not view.shows(range_)
+
+
+def test_a_part_that_leaves_out_by_revision_only_is_no_whole(store):
+    view, range_, names = parts(store, most=9, before="a")
+    assert names == "bcd"
+    assert not view.shows(range_)
+
+
+def test_a_part_that_is_all_is_whole(store):
+    view, range_, names = parts(store, most=4)
+    assert names == "abcd"
+    assert view.shows(range_)
+    assert view.get(store.key("p/e")) is None
+
+
+def test_what_a_part_leaves_out_is_not_taken_for_absent(store):
+    view, range_, _ = parts(store, most=2)
+    assert view.get(store.key("p/a"))
+    for look in (
+        lambda: view.get(store.key("p/b")),
+        lambda: view.unchanged(store.key("p/b")),
+        lambda: view.within(range_),
+        lambda: view.within(under(store.prefix)),
+        lambda: view.get(store.key("elsewhere")),
+    ):
+        with pytest.raises(Unseen):
+            look()
+
+
+def test_a_record_that_is_read_besides_a_part_is_known(store):
+    range_ = under(store.key("p/"))
+    for name in "abc":
+        store.put(f"p/{name}")
+    view = store.read(Part(range_, 1), one(store.key("p/a")), one(store.key("p/0")))
+    assert [key[-1] for key, _ in view.seen(range_)] == ["a", "c"]
+    assert view.get(store.key("p/0")) is None
 
 
 # Guards

@@ -19,7 +19,7 @@ from torch_ros.exchange import EVERYTHING, Word
 from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Wait, WaitAtMost
 from torch_ros.store.records import Decisions, Group, Holding, Run, Version, VersionRef, mark
-from torch_ros.store.txn import Commit, Read, Watch, under
+from torch_ros.store.txn import Commit, Read, Watch, under, whole
 from torch_ros.store.versions import Spec
 
 SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
@@ -486,7 +486,7 @@ class Checks:
                 continue  # the last to come completes the group, or nobody does
             ranges, rule = actor.loops[-1]
             if ranges not in views:
-                views[ranges] = world.store.read(Read(ranges))
+                views[ranges] = world.store.read(Read(whole(ranges)))
             if re.search("still read by|waits for readers", actor.waiting.reason) and any(
                 "/readers/" in key for key in views[ranges].entries
             ):

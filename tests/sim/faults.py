@@ -120,11 +120,12 @@ def said(view: View, old: bytes, new: bytes, part: str = "/holdings/") -> View:
         else entry
         for key, entry in view.entries.items()
     }
-    return View(view.rev, entries)
+    return msgspec.structs.replace(view, entries=entries)
 
 
 def unseen(view: View, *keys: str) -> View:
-    return View(view.rev, {key: entry for key, entry in view.entries.items() if key not in keys})
+    entries = {key: entry for key, entry in view.entries.items() if key not in keys}
+    return msgspec.structs.replace(view, entries=entries)
 
 
 # Names and calls
@@ -198,9 +199,8 @@ def _(rule):
         entry = msgspec.structs.replace(
             view.entries[seat.decisions], value=records.Decisions(others).encode()
         )
-        return rule(
-            View(view.rev, {**view.entries, seat.decisions: entry}), seat, number, *args, **kwargs
-        )
+        entries = {**view.entries, seat.decisions: entry}
+        return rule(msgspec.structs.replace(view, entries=entries), seat, number, *args, **kwargs)
 
     return faulty
 
@@ -331,6 +331,46 @@ def _(fellow):
     return faulty
 
 
+# Parts of what there is
+
+
+@fault("what a part leaves out is taken for absent", (View, "shows"))
+def _(shows):
+    return lambda view, range_: True
+
+
+fault(
+    "a glimpse of who fills it is enough",
+    (versions, "_glimpsed"),
+    hole=18,
+    scenario="few, not whole",
+)(lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec))
+fault("a glimpse of an older version is enough", (versions, "_newest_record"))(
+    lambda newest: (
+        lambda view, keys: min(
+            (ref for ref, _ in versions._records(view, keys)), key=lambda r: r.order, default=None
+        )
+    )
+)
+fault("the next older one is read from, whoever reads it", (sources, "_by_place"), scenario="many")(
+    lambda rule: (
+        lambda view, seat, ref, candidates: rule(
+            view,
+            seat,
+            ref,
+            {i: dataclasses.replace(found, readers=0) for i, found in candidates.items()},
+        )
+    )
+)
+fault("everyone reads from the oldest", (sources, "_by_place"), scenario="many")(
+    lambda rule: (
+        lambda view, seat, ref, candidates: min(
+            candidates, key=lambda inst: candidates[inst].entry.create_rev
+        )
+    )
+)
+
+
 fault("a draining source is offered", (versions, "offered"), scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
 )
@@ -358,14 +398,11 @@ fault(
 # Sources
 
 
-@fault("a younger replica is a source", (sources, "_candidates"), hole=17)
+@fault("a younger replica is a source", (sources, "_is_source"), hole=17)
 def _(rule):
-    def faulty(view, seat, ref):
-        own = view.entries.get(seat.holding(ref))
-        if own is None:
-            return rule(view, seat, ref)
-        late = msgspec.structs.replace(own, create_rev=math.inf)
-        return rule(View(view.rev, {**view.entries, seat.holding(ref): late}), seat, ref)
+    def faulty(*args):
+        *others, own = args
+        return rule(*others, own and msgspec.structs.replace(own, create_rev=math.inf))
 
     return faulty
 
@@ -612,14 +649,14 @@ fault("what a copy may go for is not guarded", (rules, "keeping"), hole=21)(
         lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
     )
 )
-fault("a witness may be draining", (versions, "_keepers"), hole=21, scenario="both drain")(
-    lambda keepers: lambda view, keys: keepers(said(view, b"draining", b"full"), keys)
+fault("a witness may be draining", (versions, "_counts"), hole=21, scenario="both drain")(
+    lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
-fault("a witness may be filling", (versions, "_keepers"), hole=21)(
-    lambda keepers: lambda view, keys: keepers(said(view, b"filling", b"full"), keys)
+fault("a witness may be filling", (versions, "_counts"), hole=21)(
+    lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
 )
-fault("a spot replica is a witness", (versions, "_keepers"))(
-    lambda keepers: lambda view, keys: keepers(said(view, rb'"spot":true', b'"spot":false'), keys)
+fault("a spot replica is a witness", (versions, "_counts"))(
+    lambda counts: lambda held: held.state == "full"
 )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from checks import Broken, demand
 from replicas import TTL_S, Process, Start
 from story import short
-from world import SHAPES, World
+from world import MANY, SHAPES, World
 
 from torch_ros.errors import (
     DeadlineExceeded,
@@ -49,6 +49,7 @@ class Scene(World):
         self.rates = dict.fromkeys(self.rates, 0.0)
         self.step_s, self.haste, self.read_s = 0.001, 0.0, 0.0
         self.steps_of_trouble = 1_000_000
+        self.many = (32, 8, 8)
         self.shapes = self.shape
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
         self.uneven: set[Process] = set()  # whose reads land in no order
@@ -570,6 +571,44 @@ def not_whole(scene: Scene) -> None:
     scene.play()
 
 
+def _see_few(*most: int) -> None:
+    """Until the scene is over."""
+    for (module, name), number in zip(MANY, most, strict=True):
+        setattr(module, name, number)
+
+
+def few_not_whole(scene: Scene) -> None:
+    """As `not_whole`, with views that leave most out."""
+    _see_few(1, 1, 1)
+    not_whole(scene)
+
+
+def many(scene: Scene) -> None:
+    """I8: newcomers that see only some of the others form as many chains as there are sources."""
+    _see_few(2, 1, 3)
+    trainers, rollouts = ("t", "u"), tuple(f"r{number}" for number in range(7))
+
+    def read(me: Process) -> None:
+        scene.until(*trainers)
+        replicate(me)
+        stay(me)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        stay(me)
+
+    def stay(me: Process) -> None:
+        scene.reach(me.start.replica)
+        scene.until(*trainers, *rollouts)
+
+    for name in trainers:
+        scene.start(name, train, size=1)
+    for name in rollouts:
+        scene.start(name, read, size=1)
+    scene.play()
+    demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
 def freed_meanwhile(scene: Scene) -> None:
     """I8: a source that becomes free does not send two newcomers to the next one."""
 
@@ -939,6 +978,8 @@ SCENES = {
     "copied over": copied_over,
     "ready before": ready_before,
     "not whole": not_whole,
+    "many": many,
+    "few, not whole": few_not_whole,
     "freed meanwhile": freed_meanwhile,
     "claimed meanwhile": claimed_meanwhile,
     "copied meanwhile": copied_meanwhile,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from torch_ros.store.txn import Commit, Delete, Put, Read, Watch
+from torch_ros.store.txn import Commit, Delete, Part, Put, Range, Read, Watch
 
 
 def short(what: object) -> str:
     """A request in one line."""
     match what:
         case Read(ranges):
-            return "read " + ", ".join(_key(range_.start) for range_ in ranges)
+            return "read " + ", ".join(map(_part, ranges))
         case Commit(txn):
             guards = ", ".join(type(guard).__name__ for guard in txn.guards)
             return f"commit [{guards}] " + "; ".join(map(_op, txn.ops))
@@ -19,6 +19,14 @@ def short(what: object) -> str:
             where = ", ".join(_key(range_.start) for range_ in ranges)
             return f"watches {where} after {rev}: {reason}"
     return str(what)
+
+
+def _part(range_: Range | Part) -> str:
+    if isinstance(range_, Range):
+        return _key(range_.start)
+    which = "oldest" if range_.is_oldest else "youngest"
+    before = f" before {range_.before}" if range_.before else ""
+    return f"{_key(range_.range.start)} ({range_.most} {which}{before})"
 
 
 def _key(text: str) -> str:

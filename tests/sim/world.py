@@ -28,7 +28,7 @@ from torch_ros import copies, exchange, filling, handle, reading
 from torch_ros.copies import HostCopy
 from torch_ros.exchange import Card
 from torch_ros.identity import Identity
-from torch_ros.store import group, loops, run, session
+from torch_ros.store import group, loops, run, session, sources, txn, versions
 from torch_ros.store.keys import Keys, parse_holding
 from torch_ros.store.records import Record
 from torch_ros.store.run import Deadline
@@ -45,6 +45,7 @@ EVENTS = (
     "attached",
     "attached to a copy",
     "attached to a relay",
+    "chosen among many",
     "closed",
     "copied to host memory",
     "draining to full",
@@ -62,10 +63,12 @@ EVENTS = (
     "replicate: VersionNotFound",
     "seats taken again",
     "started twice",
+    "some left out",
     "unpublish: DeadlineExceeded",
     "unpublished with a copy",
     "update: CallAborted",
 )
+MANY = ((txn, "PART_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 STORY = 60  # steps that a failure shows
 STEPS_MAX = 60_000
 SHAPES = (
@@ -119,6 +122,8 @@ class World(Scheduler):
         self.is_seen_through = rng.random() < 0.35  # until everybody is well again; that takes long
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
+        # From how many records on they are many: PART_MAX, HOLDERS_MAX and NEIGHBOURS.
+        self.many = rng.choice([*3 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
 
     def _populate(self) -> None:
@@ -495,6 +500,8 @@ class World(Scheduler):
                     if hasattr(module, name) and not (module is run and name == "Deadline"):
                         stack.enter_context(patch.object(module, name, value))
             stack.enter_context(patch.object(reading, "plan", planned))
+            for (module, name), most in zip(MANY, self.many, strict=True):
+                stack.enter_context(patch.object(module, name, most))
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))

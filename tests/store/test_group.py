@@ -614,8 +614,10 @@ def test_two_first_processes_find_one_run(store):
         )
 
     one_, two = applicant("one"), applicant("two")
-    view = store.kv.read(Read(membership.open_ranges(one_)), timeout_s=5)
-    first, second = (membership.create_group(view, who).txn for who in (one_, two))
+    views = [store.kv.read(Read(membership.open_ranges(who)), timeout_s=5) for who in (one_, two)]
+    first, second = (
+        membership.create_group(view, who).txn for view, who in zip(views, (one_, two), strict=True)
+    )
     assert store.kv.commit(first, timeout_s=5).applied
     assert not store.kv.commit(second, timeout_s=5).applied
     again = store.kv.read(Read(membership.open_ranges(two)), timeout_s=5)

@@ -31,6 +31,7 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
+    Part,
     Put,
     Range,
     Read,
@@ -148,12 +149,18 @@ class EtcdKV:
         self._current = 0
 
     def read(self, request: Read, *, timeout_s: float) -> View:
-        gets = tuple(Get(range_) for range_ in request.ranges)
-        reply = self._call(_Member.txn, _txn(Txn(ops=gets)), timeout_s)
+        gets = [_get(range_) for range_ in request.ranges]
+        reply = self._call(_Member.txn, rpc.TxnRequest(success=gets), timeout_s)
         entries: dict[str, Entry] = {}
-        for response in reply.responses:
-            entries.update(_entries(response.response_range))
-        return View(reply.header.revision, entries)
+        shown: list[Range] = []
+        for range_, response in zip(request.ranges, reply.responses, strict=True):
+            found = response.response_range
+            entries.update(_entries(found))
+            if not isinstance(range_, Part):
+                shown.append(range_)
+            elif len(found.kvs) == found.count:  # etcd counts those that it leaves out, too
+                shown.append(range_.range)
+        return View(reply.header.revision, entries, tuple(shown), request.ranges)
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
@@ -545,6 +552,20 @@ def _op(op: Op) -> Any:
         case Count(range_):
             count = rpc.RangeRequest(**_bounds(range_), count_only=True)
             return rpc.RequestOp(request_range=count)
+
+
+def _get(range_: Range | Part) -> Any:
+    if isinstance(range_, Range):
+        return _op(Get(range_))
+    order = rpc.RangeRequest.ASCEND if range_.is_oldest else rpc.RangeRequest.DESCEND
+    get = rpc.RangeRequest(
+        **_bounds(range_.range),
+        limit=range_.most,
+        sort_order=order,
+        sort_target=rpc.RangeRequest.CREATE,
+        max_create_revision=max(0, range_.before - 1),
+    )
+    return rpc.RequestOp(request_range=get)
 
 
 def _watch(range_: Range, start_rev: int) -> Any:

@@ -52,7 +52,7 @@ from torch_ros.store.run import Deadline, run
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
 from torch_ros.store.session import Session
 from torch_ros.store.sources import Source
-from torch_ros.store.txn import Put, Range, Steps, Txn, View, one
+from torch_ros.store.txn import Part, Put, Range, Steps, Txn, View, one, some
 from torch_ros.store.versions import Spec, spec_ranges
 
 T = TypeVar("T")
@@ -272,7 +272,7 @@ class Group:
         forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
         ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
 
-        def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
+        def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
             def check() -> None:
                 self.check()
                 if self.seat is not seat:
@@ -373,7 +373,7 @@ class Group:
         return run(steps, self.kv, deadline, check=self.check)
 
     def ask(
-        self, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]], deadline: Deadline
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], deadline: Deadline
     ) -> T:
         """A question of this rank alone, fenced or not; nothing is written down."""
         steps = settle(deadline.what, ranges, rule)
@@ -475,7 +475,7 @@ class Group:
     ) -> bool:
         """Offer this rank's part of a copy; whether the copy is now offered by all ranks."""
         rule = partial(rules.copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
-        return self.run(settle("copy", rules.copied_ranges(seat, copy), rule), deadline)
+        return self.run(settle("copy", rules.copied_ranges(seat, kept.ref, copy), rule), deadline)
 
     def release(self, ref: VersionRef, seat: Seat, copy: str) -> None:
         """Returns once the copy is not needed any more and nobody reads it.
@@ -557,7 +557,7 @@ class GroupCall:
         return self._call.ref
 
     def decide(
-        self, ranges: tuple[Range, ...], effects: Callable[[View, Seat, Call], Step[Call]]
+        self, ranges: tuple[Range | Part, ...], effects: Callable[[View, Seat, Call], Step[Call]]
     ) -> None:
         """What the group does in this call; the first rank that asks decides.
 
@@ -613,7 +613,7 @@ class GroupCall:
 
         keys = self.seat.keys
         while not self.has_ended:
-            self.decide((*spec_ranges(keys), keys.readers(), keys.suspects()), effects)
+            self.decide((*spec_ranges(keys), some(keys.readers()), keys.suspects()), effects)
             assert self._call is not None
             if self.has_ended or self._call.sources:
                 return
@@ -855,7 +855,7 @@ class GroupCall:
             raise outcome.failure.error()
         return outcome
 
-    def _settle(self, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
+    def _settle(self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
         return self._group.run(settle(self._asked, ranges, rule), self.deadline)
 
 
@@ -876,7 +876,7 @@ def _take_seat(
         left: That seat, if its group was complete.
     """
 
-    def ask(ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> T:
+    def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
         return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
 
     who = Applicant(

@@ -13,11 +13,25 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from torch_ros.errors import Contention
-from torch_ros.store.txn import UNKNOWN, Commit, Range, Read, Reply, Steps, Txn, View, Watch
+from torch_ros.store.txn import (
+    UNKNOWN,
+    Commit,
+    Part,
+    Range,
+    Read,
+    Reply,
+    Steps,
+    Txn,
+    Unseen,
+    View,
+    Watch,
+    whole,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS_MAX = 64  # a race is lost only when another process won it
+LOOKS_MAX = 3  # at parts, before everything is read
 
 
 class Done(Struct, Generic[T_co], frozen=True):
@@ -38,7 +52,7 @@ class Wait(Struct, frozen=True):
     """Not yet. `reason` is for people; it ends up in logs and in DeadlineExceeded."""
 
     reason: str
-    ranges: tuple[Range, ...]  # what has to change first
+    ranges: tuple[Range | Part, ...]  # what has to change first
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
@@ -52,17 +66,21 @@ class WaitAtMost(Struct, Generic[T_co], frozen=True):
 Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
 
 
-def settle(what: str, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]) -> Steps[T]:
+def settle(
+    what: str, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]
+) -> Steps[T]:
     """Read `ranges`, decide, act; again while others win the race or the rule says to wait.
 
     After a lost reply the rule decides afresh from what it then finds, so a rule must know its
     own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
     of the view leaves no gap in which a change could be missed (I6).
+
+    Of `ranges` that are parts, the rule may ask for others (`Unseen`), or for everything: a rule
+    that is right about whole ranges cannot be wrong about parts.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
-        view: View = yield Read(ranges)
-        step = rule(view)
+        view, step = yield from _look(ranges, rule)
         if isinstance(step, WaitAtMost):
             left_s = step.limit_s - waited_s
             step = step.wait if left_s > 0 else step.otherwise
@@ -72,10 +90,29 @@ def settle(what: str, ranges: tuple[Range, ...], rule: Callable[[View], Step[T]]
             case Done(value):
                 return value
             case Wait(reason, watched):
-                waited_s += yield Watch(watched, view.rev, reason, left_s)
+                waited_s += yield Watch(whole(watched), view.rev, reason, left_s)
             case Act(txn, then):
                 reply: Reply = yield Commit(txn)
                 if reply.applied and then is not None:
                     return then(reply)
                 losses += not reply.applied and reply is not UNKNOWN
     raise Contention(what, ATTEMPTS_MAX)
+
+
+def _look(
+    ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]
+) -> Steps[tuple[View, Step[T]]]:
+    """A view in which the rule sees enough, and what it says."""
+    asked, looks = ranges, 1
+    while True:
+        view: View = yield Read(asked)
+        try:
+            return view, rule(view)
+        except Unseen as unseen:
+            if asked == whole(asked):
+                raise  # a mistake: it looks at what it did not ask for
+            if unseen.more and looks < LOOKS_MAX:
+                asked = (*(r for r in ranges if isinstance(r, Range)), *unseen.more)
+            else:
+                asked = whole(ranges)
+            looks += 1

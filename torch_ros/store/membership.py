@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,11 +24,13 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
+    Part,
     Put,
     Range,
     Txn,
     View,
     one,
+    some,
 )
 from torch_ros.store.versions import run_numbers
 
@@ -67,11 +69,11 @@ class Joined:
     is_complete: bool
 
 
-def open_ranges(who: Applicant) -> tuple[Range, ...]:
+def open_ranges(who: Applicant) -> tuple[Range | Part, ...]:
     keys = who.keys
-    decisions = keys.decisions_of(who.replica)
+    own = (one(who.group), keys.decisions_of(who.replica))
     seats = keys.shards(k.instance(who.replica, who.nonce))
-    return (keys.groups(), decisions, keys.runs(), keys.versions(), keys.holdings(), seats)
+    return (*own, seats, keys.runs(), keys.versions(), some(keys.groups()), some(keys.holdings()))
 
 
 def find_group(view: View, who: Applicant) -> Step[str]:
@@ -80,7 +82,7 @@ def find_group(view: View, who: Applicant) -> Step[str]:
     Raises:
         SelfFenced: It comes back, and another start of the replica has taken its name.
     """
-    entry = view.entries.get(who.group)
+    entry = view.get(who.group)
     group = Group.decode(entry.value) if entry else None
     if group and who.left_behind:
         require_own(group, who)
@@ -111,7 +113,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     A predecessor that lives on loses its records in the same transaction, and is fenced.
     None: peers have had seats under this nonce, which must not be used again.
     """
-    entry = view.entries.get(who.group)
+    entry = view.get(who.group)
     old = Group.decode(entry.value) if entry else None
     if old and who.left_behind:
         require_own(old, who)
@@ -151,12 +153,14 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     of dead ones are removed, so that a model used again starts with a clean slate.
     """
     keys, numbers = who.keys, run_numbers(view, who.keys)
-    groups = [Group.decode(entry.value) for _, entry in view.within(keys.groups())]
-    live = {group.run for group in groups if group.left is None}
-    live |= {k.parse_holding(key).run for key, _ in view.within(keys.holdings())}
-    live &= numbers.keys()
+    by_age = lambda run: (numbers[run], run)  # noqa: E731  # twice below
+    live = _live_runs(view.seen, keys) & numbers.keys()
+    # Of many groups and holdings, some show that the run of most newcomers lives.
+    likely = max(numbers, key=by_age, default=None) if who.run is None else who.run
+    if likely not in live:
+        live = _live_runs(view.within, keys) & numbers.keys()
     if who.run is None and live:
-        name = max(live, key=lambda run: (numbers[run], run))
+        name = max(live, key=by_age)
     else:
         name = who.fresh_run if who.run in (None, "new") else who.run
     assert name is not None
@@ -176,6 +180,12 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
 
 
+def _live_runs(look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys) -> set[str]:
+    groups = [Group.decode(entry.value) for _, entry in look(keys.groups())]
+    used = {k.parse_holding(key).run for key, _ in look(keys.holdings())}
+    return used | {group.run for group in groups if group.left is None}
+
+
 def _return_to_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
     assert who.run is not None
     ops, guards = _restored_run(view, who, who.run, who.run_number)
@@ -187,8 +197,8 @@ def _restored_run(
 ) -> tuple[list[Op], tuple[Guard, ...]]:
     """The record of a run that was there before the store was wiped."""
     key = who.keys.run(run)
-    if key in view.entries:
-        return [], (Created(key, view.entries[key].create_rev),)
+    if entry := view.get(key):
+        return [], (Created(key, entry.create_rev),)
     by = f"{who.shard.host}:{who.shard.pid}"
     return [Put(key, Run(by, number).encode())], (view.unchanged(key),)
 
@@ -199,7 +209,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     The shard record is create-only and counted in the same transaction: the rank that sees the
     full count completes the group, so nobody waits on a contended key.
     """
-    entry = view.entries.get(who.group)
+    entry = view.get(who.group)
     group = Group.decode(entry.value) if entry else None
     if entry is None or group is None or group.nonce != nonce:
         return Done(None)
@@ -213,7 +223,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         return _refuse(view, who, group)
     inst = k.instance(who.replica, nonce)
     seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
-    taken = view.entries.get(own)
+    taken = view.get(own)
     if taken is not None and taken.lease_id != who.lease_id:
         holder = Shard.decode(taken.value)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
@@ -319,7 +329,7 @@ def _adopt(
         return ops, guards
     ref = kept.ref
     key = who.keys.version(ref.run, ref.version)
-    record = view.entries.get(key)
+    record = view.get(key)
     if record is not None and VersionRecord.decode(record.value).uid != ref.uid:
         return ops, guards
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
@@ -365,7 +375,7 @@ def watch_over(view: View, seat: Seat) -> Step[SelfFenced | None]:
     except SelfFenced as fenced:
         return Done(fenced)
     key = follower(seat)
-    return Wait("", (one(seat.group), one(key))) if key in view.entries else Done(None)
+    return Wait("", (one(seat.group), one(key))) if view.get(key) else Done(None)
 
 
 def follower(seat: Seat) -> str:
@@ -396,7 +406,7 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
 
     To peers that take their seats again too: they need not wait for this one.
     """
-    entry = view.entries.get(seat.group)
+    entry = view.get(seat.group)
     group = Group.decode(entry.value) if entry else Group(seat.nonce, seat.world_size, seat.run)
     if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
         return Done(None)

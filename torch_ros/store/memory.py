@@ -24,6 +24,7 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
+    Part,
     Put,
     Range,
     Read,
@@ -62,10 +63,18 @@ class Space:
 
     def read(self, request: Read) -> View:
         entries: dict[str, Entry] = {}
+        shown: list[Range] = []
         for range_ in request.ranges:
-            for key in self._keys_in(range_):
+            if isinstance(range_, Part):
+                keys = self._part(range_)
+                if len(keys) == len(self._keys_in(range_.range)):
+                    shown.append(range_.range)
+            else:
+                keys = self._keys_in(range_)
+                shown.append(range_)
+            for key in keys:
                 entries[key] = self._entries[key]
-        return View(self.rev, entries)
+        return View(self.rev, entries, tuple(shown), request.ranges)
 
     def commit(self, txn: Txn) -> Reply:
         _check(txn)
@@ -167,6 +176,15 @@ class Space:
             key: Entry(b"", entry.create_rev, entry.mod_rev, entry.lease_id)
             for key, entry in entries.items()
         }
+
+    def _part(self, part: Part) -> list[str]:
+        keys = self._keys_in(part.range)
+        if not part.before and len(keys) <= part.most:
+            return keys
+        born = {key: self._entries[key].create_rev for key in keys}
+        found = [key for key in keys if not part.before or born[key] < part.before]
+        found.sort(key=born.__getitem__, reverse=not part.is_oldest)
+        return found[: part.most]
 
     def _keys_in(self, range_: Range) -> list[str]:
         return self._keys[

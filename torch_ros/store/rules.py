@@ -63,14 +63,24 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
+    Part,
     Put,
     Range,
     Reply,
     Txn,
+    Unseen,
     View,
     one,
 )
-from torch_ros.store.versions import Spec, keeping, keeping_ranges, newer, published, resolve
+from torch_ros.store.versions import (
+    Spec,
+    keeping,
+    keeping_ranges,
+    newer,
+    published,
+    resolve,
+    shows_all,
+)
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
@@ -172,7 +182,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
-    there = Version.decode(view.entries[key].value) if key in view.entries else None
+    there = Version.decode(entry.value) if (entry := view.get(key)) else None
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
     record = there if there is not None and (is_again or fellow) else Version(fresh_uid)
@@ -224,7 +234,8 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
 
 
 def _refuse_second(view: View, seat: Seat) -> None:
-    for key, _ in view.within(seat.keys.holdings()):
+    # Among many, as far as they were seen: each process knows what it holds, and has looked.
+    for key, _ in view.seen(seat.keys.holdings()):
         if (where := k.parse_holding(key)).inst == seat.inst:
             raise UsageError(
                 f"replica {seat.replica!r} still holds version {where.version} in the store; "
@@ -254,6 +265,8 @@ def replicate(
     if isinstance(offer, Wait):
         return offer
     if all(k.is_of(inst, seat.inst) for inst in offer.holdings):
+        if not shows_all(view, seat.keys, offer):
+            raise Unseen
         reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
         return Wait(reason, (seat.keys.versions(), seat.keys.holdings()))
     _refuse_second(view, seat)
@@ -340,7 +353,7 @@ def put_ready(
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
-    if key in view.entries:  # the reply was lost; perhaps nobody knows that all are ready
+    if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
     ops: tuple[Op, ...] = (
         Put(key, Ready(value).encode(), seat.lease_id),
@@ -375,8 +388,8 @@ def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
     except SelfFenced as lost:
         ready = seat.keys.ready(seat.inst, call.number, seat.rank)
         # Both records hang on this rank's lease.
-        is_alive = seat.keys.shard(seat.inst, seat.rank) in view.entries
-        if not lost.may_return and is_alive and ready not in view.entries:
+        is_alive = view.get(seat.keys.shard(seat.inst, seat.rank)) is not None
+        if not lost.may_return and is_alive and view.get(ready) is None:
             return Done(Outcome())
         raise
     if current is None:
@@ -431,8 +444,8 @@ def complete(
     ref, read = current.ref, tuple(map(Delete, reads))
     assert ref is not None
     version, own = (
-        view.entries.get(seat.keys.version(ref.run, ref.version)),
-        view.entries.get(seat.holding(ref)),
+        view.get(seat.keys.version(ref.run, ref.version)),
+        view.get(seat.holding(ref)),
     )
     if version is None or own is None or Version.decode(version.value).uid != ref.uid:
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
@@ -543,25 +556,26 @@ def unpublish(
         return Done(call.outcome)
     fresh = call is None
     call = call or Call(number, "unpublish", asked, seat.rank, ref)
-    if own_key not in view.entries:
+    own = view.get(own_key)
+    if own is None:
         return _end(view, seat, call, Outcome())
     keep = keeping(view, seat.keys, ref, seat.inst)
     is_last = keep.is_needed and not seat.spot
     if is_last and not call.copy:
         call = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, number))
         return recorded(view, seat, call)
-    if call.copy and seat.keys.holding(ref.run, ref.version, call.copy) not in view.entries:
+    if call.copy and view.get(seat.keys.holding(ref.run, ref.version, call.copy)) is None:
         return Done(call)
     if call.by != seat.rank:
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
     if is_last:
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
-        return Wait(reason, (*seat.own, *keeping_ranges(seat.keys)))
+        return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref)))
     guards = (view.unchanged(own_key), *(() if seat.spot else keep.guards))
     gone = (Delete(one(own_key)),)
     if not reading:
         return _end(view, seat, call, Outcome(), (*guards, Empty(readers)), gone)
-    holding = Holding.decode(view.entries[own_key].value)
+    holding = Holding.decode(own.value)
     if fresh or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (_held(view, seat, ref, draining),))
@@ -571,9 +585,9 @@ def unpublish(
     return WaitAtMost(wait, seat.drain_s, _end(view, seat, call, Outcome(), guards, gone))
 
 
-def unpublish_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
+def unpublish_ranges(seat: Seat, ref: VersionRef) -> tuple[Range | Part, ...]:
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-    return (*seat.own, *keeping_ranges(seat.keys), readers)
+    return (*seat.own, one(seat.holding(ref)), *keeping_ranges(seat.keys, ref), readers)
 
 
 # Copies in host memory, of versions that are retained
@@ -588,16 +602,16 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     anchor = own_group(view, seat).lease_id
     keys, ref = seat.keys, kept.ref
     key, version = keys.holding(ref.run, ref.version, copy), keys.version(ref.run, ref.version)
-    if key in view.entries:
+    if view.get(key):
         return Done(value=True)
-    record, unpublishing = view.entries.get(version), find(view, seat, call)
+    record, unpublishing = view.get(version), find(view, seat, call)
     if record is not None and Version.decode(record.value).uid != ref.uid:
         return Done(value=False)
     is_over = unpublishing is not None and unpublishing.outcome is not None
     if is_over and unpublishing is not None and unpublishing.copy == copy:
         return Done(value=False)
     own = keys.shard(copy, seat.rank)
-    if own not in view.entries:
+    if view.get(own) is None:
         put = Put(own, shard.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
     there = sum(1 for _ in view.within(keys.shards(copy)))
@@ -605,7 +619,7 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
         if is_over and not keeping(view, keys, ref, copy).is_needed:
             return Done(value=False)  # peers may have let go of their parts before seats were lost
         reason = f"{there} of {seat.world_size} ranks have copied version {ref.version}"
-        return Wait(reason, (*seat.own, keys.shards(copy), *keeping_ranges(keys)))
+        return Wait(reason, (*seat.own, keys.shards(copy), *keeping_ranges(keys, ref)))
     holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
     # The version's record even if it is unchanged: it wakes who waits for the version.
     # The decisions too: who takes this incarnation's holdings away must have seen this one.
@@ -615,14 +629,15 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
         Put(seat.decisions, Decisions(calls_of(view, seat)).encode(), anchor),
     ]
     run = keys.run(ref.run)
-    if run not in view.entries:
+    if view.get(run) is None:
         ops.append(Put(run, Run(seat.inst, ref.run_number).encode()))
     guards = map(view.unchanged, (seat.group, seat.decisions, key, version, run))
     return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
 
 
-def copied_ranges(seat: Seat, copy: str) -> tuple[Range, ...]:
-    return (*seat.own, *keeping_ranges(seat.keys), seat.keys.shards(copy))
+def copied_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range | Part, ...]:
+    own = one(seat.keys.holding(ref.run, ref.version, copy))
+    return (*seat.own, own, *keeping_ranges(seat.keys, ref), seat.keys.shards(copy))
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
@@ -633,12 +648,12 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     own_group(view, seat)
     keys = seat.keys
     key = keys.holding(ref.run, ref.version, copy)
-    entry = view.entries.get(key)
+    entry = view.get(key)
     if entry is None:
         return Done(None)
     holding, keep = Holding.decode(entry.value), keeping(view, keys, ref, copy)
     if keep.is_needed and holding.state == "full":
-        return Wait("", (one(seat.group), *keeping_ranges(keys)))
+        return Wait("", (one(seat.group), *keeping_ranges(keys, ref)))
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
@@ -649,7 +664,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     guards = (view.unchanged(key), *keep.guards)
     if not any(True for _ in view.within(readers)):
         return Act(Txn((*guards, Empty(readers)), gone), lambda _: None)
-    wait = Wait("", (one(seat.group), *keeping_ranges(keys), readers))
+    wait = Wait("", (one(seat.group), *keeping_ranges(keys, ref), readers))
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
 
 
@@ -658,6 +673,7 @@ def _wake(view: View, version: str) -> tuple[Put, ...]:
     return tuple(Put(key, entry.value) for key, entry in view.within(one(version)))
 
 
-def release_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range, ...]:
+def release_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range | Part, ...]:
     readers = seat.keys.readers_of(ref.run, ref.version, copy)
-    return (*seat.own, *keeping_ranges(seat.keys), readers)
+    own = one(seat.keys.holding(ref.run, ref.version, copy))
+    return (*seat.own, own, *keeping_ranges(seat.keys, ref), readers)

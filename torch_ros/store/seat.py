@@ -70,7 +70,7 @@ def own_group(view: View, seat: Seat) -> Entry:
     Raises:
         SelfFenced: This incarnation is no longer the living one.
     """
-    entry = view.entries.get(seat.group)
+    entry = view.get(seat.group)
     if entry is None:
         reason = "its group record is gone (a rank died, or etcd lost its lease)"
         raise SelfFenced(seat.replica, reason, may_return=True)
@@ -89,7 +89,7 @@ def find(view: View, seat: Seat, number: int) -> Call | None:
 
 
 def calls_of(view: View, seat: Seat) -> list[Call]:
-    entry = view.entries.get(seat.decisions)
+    entry = view.get(seat.decisions)
     return Decisions.decode(entry.value).calls if entry else []
 
 

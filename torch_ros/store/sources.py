@@ -18,10 +18,25 @@ from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.records import Call, Holding, Reader, Shard, Suspect, VersionRef
 from torch_ros.store.seat import Seat, find, own_group, recorded
-from torch_ros.store.txn import Delete, Empty, Entry, Get, Guard, Put, Range, Txn, View, one
+from torch_ros.store.txn import (
+    Delete,
+    Empty,
+    Entry,
+    Get,
+    Guard,
+    Part,
+    Put,
+    Range,
+    Txn,
+    Unseen,
+    View,
+    one,
+    some,
+)
 
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
 SOURCES_MAX = 4  # that one replica reads from at the same time
+NEIGHBOURS = 8  # among many replicas, a source is chosen from so many older ones
 TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
 
 
@@ -44,13 +59,14 @@ class _Candidate:
     depth: int
 
 
-def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range, ...]:
+def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range | Part, ...]:
     """What a source is chosen from."""
     keys = seat.keys
     return (
         *seat.own,
-        keys.holdings_of(ref.run, ref.version),
-        keys.readers_for(ref.run, ref.version),
+        one(seat.holding(ref)),
+        some(keys.holdings_of(ref.run, ref.version)),
+        some(keys.readers_for(ref.run, ref.version)),
         keys.suspects(),
     )
 
@@ -94,50 +110,84 @@ def claim_of(
 
 
 def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
-    """Full sources that nobody reads from, if no other replica is looking for one.
+    """Full sources that nobody reads from, if no other replica is seen that looks for one.
 
     Half of them at most, so that the next newcomer finds one too.
     """
-    candidates, suspected = _candidates(view, seat, ref), _suspected(view, seat)
-    if any(
-        Holding.decode(entry.value).state == "filling"
-        for _, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
-    ):
+    holdings = _seen_holdings(view, seat, ref)
+    if any(holding.state == "filling" for holding, _ in holdings.values()):
         return []
+    candidates, suspected = _known(view, seat, ref, holdings, None), _suspected(view, seat)
     free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
     near = [i for i in free if candidates[i].holding.datacenter == seat.datacenter]
     near.sort(key=lambda inst: candidates[inst].entry.create_rev)
     return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
 
-def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
-    """Everybody who could be read from: full, or a relay that is older than this replica."""
-    keys = seat.keys
-    holdings = {
+def _seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
+    return {
         k.parse_holding(key).inst: (Holding.decode(entry.value), entry)
-        for key, entry in view.within(keys.holdings_of(ref.run, ref.version))
+        for key, entry in view.seen(seat.keys.holdings_of(ref.run, ref.version))
     }
-    own = view.entries.get(seat.holding(ref))
+
+
+def _is_source(
+    seat: Seat, ref: VersionRef, inst: str, holding: Holding, entry: Entry, own: Entry | None
+) -> bool:
+    """Whether it may be read from: full, or a relay that is older than this replica."""
+    if holding.uid != ref.uid or k.is_of(inst, seat.inst):
+        return False
+    is_older = own is not None and entry.create_rev < own.create_rev
+    return holding.state == "full" or (holding.state == "filling" and holding.is_relay and is_older)
+
+
+def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
+    keys = seat.keys
+    ranges = (keys.holdings_of(ref.run, ref.version), keys.readers_for(ref.run, ref.version))
+    return all(map(view.shows, ranges))
+
+
+def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
+    """Everybody who could be read from; among many, the next older ones and the oldest.
+
+    Raises:
+        Unseen: It takes a look at those first, and at their readers.
+    """
+    own, holdings = view.get(seat.holding(ref)), _seen_holdings(view, seat, ref)
+    found = _known(view, seat, ref, holdings, own)
+    if _is_whole(view, seat, ref):
+        return found
+    born = own.create_rev if own else 0
+    there = seat.keys.holdings_of(ref.run, ref.version)
+    parts = (Part(there, NEIGHBOURS, before=born), Part(there, NEIGHBOURS, is_oldest=True))
+    by_age = sorted(holdings, key=lambda inst: holdings[inst][1].create_rev)
+    older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
+    near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
+    readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
+    if not found or not {*parts} <= {*view.asked} or not all(map(view.shows, readers)):
+        raise Unseen(*parts, *readers)
+    return found
+
+
+def _known(
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    holdings: Mapping[str, tuple[Holding, Entry]],
+    own: Entry | None,
+) -> dict[str, _Candidate]:
+    """Those of `holdings` that could be read from, and whose readers are in view."""
     sources: dict[str, str] = {}  # reader -> whom it reads from
     readers: dict[str, set[str]] = {}
-    for key, _ in view.within(keys.readers_for(ref.run, ref.version)):
+    for key, _ in view.seen(seat.keys.readers_for(ref.run, ref.version)):
         source, reader, _ = k.parse_reader(key)
         readers.setdefault(source, set()).add(reader)
         sources[reader] = source
     return {
         inst: _Candidate(holding, entry, len(readers.get(inst, ())), _depth(inst, sources))
         for inst, (holding, entry) in holdings.items()
-        if holding.uid == ref.uid
-        and not k.is_of(inst, seat.inst)
-        and (
-            holding.state == "full"
-            or (
-                holding.state == "filling"
-                and holding.is_relay
-                and own is not None
-                and entry.create_rev < own.create_rev
-            )
-        )
+        if _is_source(seat, ref, inst, holding, entry, own)
+        and view.shows(seat.keys.readers_of(ref.run, ref.version, inst))
     }
 
 
@@ -151,8 +201,22 @@ def _depth(inst: str, sources: Mapping[str, str]) -> int:
 def _predicted(
     view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
 ) -> str:
-    """The k-th free candidate, if this is the k-th that is looking for one; else the best."""
-    own = view.entries[seat.holding(ref)]
+    """The source that no other newcomer should choose now; else the best."""
+    suspected = _suspected(view, seat)
+    unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
+    if _is_whole(view, seat, ref):
+        choice = _by_count(view, seat, ref, unsuspected)
+    else:
+        choice = _by_place(view, seat, ref, unsuspected)
+    return choice or _best(candidates, suspected, seat, {})
+
+
+def _by_count(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str | None:
+    """The k-th free candidate, if this is the k-th that is looking for one."""
+    own = view.get(seat.holding(ref))
+    assert own is not None
     has_source = {
         reader
         for key, _ in view.within(seat.keys.readers_for(ref.run, ref.version))
@@ -164,12 +228,7 @@ def _predicted(
         and k.parse_holding(key).inst not in has_source
         for key, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
     )
-    suspected = _suspected(view, seat)
-    free = [
-        inst
-        for inst, found in candidates.items()
-        if not found.readers and inst not in suspected and found.depth < DEPTH_MAX
-    ]
+    free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
     # Sources of the own datacenter first; among those a full one starts at once.
     free.sort(
         key=lambda inst: (
@@ -178,7 +237,25 @@ def _predicted(
             candidates[inst].entry.create_rev,
         )
     )
-    return free[before] if before < len(free) else _best(candidates, suspected, seat, {})
+    return free[before] if before < len(free) else None
+
+
+def _by_place(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str | None:
+    """The h-th of those that are older than this replica, from the next one on, if h are full.
+
+    Each newcomer has another: the first h the full ones, then everyone who came h before it. That
+    takes no look at who has found a source already, which among many is a lot to read.
+    """
+    own = view.get(seat.holding(ref))
+    assert own is not None
+    heads = sum(found.holding.state == "full" for found in candidates.values())
+    older = [i for i, found in candidates.items() if found.entry.create_rev < own.create_rev]
+    near = [i for i in older if candidates[i].holding.datacenter == seat.datacenter] or older
+    near.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
+    turn = max(0, min(heads, NEIGHBOURS) - 1)
+    return next((i for i in (*near[turn:], *near[:turn]) if not candidates[i].readers), None)
 
 
 def _suspected(view: View, seat: Seat) -> set[str]:
@@ -223,6 +300,8 @@ def choose_again(
         if tried.get(inst, 0) < TRIES_MAX
     }
     if not candidates:
+        if not _is_whole(view, seat, call.ref):
+            raise Unseen
         raise lost
     return Done(_best(candidates, _suspected(view, seat), seat, tried))
 
@@ -259,12 +338,16 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     raise_if_ended(view, seat, call)
     ref, keys = call.ref, seat.keys
     assert ref is not None
-    entry = view.entries.get(keys.holding(ref.run, ref.version, source))
-    holding, born = (Holding.decode(entry.value), entry.create_rev) if entry else (None, 0)
-    is_claimed = keys.reader_group(ref.run, ref.version, source, seat.inst) in view.entries
-    is_waiting = holding is not None and holding.state == "draining" and is_claimed
-    if holding is None or not (is_waiting or source in _candidates(view, seat, ref)):
-        raise SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+    entry = view.get(keys.holding(ref.run, ref.version, source))
+    own = view.get(seat.holding(ref))
+    is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
+    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+    if entry is None:
+        raise left
+    holding, born = Holding.decode(entry.value), entry.create_rev
+    is_waiting = holding.state == "draining" and is_claimed
+    if not (is_waiting or _is_source(seat, ref, source, holding, entry, own)):
+        raise left
 
     def learn(shards: Mapping[str, Entry]) -> Source:
         if len(shards) < holding.world_size:
@@ -274,7 +357,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
         return Source(source, holding.mark, born, holding.state != "filling", records)
 
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
-    if key in view.entries:  # put before, and the reply was lost
+    if view.get(key):  # put before, and the reply was lost
         return Done(learn(dict(view.within(keys.shards(source)))))
     # A request that applies late, when this rank is done or has given up, must not leave a record.
     ready = keys.ready(seat.inst, call.number, seat.rank)
@@ -296,7 +379,7 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     own_group(view, seat)
     raise_if_ended(view, seat, call)
     assert call.ref is not None
-    entry = view.entries.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
+    entry = view.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
     return Done(entry is not None and entry.create_rev == source.born)
 
 

@@ -7,7 +7,7 @@ changed it, a transaction is guards and operations, applied whole or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -23,6 +23,9 @@ class Range(Struct, frozen=True):
         return self.start <= key < self.end
 
 
+EVERYTHING = Range("", "\U0010ffff")
+
+
 def one(key: str) -> Range:
     return Range(key, key + "\0")
 
@@ -30,6 +33,31 @@ def one(key: str) -> Range:
 def under(prefix: str) -> Range:
     """Every key that starts with `prefix`, which must end in an ASCII character below DEL."""
     return Range(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+
+
+PART_MAX = 32  # more records than these are many
+
+
+class Part(Struct, frozen=True):
+    """In a `Read`: some records of `range`, those created last (`is_oldest`: first).
+
+    A question to which a few records are an answer should cost as much among ten thousand. Watched,
+    it is the whole range.
+    """
+
+    range: Range
+    most: int
+    before: int = 0  # only records created before this revision; 0: all
+    is_oldest: bool = False
+
+
+def some(range_: Range) -> Part:
+    """All of `range_` if that is not much."""
+    return Part(range_, PART_MAX)
+
+
+def whole(ranges: Iterable[Range | Part]) -> tuple[Range, ...]:
+    return tuple(part.range if isinstance(part, Part) else part for part in ranges)
 
 
 class Entry(Struct, frozen=True):
@@ -116,26 +144,66 @@ class Reply(Struct, frozen=True):
 UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have applied; look again
 
 
+class Unseen(Exception):
+    """A rule cannot decide from the parts that a view shows.
+
+    It wants to see `more` in their stead; if that is nothing, all of it.
+    """
+
+    def __init__(self, *more: Range | Part) -> None:
+        super().__init__(*more)
+        self.more = more
+
+
 class View(Struct, frozen=True):
-    """Several ranges, read at one revision."""
+    """Several ranges, or parts of them, read at one revision."""
 
     rev: int
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    shown: tuple[Range, ...] = (EVERYTHING,)  # what is not in `entries`, and in these, is not there
+    asked: tuple[Range | Part, ...] = ()  # what was read
+
+    def shows(self, range_: Range) -> bool:
+        """Whether all records of `range_` are here."""
+        return any(all_.start <= range_.start and range_.end <= all_.end for all_ in self.shown)
+
+    def get(self, key: str) -> Entry | None:
+        """The record, or None if there is none.
+
+        Raises:
+            Unseen: There may be one.
+        """
+        entry = self.entries.get(key)
+        if entry is None and not self.shows(one(key)):
+            raise Unseen
+        return entry
 
     def unchanged(self, key: str) -> Unchanged:
         """The guard that says: nobody wrote `key` since this view."""
-        entry = self.entries.get(key)
+        entry = self.get(key)
         return Unchanged(key, entry.mod_rev if entry else 0)
 
     def within(self, range_: Range) -> Iterator[tuple[str, Entry]]:
-        """The keys of `range_` and their entries, in key order."""
-        return ((key, self.entries[key]) for key in sorted(self.entries) if key in range_)
+        """The keys of `range_` and their entries, in key order.
+
+        Raises:
+            Unseen: There may be others.
+        """
+        if not self.shows(range_):
+            raise Unseen
+        return self.seen(range_)
+
+    def seen(self, range_: Range) -> Iterator[tuple[str, Entry]]:
+        """As `within`, as far as they were read: what is not here may be there."""
+        start, end = range_.start, range_.end
+        keys = sorted(key for key in self.entries if start <= key < end)
+        return ((key, self.entries[key]) for key in keys)
 
 
 class Read(Struct, frozen=True):
     """Request. Reply: a `View` of all `ranges`."""
 
-    ranges: tuple[Range, ...]
+    ranges: tuple[Range | Part, ...]
 
 
 class Commit(Struct, frozen=True):

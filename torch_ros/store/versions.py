@@ -11,7 +11,18 @@ from torch_ros.store import keys as k
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Wait
 from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
-from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, View
+from torch_ros.store.txn import (
+    Entry,
+    Guard,
+    NoneNewer,
+    Part,
+    Range,
+    Unseen,
+    View,
+    some,
+)
+
+HOLDERS_MAX = 8  # that are looked at to see that a version is available
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +59,22 @@ class Offer:
     """A version that can be read now, and from whom."""
 
     ref: VersionRef
-    holdings: Mapping[str, Holding]  # inst -> its full holding
+    holdings: Mapping[str, Holding]  # inst -> its full holding, of those that were seen
 
 
-def spec_ranges(keys: Keys) -> tuple[Range, ...]:
+def shows_all(view: View, keys: Keys, offer: Offer) -> bool:
+    """Whether nobody else has the version."""
+    return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
+
+
+def spec_ranges(keys: Keys) -> tuple[Range | Part, ...]:
     """What a version is resolved from."""
-    return (keys.runs(), keys.versions(), keys.holdings())
+    return (keys.runs(), keys.versions(), some(keys.holdings()))
+
+
+def newer_ranges(keys: Keys) -> tuple[Range | Part, ...]:
+    """What `newer` is decided from. Mostly there is nothing new, and the records say so."""
+    return (keys.runs(), keys.versions(), Part(keys.holdings(), 1))
 
 
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:
@@ -63,22 +84,27 @@ def run_numbers(view: View, keys: Keys) -> dict[str, int]:
     }
 
 
+def _records(view: View, keys: Keys) -> Iterator[tuple[VersionRef, Version]]:
+    numbers = run_numbers(view, keys)
+    for key, entry in view.within(keys.versions()):
+        run, number = k.parse_version(key)
+        record = Version.decode(entry.value)
+        yield VersionRef(run, number, record.uid, numbers.get(run, 0)), record
+
+
 def offered(view: View, keys: Keys) -> list[list[Offer]]:
     """The available versions: runs from the newest, versions from the newest, none empty."""
-    numbers = run_numbers(view, keys)
     full: dict[tuple[str, int], dict[str, Holding]] = {}
     for key, entry in view.within(keys.holdings()):
         holding, where = Holding.decode(entry.value), k.parse_holding(key)
         if holding.state == "full":
             full.setdefault((where.run, where.version), {})[where.inst] = holding
     by_run: dict[str, list[Offer]] = {}
-    for key, entry in view.within(keys.versions()):
-        run, number = k.parse_version(key)
-        uid = Version.decode(entry.value).uid
-        holdings = {i: h for i, h in full.get((run, number), {}).items() if h.uid == uid}
+    for ref, record in _records(view, keys):
+        there = full.get((ref.run, ref.version), {})
+        holdings = {inst: held for inst, held in there.items() if held.uid == record.uid}
         if holdings:
-            ref = VersionRef(run, number, uid, numbers.get(run, 0))
-            by_run.setdefault(run, []).append(Offer(ref, holdings))
+            by_run.setdefault(ref.run, []).append(Offer(ref, holdings))
     runs = sorted(by_run.values(), key=lambda offers: offers[0].ref.order, reverse=True)
     return [sorted(offers, key=lambda offer: offer.ref.order, reverse=True) for offers in runs]
 
@@ -95,6 +121,12 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
     Raises:
         VersionNotFound: An absolute version that is gone; waiting would not bring it back.
     """
+    if not view.shows(keys.holdings()):
+        glimpsed = _glimpsed(view, keys, spec)
+        if isinstance(glimpsed, Wait):
+            return glimpsed
+        if glimpsed and (floor is None or glimpsed.ref.order >= floor.order):
+            return glimpsed
     runs = offered(view, keys)
     newest = next(iter(runs), [])
     if spec.absolute is None:
@@ -110,11 +142,48 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
         for key, entry in view.within(keys.holdings(run))
     )
     if is_coming or spec.absolute > max(there, default=-1):
-        return _wait_for_version(view, keys, runs, f"version {spec.absolute} is not published yet")
+        return _wait_for_version(view, keys, runs, _not_yet(spec))
     available = sorted(offer.ref.version for offer in newest)
     found = available or "none"
     reason = f"it was published before and no replica holds it now; available: {found}"
     raise VersionNotFound(keys.model, str(spec.absolute), reason)
+
+
+def _newest_record(view: View, keys: Keys) -> VersionRef | None:
+    """The newest version that was ever published in full: none above it can be available."""
+    refs = (ref for ref, record in _records(view, keys) if record.layout)
+    return max(refs, key=lambda ref: ref.order, default=None)
+
+
+def _not_yet(spec: Spec) -> str:
+    return f"version {spec.absolute} is not published yet"
+
+
+def _glimpsed(view: View, keys: Keys, spec: Spec) -> Offer | Wait | None:
+    """What `spec` means, if a few holdings are enough to tell; None: they are not.
+
+    The run of the newest record is the one that counts if anything of it is available.
+    """
+    newest = _newest_record(view, keys)
+    if newest is None or spec.back:
+        return None
+    number = newest.version if spec.absolute is None else spec.absolute
+    refs = [ref for ref, _ in _records(view, keys)]
+    if len({ref.run for ref in refs}) == 1 and number > max(ref.version for ref in refs):
+        return Wait(_not_yet(spec), (keys.versions(),))  # its record comes first
+    ref = next((r for r in refs if (r.run, r.version) == (newest.run, number)), None)
+    if ref is None:
+        return None
+    holders = keys.holdings_of(ref.run, ref.version)
+    holdings = {
+        k.parse_holding(key).inst: holding
+        for key, entry in view.seen(holders)
+        for holding in [Holding.decode(entry.value)]
+        if holding.state == "full" and holding.uid == ref.uid
+    }
+    if not holdings and not view.shows(holders):
+        raise Unseen(Part(holders, HOLDERS_MAX, is_oldest=True))
+    return Offer(ref, holdings) if holdings else None
 
 
 def published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
@@ -159,6 +228,8 @@ def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> Offer | None:
     """What `spec` means now, if that is newer than `held` (absolute: another one). Never waits."""
     if spec.absolute == held.version:
         return None
+    if spec.absolute is None and _newest_record(view, keys) == held:
+        return None
     offer = resolve(view, keys, spec)
     if isinstance(offer, Wait):
         return None
@@ -178,8 +249,9 @@ class Keeping:
     guards: tuple[Guard, ...]  # under which the answer holds
 
 
-def keeping_ranges(keys: Keys) -> tuple[Range, ...]:
-    return (*spec_ranges(keys), keys.groups(), keys.suspects())
+def keeping_ranges(keys: Keys, ref: VersionRef) -> tuple[Range | Part, ...]:
+    holders = some(keys.holdings_of(ref.run, ref.version))
+    return (*spec_ranges(keys), holders, some(keys.groups()), keys.suspects())
 
 
 def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
@@ -190,11 +262,13 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     retains, it is guarded on nobody beginning to: neither by joining, nor because the newer
     versions go, which would make this one `latest` again.
     """
-    keepers = _keepers(view, keys)
     suspected = {k.parse_suspect(key) for key, _ in view.within(keys.suspects())}
-    for key in keepers.get(ref, ()):
-        if (other := k.parse_holding(key).inst) != inst and other not in suspected:
+    for key, entry in view.seen(keys.holdings_of(ref.run, ref.version)):
+        other, holding = k.parse_holding(key).inst, Holding.decode(entry.value)
+        is_other = other != inst and other not in suspected
+        if is_other and _counts(holding) and holding.uid == ref.uid:
             return Keeping(is_needed=False, guards=(view.unchanged(key),))
+    keepers = _keepers(view, keys)
     specs = [
         Spec.parse(_number(text))
         for _, entry in view.within(keys.groups())
@@ -222,13 +296,17 @@ def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
+def _counts(holding: Holding) -> bool:
+    return holding.state == "full" and not holding.spot
+
+
 def _keepers(view: View, keys: Keys) -> dict[VersionRef, list[str]]:
     """The full holdings that count for retention, by version."""
     numbers = run_numbers(view, keys)
     found: dict[VersionRef, list[str]] = {}
     for key, entry in view.within(keys.holdings()):
         holding, where = Holding.decode(entry.value), k.parse_holding(key)
-        if holding.state == "full" and not holding.spot:
+        if _counts(holding):
             number = numbers.get(where.run, 0)
             ref = VersionRef(where.run, where.version, holding.uid, number)
             found.setdefault(ref, []).append(key)

@@ -1,0 +1,278 @@
+"""Decisions from parts of what there is are those that all of it would have led to."""
+
+import itertools
+import random
+
+import pytest
+
+from torch_ros.errors import TorchRosError
+from torch_ros.store import membership, sources, txn, versions
+from torch_ros.store.keys import Keys, parse_reader
+from torch_ros.store.loops import Done, Wait, settle
+from torch_ros.store.membership import Applicant
+from torch_ros.store.memory import MemoryKV
+from torch_ros.store.records import (
+    Call,
+    Decisions,
+    Group,
+    Holding,
+    Run,
+    Shard,
+    Suspect,
+    Version,
+    VersionRef,
+)
+from torch_ros.store.seat import Seat
+from torch_ros.store.txn import Commit, Part, Put, Read, Txn, Unseen, Watch, some, under, whole
+from torch_ros.store.versions import Spec
+
+KEYS = Keys("m")
+RUNS = ("one", "two", "three")
+REF = VersionRef("one", 1, "u", 1)
+
+
+class Store:
+    """The KV in memory; and how much was read of it."""
+
+    def __init__(self):
+        self.kv = MemoryKV()
+        self.reads = []
+
+    def put(self, key, record):
+        assert self.kv.commit(Txn(ops=(Put(key, record.encode()),)), timeout_s=1).applied
+
+    def settle(self, ranges, rule):
+        """What the loop returns; or why it waits, or what it would commit."""
+        steps, reply, self.reads = settle("test", ranges, rule), None, []
+        while True:
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            except TorchRosError as error:
+                return type(error), str(error)
+            match request:
+                case Read():
+                    reply = self.kv.read(request, timeout_s=1)
+                    self.reads.append(len(reply.entries))
+                case Watch():
+                    return request.reason
+                case Commit():
+                    return request.txn
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Call it; from so many records on they are many."""
+
+    def limit(part_max, holders_max, neighbours):
+        monkeypatch.setattr(txn, "PART_MAX", part_max)
+        monkeypatch.setattr(versions, "HOLDERS_MAX", holders_max)
+        monkeypatch.setattr(sources, "NEIGHBOURS", neighbours)
+
+    return limit
+
+
+# The loop
+
+
+def numbered(count):
+    store = Store()
+    for number in range(count):
+        store.put(f"/n/{number}", Suspect(""))
+    return store
+
+
+def test_a_rule_that_sees_too_little_is_shown_everything(few):
+    few(2, 1, 1)
+    store = numbered(5)
+    count = store.settle(
+        (some(under("/n/")),), lambda view: Done(len(list(view.within(under("/n/")))))
+    )
+    assert (count, store.reads) == (5, [2, 5])
+
+
+def test_a_rule_may_ask_for_other_parts_instead(few):
+    few(2, 1, 1)
+    store, oldest = numbered(5), Part(under("/n/"), 1, is_oldest=True)
+
+    def first(view):
+        if not view.entries.keys() & {"/n/0"}:
+            raise Unseen(oldest)
+        return Done(list(view.entries))
+
+    assert store.settle((some(under("/n/")),), first) == ["/n/0"]
+    assert store.reads == [2, 1]
+
+
+def test_a_rule_that_goes_on_asking_is_shown_everything(few):
+    few(2, 1, 1)
+    store, range_ = numbered(5), under("/n/")
+
+    def never(view):
+        if not view.shows(range_):
+            raise Unseen(Part(range_, 1))
+        return Done("enough")
+
+    assert store.settle((some(range_),), never) == "enough"
+    assert store.reads == [2, 1, 1, 5]
+
+
+def test_a_rule_that_looks_at_what_it_did_not_ask_for_is_a_mistake():
+    with pytest.raises(Unseen):
+        Store().settle((under("/n/"),), lambda view: Done(list(view.within(under("/m/")))))
+
+
+# Versions, retention, runs
+
+
+def any_store(rng):
+    """Some runs, versions, holdings and groups."""
+    store, names, todo = Store(), [f"r{number}" for number in range(rng.randrange(1, 9))], []
+    for number, run in enumerate(rng.sample(RUNS, rng.randrange(len(RUNS) + 1))):
+        if rng.random() < 0.9:
+            todo.append((KEYS.run(run), Run("h:1", rng.choice([number, number, 1]))))
+        for version in rng.sample(range(6), rng.randrange(4)):
+            layout = rng.choice(["L", "L", "L", ""])
+            if rng.random() < 0.9:
+                todo.append((KEYS.version(run, version), Version("u", layout)))
+            for name in rng.sample(names, rng.randrange(len(names))):
+                uid, state = rng.choice("uuuo"), rng.choice(["full", "full", "filling", "draining"])
+                if not layout and uid == "u":
+                    state = "filling"
+                held = Holding(uid, 1, state, 1, spot=rng.random() < 0.2)
+                todo.append((KEYS.holding(run, version, f"{name}@x"), held))
+    for name in rng.sample(names, rng.randrange(len(names))):
+        retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
+        group = Group("x", 1, rng.choice(RUNS), retain=retain, left=left)
+        todo.append((KEYS.group(name), group))
+    if rng.random() < 0.3:
+        todo.append((KEYS.suspect("r0@x", "r1@x"), Suspect("")))
+    rng.shuffle(todo)
+    for key, record in todo:
+        store.put(key, record)
+    return store
+
+
+def any_questions(rng):
+    """What to read, and a rule."""
+    spec = rng.choice([Spec(), Spec(back=1), Spec(absolute=rng.randrange(7))])
+    held = VersionRef(rng.choice(RUNS), rng.randrange(6), rng.choice("uo"), 1)
+    floor, name = rng.choice([None, None, held]), f"r{rng.randrange(9)}"
+    who = Applicant(
+        KEYS, name, 0, 1, 0, Shard("h", 1, b""), "y", is_shared=False,
+        run=rng.choice([None, None, "new", "one", "four"]), fresh_run="fresh",
+        datacenter="default", spot=False,
+    )  # fmt: skip
+
+    def resolved(view):
+        offer = versions.resolve(view, KEYS, spec, floor)
+        return offer if isinstance(offer, Wait) else Done(offer.ref)
+
+    def newer(view):
+        offer = versions.newer(view, KEYS, spec, held)
+        return Done(offer.ref if offer else None)
+
+    def is_kept(view):
+        return Done(versions.keeping(view, KEYS, held, f"{name}@x").is_needed)
+
+    yield versions.spec_ranges(KEYS), resolved
+    yield versions.newer_ranges(KEYS), newer
+    yield versions.keeping_ranges(KEYS, held), is_kept
+    yield membership.open_ranges(who), lambda view: membership.create_group(view, who)
+
+
+@pytest.mark.parametrize("most", [(1, 1, 1), (2, 1, 2), (3, 2, 2)], ids=str)
+def test_parts_lead_to_what_the_whole_would_lead_to(few, most):
+    few(*most)
+    rng, went_on = random.Random(0), 0
+    for _ in range(400):
+        store = any_store(rng)
+        for ranges, rule in any_questions(rng):
+            expected = store.settle(whole(ranges), rule)
+            assert store.settle(ranges, rule) == expected
+            went_on += len(store.reads) > 1
+    assert went_on > 100
+
+
+# Sources
+
+
+def newcomer(name):
+    return Seat(KEYS, name, "x", 0, 1, REF.run, REF.run_number, 0, "default", False, 60.0)
+
+
+def burst(fulls, newcomers):
+    """All have decided to read the version, and nobody has a source yet."""
+    store = Store()
+    store.put(KEYS.run(REF.run), Run("h:1", 1))
+    store.put(KEYS.version(REF.run, REF.version), Version(REF.uid, "L"))
+    for number in range(fulls):
+        held = Holding(REF.uid, 1, "full", 1)
+        store.put(KEYS.holding(REF.run, REF.version, f"t{number}@x"), held)
+    seats = [newcomer(f"r{number}") for number in range(newcomers)]
+    call = Call(1, "replicate", "replicate latest", 0, REF)
+    for seat in seats:
+        store.put(seat.group, Group("x", 1, REF.run, is_complete=True))
+        store.put(seat.decisions, Decisions([call]))
+        store.put(seat.holding(REF), Holding(REF.uid, 1, "filling", 1, is_relay=True))
+    return store, seats, call
+
+
+def claimed(store, seat, call):
+    rule = lambda view: sources.claim(view, seat, call)
+    txn = store.settle(sources.source_ranges(seat, REF), rule)
+    return txn, next(
+        parse_reader(op.key)[0] for op in txn.ops if isinstance(op, Put) and "/readers/" in op.key
+    )
+
+
+@pytest.mark.parametrize("fulls", [1, 2, 5, 8])
+def test_newcomers_that_look_at_once_choose_different_sources(fulls):
+    store, seats, call = burst(fulls, 100)
+    chosen = [claimed(store, seat, call)[1] for seat in seats]
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen[:fulls]) == {f"t{number}@x" for number in range(fulls)}
+
+
+@pytest.mark.parametrize("fulls", [1, 3])
+def test_newcomers_that_look_one_after_another_do_too(fulls):
+    store, seats, call = burst(fulls, 100)
+    random.Random(0).shuffle(seats)
+    chosen = []
+    for seat in seats:
+        txn, source = claimed(store, seat, call)
+        chosen.append(source)
+        assert store.kv.commit(txn, timeout_s=1).applied
+    assert len(set(chosen)) == len(chosen)
+
+
+def test_what_a_newcomer_reads_does_not_grow_with_how_many_there_are():
+    most = []
+    for newcomers in (100, 400):
+        store, seats, call = burst(1, newcomers)
+        read = []
+        for seat in (seats[0], seats[newcomers // 2], seats[-1]):
+            claimed(store, seat, call)
+            read.append(sum(store.reads))
+            for rule in (
+                lambda view: Done(versions.resolve(view, KEYS, Spec()).ref),
+                lambda view: Done(versions.newer(view, KEYS, Spec(), REF)),
+            ):
+                store.settle(versions.spec_ranges(KEYS), rule)
+                read.append(sum(store.reads))
+        most.append(max(read))
+    assert most[0] == most[1] < 100
+
+
+def test_the_only_source_left_is_found_wherever_it_is():
+    """What is offered late, such as a copy in host memory, is younger than who looks for it."""
+    store, seats, call = burst(0, 50)
+    for seat in itertools.islice(seats, 1, None):
+        no_relay = Holding(REF.uid, 1, "filling", 1)
+        store.put(seat.holding(REF), no_relay)
+    store.put(KEYS.holding(REF.run, REF.version, "t+2@x"), Holding(REF.uid, 2, "full", 1))
+    for number in range(40):
+        held = Holding(REF.uid, 1, "filling", 1)
+        store.put(KEYS.holding(REF.run, REF.version, f"late{number}@x"), held)
+    assert claimed(store, seats[0], call)[1] == "t+2@x"
