@@ -41,6 +41,7 @@ class End:
         }
         self._tensors = contents.plain(setup.size_bytes, LARGE_COUNT) | small
         contents.write(self._tensors, 0)  # so that all of their pages are there
+        contents.verify(self._tensors, 0)  # and those of the code that only this benchmark runs
         self._rss_bytes = self._pss_bytes = 0
 
     def open(self) -> float:

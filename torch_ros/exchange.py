@@ -31,6 +31,7 @@ import numpy.typing as npt
 from torch_ros.errors import DeadlineExceeded, PeerError, TransferFailed
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
 from torch_ros.store.run import Deadline
+from torch_ros.weights.columns import distinct
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.manifest import Layout, Manifest
 
@@ -349,7 +350,7 @@ class Intake:
         cuts = np.searchsorted(ends, np.arange(READ_BYTES, int(ends[-1]), READ_BYTES)) + 1
         reads: list[Read] = []
         try:
-            for part in filter(len, np.split(spans, np.unique(cuts))):
+            for part in filter(len, np.split(spans, distinct(cuts))):
                 reads += [
                     peer.prepare(part, source_device=source_device, target_device=target_device)
                 ]

@@ -22,7 +22,7 @@ from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_a
 from torch_ros.p2p.transport import HOST, Read, Region, Registration, Spans, Transport
 from torch_ros.registered import Part
 from torch_ros.store.run import Deadline
-from torch_ros.weights.columns import Ints, numbered, sum_before
+from torch_ros.weights.columns import Ints, distinct, numbered, sum_before
 from torch_ros.weights.manifest import BLOCK_BYTES, Blocks, Layout, Manifest
 from torch_ros.weights.plan import (
     Costs,
@@ -337,7 +337,7 @@ def _batches(
     is_partly_there = np.minimum.reduceat(numbers, target.starts) < 0
     rows = np.flatnonzero(number_of_chunk[chunk_of_piece] >= 0)
     piece_numbers = number_of_chunk[chunk_of_piece[rows]]
-    for number in np.unique(numbers[missing]).tolist():
+    for number in distinct(numbers[missing]).tolist():
         mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
         some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
         only = direct.take(mine)
@@ -381,7 +381,7 @@ def _needs(feed: Feed, direct: DirectSpans, staged: Sequence[StagedCopy]) -> dic
     """How far each rank of a source that is filling itself must have come."""
     blocks = [layout.blocks for layout in feed.layouts]
     needs: dict[int, int] = {}
-    for rank in np.unique(direct.source_rank).tolist():
+    for rank in distinct(direct.source_rank).tolist():
         spans = direct.take(direct.source_rank == rank)
         ends = spans.source_offset_bytes + spans.size_bytes - 1
         needs[rank] = int(blocks[rank].at(spans.source_chunk, ends).max()) + 1

@@ -52,3 +52,9 @@ def group_starts(*columns: npt.NDArray[np.generic]) -> Ints:
     for column in columns:
         differs[1:] |= column[1:] != column[:-1]
     return np.flatnonzero(differs)
+
+
+def distinct(column: Ints) -> Ints:
+    """The values, in order. np.unique imports numpy.ma for it: 10 ms and a MiB of a first read."""
+    ordered = np.sort(column)
+    return ordered[group_starts(ordered)]

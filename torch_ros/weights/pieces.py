@@ -20,6 +20,7 @@ from torch_ros.weights.columns import (
     Bools,
     Columns,
     Ints,
+    distinct,
     group_starts,
     numbered,
     outermost_first,
@@ -203,7 +204,7 @@ def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
     order = np.lexsort((position, owner))
     starts = group_starts(owner[order], position[order])
     sums = np.add.reduceat(sign[order], starts) if len(starts) else starts
-    return np.unique(owner[order][starts][sums != 0])
+    return distinct(owner[order][starts][sums != 0])
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and ends
