@@ -76,9 +76,9 @@ class Meter:
         self._count_bytes((op.key, op.value) for op in txn.ops if isinstance(op, Put))
         reply = self._kv.commit(txn, timeout_s=timeout_s)
         self.requests["commits" if reply.applied else "lost"] += 1
-        for result in reply.results:
-            if not isinstance(result, int):
-                self._count_bytes((key, entry.value) for key, entry in result.items())
+        seen = [result for result in reply.results if not isinstance(result, int)]
+        for entries in (*seen, *([reply.view.entries] if reply.view else [])):
+            self._count_bytes((key, entry.value) for key, entry in entries.items())
         return reply
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
@@ -124,11 +124,8 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def publish(group: Group, version: int) -> VersionRef:
-    keys, run = group.seat.keys, group.seat.run
-    effects = partial(rules.publish, version=version, fresh_uid=uuid.uuid4().hex[:16])
-
     def body(call: GroupCall) -> VersionRef:
-        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        call.decide_to_publish(version)
         call.finish(LAYOUT, lambda _: LAYOUT)
         return call.ref
 

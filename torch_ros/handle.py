@@ -493,9 +493,7 @@ class ShardHandle:
     def _publish(
         self, call: GroupCall, version: int, registered: Registered, deadline: Deadline
     ) -> None:
-        effects = partial(rules.publish, version=check_version(version), fresh_uid=call.fresh_uid)
-        keys, run = call.seat.keys, call.seat.run
-        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        call.decide_to_publish(check_version(version))
         self._filler.publish(call, registered, deadline)
         log.info("published version %d of %r", version, self.model)
 

@@ -168,6 +168,26 @@ def test_a_record_that_is_read_besides_a_part_is_known(store):
     assert view.get(store.key("p/0")) is None
 
 
+def test_a_transaction_that_fails_shows_what_is_there(store):
+    range_, part = under(store.prefix), Part(under(store.prefix), 1)
+    for name in "ab":
+        store.put(name, name.encode())
+    failing = (Unchanged(store.key("a"), 1),)
+
+    def fail(otherwise, ops=()):
+        return store.kv.commit(Txn(failing, ops, otherwise), timeout_s=TIMEOUT_S)
+
+    for ops in ((), (Put(store.key("c"), b""), Get(range_))):
+        lost = fail((range_,), ops)
+        assert not lost.applied
+        assert [entry.value for _, entry in lost.view.within(range_)] == [b"a", b"b"]
+        assert lost.view.rev == lost.rev
+        lost = fail((part, one(store.key("a"))), ops)
+        assert len(lost.view.entries) == 2
+        assert not lost.view.shows(range_)
+    assert store.kv.commit(Txn((), (), (range_,)), timeout_s=TIMEOUT_S).view is None
+
+
 # Guards
 
 

@@ -450,11 +450,11 @@ class World(Scheduler):
     def inhabited(self):
         world, threads, time = self, self.threads(), self.time()
 
-        def settle(what, ranges, rule):
+        def settle(what, ranges, rule, first=None):
             mine, loops_in = (ranges, rule), world.current.loops
             loops_in.append(mine)
             try:
-                return (yield from loops.settle(what, ranges, rule))
+                return (yield from loops.settle(what, ranges, rule, first))
             finally:  # of one that was given up, whenever that is
                 loops_in[:] = [one for one in loops_in if one is not mine]
 

@@ -3,12 +3,13 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from torch_ros.errors import TorchRosError
 from torch_ros.store import membership, sources, txn, versions
 from torch_ros.store.keys import Keys, parse_reader
-from torch_ros.store.loops import Done, Wait, settle
+from torch_ros.store.loops import Act, Done, Wait, looking_ahead, settle
 from torch_ros.store.membership import Applicant
 from torch_ros.store.memory import MemoryKV
 from torch_ros.store.records import (
@@ -22,8 +23,21 @@ from torch_ros.store.records import (
     Version,
     VersionRef,
 )
+from torch_ros.store.run import Deadline, run
 from torch_ros.store.seat import Seat
-from torch_ros.store.txn import Commit, Part, Put, Read, Txn, Unseen, Watch, some, under, whole
+from torch_ros.store.txn import (
+    Commit,
+    Part,
+    Put,
+    Read,
+    Txn,
+    Unseen,
+    Watch,
+    one,
+    some,
+    under,
+    whole,
+)
 from torch_ros.store.versions import Spec
 
 KEYS = Keys("m")
@@ -58,7 +72,7 @@ class Store:
                 case Watch():
                     return request.reason
                 case Commit():
-                    return request.txn
+                    return msgspec.structs.replace(request.txn, otherwise=())
 
 
 @pytest.fixture
@@ -123,25 +137,76 @@ def test_a_rule_that_looks_at_what_it_did_not_ask_for_is_a_mistake():
         Store().settle((under("/n/"),), lambda view: Done(list(view.within(under("/m/")))))
 
 
+class Counting(MemoryKV):
+    """Counts what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def read(self, request, *, timeout_s):
+        self.asked.append("read")
+        return super().read(request, timeout_s=timeout_s)
+
+    def commit(self, txn, *, timeout_s):
+        self.asked.append("commit")
+        return super().commit(txn, timeout_s=timeout_s)
+
+
+def add_one(view):
+    """To the number in /n/0."""
+    entry = view.get("/n/0")
+    number = int(entry.value) + 1 if entry else 1
+    put = Put("/n/0", b"%d" % number)
+    return Act(Txn((view.unchanged("/n/0"),), (put,)), lambda _: number)
+
+
+def added(kv, first=None, ahead=(), keep=None):
+    rule = looking_ahead(add_one, ahead, keep) if ahead else add_one
+    return run(settle("test", (one("/n/0"),), rule, first), kv, Deadline("test", 5))
+
+
+def test_what_is_read_ahead_saves_the_next_loop_its_read():
+    kv, kept = Counting(), []
+    assert added(kv, None, (under("/n/"),), kept.append) == 1
+    assert added(kv, kept[0]) == 2
+    assert kv.asked == ["read", "commit", "commit"]
+
+
+def test_what_was_seen_of_something_else_does_not():
+    kv = Counting()
+    assert added(kv, kv.read(Read((one("/n/1"),)), timeout_s=1)) == 1
+    assert kv.asked == ["read", "read", "commit"]
+
+
+def test_who_loses_a_race_has_seen_what_there_is_now():
+    kv, kept = Counting(), []
+    added(kv, None, (under("/n/"),), kept.append)
+    added(kv)
+    del kv.asked[:]
+    assert added(kv, kept[0]) == 3  # a view from before the last one
+    assert kv.asked == ["commit", "commit"]
+
+
 # Versions, retention, runs
 
 
 def any_store(rng):
     """Some runs, versions, holdings and groups."""
     store, names, todo = Store(), [f"r{number}" for number in range(rng.randrange(1, 9))], []
-    for number, run in enumerate(rng.sample(RUNS, rng.randrange(len(RUNS) + 1))):
+    for number, name in enumerate(rng.sample(RUNS, rng.randrange(len(RUNS) + 1))):
         if rng.random() < 0.9:
-            todo.append((KEYS.run(run), Run("h:1", rng.choice([number, number, 1]))))
+            todo.append((KEYS.run(name), Run("h:1", rng.choice([number, number, 1]))))
         for version in rng.sample(range(6), rng.randrange(4)):
             layout = rng.choice(["L", "L", "L", ""])
             if rng.random() < 0.9:
-                todo.append((KEYS.version(run, version), Version("u", layout)))
-            for name in rng.sample(names, rng.randrange(len(names))):
+                todo.append((KEYS.version(name, version), Version("u", layout)))
+            for replica in rng.sample(names, rng.randrange(len(names))):
                 uid, state = rng.choice("uuuo"), rng.choice(["full", "full", "filling", "draining"])
                 if not layout and uid == "u":
                     state = "filling"
                 held = Holding(uid, 1, state, 1, spot=rng.random() < 0.2)
-                todo.append((KEYS.holding(run, version, f"{name}@x"), held))
+                todo.append((KEYS.holding(name, version, f"{replica}@x"), held))
     for name in rng.sample(names, rng.randrange(len(names))):
         retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
         group = Group("x", 1, rng.choice(RUNS), retain=retain, left=left)

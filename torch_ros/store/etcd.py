@@ -151,16 +151,7 @@ class EtcdKV:
     def read(self, request: Read, *, timeout_s: float) -> View:
         gets = [_get(range_) for range_ in request.ranges]
         reply = self._call(_Member.txn, rpc.TxnRequest(success=gets), timeout_s)
-        entries: dict[str, Entry] = {}
-        shown: list[Range] = []
-        for range_, response in zip(request.ranges, reply.responses, strict=True):
-            found = response.response_range
-            entries.update(_entries(found))
-            if not isinstance(range_, Part):
-                shown.append(range_)
-            elif len(found.kvs) == found.count:  # etcd counts those that it leaves out, too
-                shown.append(range_.range)
-        return View(reply.header.revision, entries, tuple(shown), request.ranges)
+        return _view(request.ranges, reply)
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
@@ -169,7 +160,8 @@ class EtcdKV:
             now = self.read(Read(()), timeout_s=timeout_s)
             return Reply(applied=False, rev=now.rev)
         if not reply.succeeded:
-            return Reply(applied=False, rev=reply.header.revision)
+            view = _view(txn.otherwise, reply) if txn.otherwise else None
+            return Reply(applied=False, rev=reply.header.revision, view=view)
         return Reply(
             applied=True,
             rev=reply.header.revision,
@@ -494,10 +486,12 @@ def _denial(error: Any) -> str:
 
 def _txn(txn: Txn) -> Any:
     compare = [_compare(guard) for guard in txn.guards]
+    failure = [_get(range_) for range_ in txn.otherwise]
     # Without an operation, a member checks guards against what it has, which may be the past.
     # A range in either branch makes it ask the others first.
-    look = [] if txn.ops or not compare else [_look(compare[0])]
-    return rpc.TxnRequest(compare=compare, success=[_op(op) for op in txn.ops], failure=look)
+    if compare and not (txn.ops or failure):
+        failure = [_look(compare[0])]
+    return rpc.TxnRequest(compare=compare, success=[_op(op) for op in txn.ops], failure=failure)
 
 
 def _look(compare: Any) -> Any:
@@ -586,6 +580,19 @@ def _results(ops: Sequence[Op], responses: Sequence[Any]) -> Iterator[Mapping[st
                 yield response.response_range.count
             case Put() | Delete():
                 pass
+
+
+def _view(ranges: Sequence[Range | Part], reply: Any) -> View:
+    entries: dict[str, Entry] = {}
+    shown: list[Range] = []
+    for range_, response in zip(ranges, reply.responses, strict=True):
+        found = response.response_range
+        entries.update(_entries(found))
+        if not isinstance(range_, Part):
+            shown.append(range_)
+        elif len(found.kvs) == found.count:  # etcd counts those that it leaves out, too
+            shown.append(range_.range)
+    return View(reply.header.revision, entries, tuple(shown), tuple(ranges))
 
 
 def _entries(reply: Any) -> dict[str, Entry]:

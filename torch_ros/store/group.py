@@ -34,7 +34,7 @@ from torch_ros.errors import (
 from torch_ros.store import membership, rules, sources
 from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
-from torch_ros.store.loops import Step, settle
+from torch_ros.store.loops import Step, looking_ahead, settle
 from torch_ros.store.membership import Applicant
 from torch_ros.store.records import (
     Call,
@@ -403,7 +403,7 @@ class Group:
     def _make(self, call: GroupCall, body: Callable[[GroupCall], T]) -> T:
         while True:
             self.await_seat(call.deadline)
-            call.seat, call.session = self.seat, self.session
+            call.start(self.seat, self.session)
             try:
                 return body(call)
             except SelfFenced as lost:
@@ -517,7 +517,7 @@ class GroupCall:
     ) -> None:
         self._group, self.number, self.kind = group, number, kind
         self._asked, self.deadline = asked, deadline
-        self.seat, self.session = group.seat, group.session
+        self.start(group.seat, group.session)
         self._call: Call | None = None
         self._sources: set[str] = set()  # for which a reader record may be there
         self._failure: Failure | None = None
@@ -527,6 +527,11 @@ class GroupCall:
         self.has_ended = False  # its outcome is known
         self.may_hold: Kept | None = None
         """What the group may be a source of because of this call, for all that is known."""
+
+    def start(self, seat: Seat, session: Session) -> None:
+        """It is made from this seat; again, if that was lost."""
+        self.seat, self.session = seat, session
+        self._seen: View | None = None  # by the last loop; the next one may begin with it
 
     @property
     def ref(self) -> VersionRef:
@@ -557,21 +562,28 @@ class GroupCall:
         return self._call.ref
 
     def decide(
-        self, ranges: tuple[Range | Part, ...], effects: Callable[[View, Seat, Call], Step[Call]]
+        self,
+        ranges: tuple[Range | Part, ...],
+        effects: Callable[[View, Seat, Call], Step[Call]],
+        ahead: tuple[Range, ...] = (),
     ) -> None:
         """What the group does in this call; the first rank that asks decides.
 
         It may have ended already, well, when this rank had lost its seat: see `has_ended`.
+
+        Args:
+            ahead: What comes next is decided from, besides the own records of the call.
 
         Raises:
             CallMismatch: The group's call is another one.
             TorchRosError: The decision was an error, the same on all ranks.
         """
         seat, found = self.seat, None
+        ahead = (*seat.own, one(seat.keys.ready(seat.inst, self.number, seat.rank)), *ahead)
         if seat.world_size > 1:
             # Most ranks come second: they need not read what the decision was made from.
             look = partial(rules.look_up, seat=seat, number=self.number)
-            found = self._settle(seat.own, look)
+            found = self._settle(ahead, look, ahead)
         if found is None:
             rule = partial(
                 rules.decide,
@@ -581,7 +593,7 @@ class GroupCall:
                 asked=self._asked,
                 effects=lambda view, call: effects(view, seat, call),
             )
-            found = self._settle((*seat.own, *ranges), rule)
+            found = self._settle((*ahead, *ranges), rule, ahead)
         self._found(found)
         if found.outcome is not None:
             self._finish(found.outcome)
@@ -591,6 +603,14 @@ class GroupCall:
         self._call = call  # also if it is another one: this rank learns what became of it
         if error := rules.mismatch(self.seat, call, self._asked):
             raise error
+
+    def decide_to_publish(self, version: int) -> None:
+        """Decide to publish `version`, or that it cannot be."""
+        keys, run = self.seat.keys, self.seat.run
+        effects = partial(rules.publish, version=version, fresh_uid=self.fresh_uid)
+        own = keys.holding(run, version, self.seat.inst)
+        ahead = (one(keys.version(run, version)), one(own))
+        self.decide((keys.versions(run), keys.holdings(run)), effects, ahead)
 
     def decide_to_read(
         self, spec: Spec, floor: VersionRef | None, *, is_relay: bool, sources_max: int = 1
@@ -669,7 +689,8 @@ class GroupCall:
         self._sources.add(inst)
         rule = partial(sources.attach, seat=self.seat, call=self._call, source=inst)
         ranges = sources.attach_ranges(self.seat, self._call, inst)
-        return self._settle(ranges, rule)
+        mine = one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
+        return self._settle(ranges, rule, (*self._ends_at(self._call), mine))
 
     def _detach(self, inst: str, lost: SourceLost) -> None:
         assert self._call is not None
@@ -739,12 +760,14 @@ class GroupCall:
                 rules.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
             )
             return self._settle(self._ends_at(call), alone)
-        count = self._settle((*seat.own, mine), ready)
+        everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
+        ends = (*self._ends_at(call), everyone[-1], *rules.outcome_ranges(seat, call)[-1:])
+        count = self._settle((*seat.own, mine), ready, ends)
         if isinstance(count, Outcome):
             return count
         if count >= seat.world_size:
-            everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
-            said = self._settle(everyone, partial(rules.readies, seat=seat, call=call))
+            all_ready = partial(rules.readies, seat=seat, call=call)
+            said = self._settle(everyone, all_ready, everyone)
             if isinstance(said, Outcome):
                 return said
             if said is not None:
@@ -757,6 +780,7 @@ class GroupCall:
             self._asked,
             rules.outcome_ranges(seat, call),
             partial(rules.await_outcome, seat=seat, call=call),
+            self._seen,
         )
         return run(ended, self._group.kv, self.deadline, check=self._group.check_open)
 
@@ -855,8 +879,19 @@ class GroupCall:
             raise outcome.failure.error()
         return outcome
 
-    def _settle(self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
-        return self._group.run(settle(self._asked, ranges, rule), self.deadline)
+    def _settle(
+        self,
+        ranges: tuple[Range | Part, ...],
+        rule: Callable[[View], Step[T]],
+        ahead: tuple[Range, ...] = (),
+    ) -> T:
+        first, self._seen = self._seen, None
+        if ahead:
+            rule = looking_ahead(rule, ahead, self._keep)
+        return self._group.run(settle(self._asked, ranges, rule, first), self.deadline)
+
+    def _keep(self, view: View) -> None:
+        self._seen = view
 
 
 def _take_seat(

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from torch_ros.errors import Contention
 from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
+    Entry,
+    Get,
     Part,
     Range,
     Read,
@@ -67,7 +70,10 @@ Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
 
 
 def settle(
-    what: str, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]
+    what: str,
+    ranges: tuple[Range | Part, ...],
+    rule: Callable[[View], Step[T]],
+    first: View | None = None,
 ) -> Steps[T]:
     """Read `ranges`, decide, act; again while others win the race or the rule says to wait.
 
@@ -77,10 +83,15 @@ def settle(
 
     Of `ranges` that are parts, the rule may ask for others (`Unseen`), or for everything: a rule
     that is right about whole ranges cannot be wrong about parts.
+
+    Args:
+        first: What was seen before. If it shows all of `ranges` they are not read: should something
+            have changed since, a guard fails, or the wait ends at once.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
-        view, step = yield from _look(ranges, rule)
+        view, step = yield from _look(ranges, rule, first)
+        first = None
         if isinstance(step, WaitAtMost):
             left_s = step.limit_s - waited_s
             step = step.wait if left_s > 0 else step.otherwise
@@ -92,20 +103,24 @@ def settle(
             case Wait(reason, watched):
                 waited_s += yield Watch(whole(watched), view.rev, reason, left_s)
             case Act(txn, then):
-                reply: Reply = yield Commit(txn)
+                reply: Reply = yield Commit(replace(txn, otherwise=ranges))
                 if reply.applied and then is not None:
                     return then(reply)
                 losses += not reply.applied and reply is not UNKNOWN
+                first = reply.view
     raise Contention(what, ATTEMPTS_MAX)
 
 
 def _look(
-    ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]
+    ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], first: View | None
 ) -> Steps[tuple[View, Step[T]]]:
     """A view in which the rule sees enough, and what it says."""
-    asked, looks = ranges, 1
+    asked, looks, view = ranges, 1, first
+    if first is not None and first.asked != ranges and not all(map(first.shows, whole(ranges))):
+        view = None
     while True:
-        view: View = yield Read(asked)
+        if view is None:
+            view = yield Read(asked)
         try:
             return view, rule(view)
         except Unseen as unseen:
@@ -115,4 +130,29 @@ def _look(
                 asked = (*(r for r in ranges if isinstance(r, Range)), *unseen.more)
             else:
                 asked = whole(ranges)
-            looks += 1
+            view, looks = None, looks + 1
+
+
+def looking_ahead(
+    rule: Callable[[View], Step[T]], ahead: tuple[Range, ...], keep: Callable[[View], None]
+) -> Callable[[View], Step[T]]:
+    """`rule`, whose last step also reads what the next loop starts from: a round trip less."""
+
+    def looking(view: View) -> Step[T]:
+        step = rule(view)
+        if isinstance(step, Done):
+            keep(view)
+        if not isinstance(step, Act) or (then := step.then) is None:
+            return step
+
+        def kept(reply: Reply) -> T:
+            entries: dict[str, Entry] = {}
+            for found in reply.results[-len(ahead) :]:
+                assert not isinstance(found, int)
+                entries.update(found)
+            keep(View(reply.rev, entries, ahead, ahead))
+            return then(reply)
+
+        return Act(replace(step.txn, ops=(*step.txn.ops, *map(Get, ahead))), kept)
+
+    return looking

@@ -79,7 +79,9 @@ class Space:
     def commit(self, txn: Txn) -> Reply:
         _check(txn)
         is_applied = all(map(self._holds, txn.guards)) and all(map(self._lease_lives, txn.ops))
-        results = tuple(self._apply(txn.ops)) if is_applied else ()
+        if not is_applied:
+            return Reply(is_applied, self.rev, view=self.read(Read(txn.otherwise)))
+        results = tuple(self._apply(txn.ops))
         return Reply(is_applied, self.rev, results)
 
     def has_changed(self, watch: Watch) -> bool:

@@ -131,17 +131,7 @@ class Txn(Struct, frozen=True):
 
     guards: tuple[Guard, ...] = ()
     ops: tuple[Op, ...] = ()
-
-
-class Reply(Struct, frozen=True):
-    """What became of a `Txn`. `results`: one per `Get` and `Count` of its ops, in order."""
-
-    applied: bool
-    rev: int  # the store's revision when it was answered
-    results: tuple[Mapping[str, Entry] | int, ...] = ()
-
-
-UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have applied; look again
+    otherwise: tuple[Range | Part, ...] = ()  # read if a guard fails
 
 
 class Unseen(Exception):
@@ -198,6 +188,18 @@ class View(Struct, frozen=True):
         start, end = range_.start, range_.end
         keys = sorted(key for key in self.entries if start <= key < end)
         return ((key, self.entries[key]) for key in keys)
+
+
+class Reply(Struct, frozen=True):
+    """What became of a `Txn`. `results`: one per `Get` and `Count` of its ops, in order."""
+
+    applied: bool
+    rev: int  # the store's revision when it was answered
+    results: tuple[Mapping[str, Entry] | int, ...] = ()
+    view: View | None = None  # of what the txn wanted `otherwise`; None if its lease had ended
+
+
+UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have applied; look again
 
 
 class Read(Struct, frozen=True):
