@@ -11,7 +11,7 @@ import torch_ros
 from torch_ros.exchange import joined
 from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.p2p.transport import Region
-from torch_ros.registered import LocalState, Registered
+from torch_ros.registered import LocalState, Registered, as_segments
 from torch_ros.weights.local import local_chunks
 
 COUNT, ELEMENTS = 2000, 16
@@ -49,6 +49,26 @@ def test_two_storages_are_two_regions_even_where_they_touch():
     memory = torch.zeros(64, dtype=torch.uint8).numpy()
     halves = {"a": torch.from_numpy(memory[:32]), "b": torch.from_numpy(memory[32:])}
     assert [region.size_bytes for region in registered(halves).regions] == [32, 32]
+
+
+def test_tensors_on_a_gpu_are_registered_with_the_allocation_that_they_lie_in():
+    segments = [Region(1000, 100, 0), Region(1100, 100, 0), Region(1000, 50, 1)]
+    within = {
+        Region(1000, 10, 0): segments[0],
+        Region(1050, 50, 0): segments[0],
+        Region(1100, 1, 0): segments[1],
+        Region(1040, 10, 1): segments[2],
+    }
+    alone = {
+        Region(1090, 20, 0),  # of two of them; so of something else
+        Region(1040, 20, 1),
+        Region(900, 10, 0),
+        Region(1000, 10, 2),
+        Region(1000, 10),
+    }
+    assert as_segments(within, segments) == set(segments)
+    assert as_segments(alone, segments) == alone
+    assert as_segments(alone | within.keys(), []) == alone | within.keys()
 
 
 def test_tensors_side_by_side_at_both_ends_are_read_as_one_span():

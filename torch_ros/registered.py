@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class Registered:
         """The memory to register, in order; none is empty."""
         pools = {_region(pool) for pool in self.pools if pool.numel()}
         regions = _regions(tensor for tensor in self.memory if tensor.numel())
+        if self.cuda_devices:
+            regions = as_segments(regions, _cuda_segments())
         regions = {r for r in regions if not any(_is_inside(r, pool) for pool in pools)} | pools
         return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
 
@@ -160,6 +163,33 @@ def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
             size_bytes = max(size_bytes, address + length - start)
         regions.add(Region(start, size_bytes, device))
     return regions
+
+
+def as_segments(regions: Iterable[Region], segments: Iterable[Region]) -> set[Region]:
+    """The segments that the regions lie in; and those that lie in none, as they are."""
+    by_start = sorted(segments, key=lambda segment: (segment.device, segment.address))
+    starts = [(segment.device, segment.address) for segment in by_start]
+    found = set()
+    for region in regions:
+        before = bisect_right(starts, (region.device, region.address)) - 1
+        segment = by_start[before] if before >= 0 else region
+        found.add(segment if _is_inside(region, segment) else region)
+    return found
+
+
+def _cuda_segments() -> list[Region]:
+    """What torch's allocator has from the driver, a cudaMalloc each: to be registered whole.
+
+    A registration of a part of one costs as much, and with cuda_ipc a peer maps all of it anyway.
+    Segments that can grow are none of these.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return []
+    return [
+        Region(segment["address"], segment["total_size"], segment["device"])
+        for segment in torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        if not segment.get("is_expandable")
+    ]
 
 
 def _is_inside(region: Region, pool: Region) -> bool:

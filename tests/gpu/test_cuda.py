@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.registered import LocalState, Registered
 from torch_ros.weights.digest import digest
+from torch_ros.weights.local import local_chunks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -104,3 +106,13 @@ def test_a_device_computes_the_digests_that_a_host_does(depth, dtype):
             for chunk in (content, content.cuda())
         ]
         assert found[0] == found[1]
+
+
+def test_tensors_of_one_allocation_are_one_registration():
+    made = {f"t{number}": torch.zeros(1000, device="cuda") for number in range(100)}
+    state = LocalState(local_chunks(made), {}, {})
+    regions = Registered.of(state).regions
+    assert len(regions) < 10  # small tensors come from segments of 2 MiB
+    for tensor in made.values():
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        assert any(r.address <= start and end <= r.address + r.size_bytes for r in regions)
