@@ -579,7 +579,12 @@ def _(landed):
     return faulty
 
 
-@fault("what was read of another version is kept", (filling.Filling, "start"), hole=6)
+@fault(
+    "what was read of another version is kept",
+    (filling.Filling, "start"),
+    hole=6,
+    scenario="other version",
+)
 def _(start):
     def faulty(self, ref):
         if self.ref is None:

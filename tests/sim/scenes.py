@@ -742,6 +742,30 @@ def replaced_reader(scene: Scene) -> None:
     scene.play()
 
 
+def other_version(scene: Scene) -> None:
+    """I1: who had a part of a version when its seat was lost, and reads another then, reads all."""
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 0.5
+        replicate(me)
+        scene.reach("read")
+
+    def train(me: Process) -> None:
+        publish(me, 1, content=7)
+        _await_reader(me)
+        scene.sleep(6 * 0.5)  # three to reach the source; two for the first batch, of many
+        [reader] = scene.start_named("r").processes
+        scene._cut(reader, 2 * TTL_S)
+        scene.end_lease(reader)
+        unpublish(me)
+        publish(me, 2, content=8)
+        scene.until("read")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def expelled_meanwhile(scene: Scene) -> None:
     """Who expels a dead neighbour leaves nothing of what the group decides meanwhile."""
 
@@ -985,6 +1009,7 @@ SCENES = {
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,
     "replaced reader": replaced_reader,
+    "other version": other_version,
     "expelled meanwhile": expelled_meanwhile,
     "closed meanwhile": closed_meanwhile,
     "closed coming back": closed_coming_back,
