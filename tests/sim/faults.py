@@ -81,7 +81,7 @@ def edited(guards=lambda guard: True, ops=lambda op: op) -> Callable:
 
     def edit(step):
         if isinstance(step, WaitAtMost):
-            return dataclasses.replace(step, otherwise=edit(step.otherwise))
+            return msgspec.structs.replace(step, otherwise=edit(step.otherwise))
         if not isinstance(step, Act):
             return step
         kept = tuple(filter(guards, step.txn.guards))
@@ -263,8 +263,8 @@ def _(rule):
 
 @fault("a lost reply counts as done", (loops, "settle"), hole=15)
 def _(settle):
-    def faulty(what, ranges, rule):
-        steps, reply = settle(what, ranges, rule), None
+    def faulty(*args):
+        steps, reply = settle(*args), None
         while True:
             try:
                 request = steps.send(reply)
@@ -281,8 +281,8 @@ def _(settle):
 
 @fault("a watch begins one revision late", (loops, "settle"), hole=5)
 def _(settle):
-    def faulty(what, ranges, rule):
-        steps, reply = settle(what, ranges, rule), None
+    def faulty(*args):
+        steps, reply = settle(*args), None
         while True:
             try:
                 request = steps.send(reply)
@@ -291,6 +291,24 @@ def _(settle):
             if isinstance(request, Watch):
                 request = msgspec.structs.replace(request, after_rev=request.after_rev + 1)
             reply = yield request
+
+    return faulty
+
+
+@fault("who lost a race looks at what it saw before", (loops, "settle"))
+def _(settle):
+    def faulty(what, ranges, rule, first=None):
+        steps, reply, seen = settle(what, ranges, rule, first), None, first
+        while True:
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            reply = yield request
+            if isinstance(reply, View):
+                seen = reply
+            elif isinstance(reply, Reply) and reply.view is not None:
+                reply = msgspec.structs.replace(reply, view=seen)
 
     return faulty
 
