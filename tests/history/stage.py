@@ -18,7 +18,7 @@ from torch_ros.errors import TorchRosError
 from torch_ros.store import keys as k
 from torch_ros.store.endpoint import connect
 from torch_ros.store.keys import Keys
-from torch_ros.store.txn import Read
+from torch_ros.store.txn import Read, whole
 from torch_ros.store.versions import offered, spec_ranges
 
 PLAYER = Path(__file__).with_name("player.py")
@@ -253,7 +253,7 @@ class Stage:
         while not self.is_over.wait(OBSERVE_S):
             asked_s = time.monotonic()
             try:
-                view = kv.read(Read(spec_ranges(self.keys)), timeout_s=1.0)
+                view = kv.read(Read(whole(spec_ranges(self.keys))), timeout_s=1.0)
             except TorchRosError:
                 continue
             runs = [
