@@ -52,6 +52,9 @@ class Puppet:
 
     def ask(self, do, **more):
         self.tell(do, **more)
+        return self.hear_answer()
+
+    def hear_answer(self):
         heard = self.hear()
         assert "error" not in heard, (heard, self.log.read_text()[-3000:])
         return heard["answer"]
@@ -192,7 +195,7 @@ def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(the
     theatre.await_reader("r3", "r2")
     r1.process.kill()
     killed_s = time.monotonic()
-    found = {puppet.name: puppet.hear()["answer"] for puppet in (r2, r3)}
+    found = {puppet.name: puppet.hear_answer() for puppet in (r2, r3)}
     print(f"{time.monotonic() - killed_s:.2f} s after the kill both have it")
     assert (found["r2"]["source"], found["r2"]["reroutes"]) == ("source", 1)
     assert (found["r3"]["source"], found["r3"]["reroutes"]) == ("r2", 0)

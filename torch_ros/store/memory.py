@@ -78,11 +78,13 @@ class Space:
 
     def commit(self, txn: Txn) -> Reply:
         _check(txn)
-        is_applied = all(map(self._holds, txn.guards)) and all(map(self._lease_lives, txn.ops))
-        if not is_applied:
-            return Reply(is_applied, self.rev, view=self.read(Read(txn.otherwise)))
+        if not all(map(self._lease_lives, txn.ops)):
+            return Reply(applied=False, rev=self.rev)
+        if not all(map(self._holds, txn.guards)):
+            view = self.read(Read(txn.otherwise)) if txn.otherwise else None
+            return Reply(applied=False, rev=self.rev, view=view)
         results = tuple(self._apply(txn.ops))
-        return Reply(is_applied, self.rev, results)
+        return Reply(applied=True, rev=self.rev, results=results)
 
     def has_changed(self, watch: Watch) -> bool:
         """Whether something in the watch's ranges changed after its revision, or may have."""
