@@ -123,7 +123,7 @@ class World(Scheduler):
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
         # From how many records on they are many: PART_MAX, HOLDERS_MAX and NEIGHBOURS.
-        self.many = rng.choice([*3 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
+        self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
 
     def _populate(self) -> None:
