@@ -52,7 +52,6 @@ class HostCopy:
         digests: Digests,
     ) -> None:
         self.kept, self.call = kept, call
-        self.keeper: threading.Thread | None = None  # offers it for as long as it is needed
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             chunk.copy_(tensor)
@@ -80,6 +79,7 @@ class Copies:
         self._group, self._transport = group, transport
         # By the call that made it: under each seat that is taken again it has another name.
         self._copies: dict[int, HostCopy] = {}
+        self._keepers: dict[int, threading.Thread] = {}  # which offer them while they are needed
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -97,23 +97,22 @@ class Copies:
     def keep(self) -> None:
         """Offer what was made, in threads, for as long as it is needed."""
         for number, copy in list(self._copies.items()):
-            if copy.keeper is None:
-                copy.keeper = threading.Thread(
+            if number not in self._keepers:
+                self._keepers[number] = threading.Thread(
                     target=self._keep,
                     args=(number, self._group.seat),
                     name=f"torch_ros keeps {copy.kept.ref.version}",
                     daemon=True,
                 )
-                copy.keeper.start()
+                self._keepers[number].start()
 
     def close(self) -> None:
         """Let go of all of them, once the group is closed and before the transport is.
 
         A thread that is inside NIXL when the interpreter ends takes the process down with it.
         """
-        for copy in list(self._copies.values()):
-            if copy.keeper is not None:
-                copy.keeper.join(CLOSE_S)
+        for keeper in list(self._keepers.values()):
+            keeper.join(CLOSE_S)
 
     def _keep(self, number: int, seat: Seat) -> None:
         """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
@@ -142,3 +141,5 @@ class Copies:
         del self._copies[number]
         copy.close()
         log.info("the copy of version %d in host memory is released", version)
+        if not group.is_closed:  # else it is waited for
+            del self._keepers[number]

@@ -124,6 +124,16 @@ def test_close_leaves_no_thread_behind_that_keeps_a_copy(etcd_endpoint):
     assert keepers() == before
 
 
+def test_close_leaves_no_thread_behind_that_asks_etcd(etcd_endpoint):
+    """One that is inside grpc when the interpreter ends aborts the process."""
+    before, model = set(threading.enumerate()), "m-" + uuid.uuid4().hex[:8]
+    for _ in range(20):
+        with torch_ros.open(model, endpoint=etcd_endpoint, timeout_s=20):
+            assert any(t.name.startswith("torch_ros watches") for t in threading.enumerate())
+        ours = [t.name for t in threading.enumerate() if t not in before]
+        assert [name for name in ours if name.startswith(("torch_ros", "session"))] == []
+
+
 class Slow:
     """A transport in which nothing lands while `flows` is not set."""
 

@@ -208,6 +208,9 @@ class Scheduler:
                 self.actor = world.spawn(world.current.process, self.role, self.target, self.args)
                 self.actor.thread = self
 
+            def is_alive(self) -> bool:
+                return not self.actor.is_over
+
             def join(self, timeout: float = math.inf) -> None:
                 if not self.actor.is_over:
                     self.joining.append((world.current, world.current.token))

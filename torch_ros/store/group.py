@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
+CLOSE_S = 2.0  # for its threads, which are told at once, to end
 LEAVE_S = 1.0  # for telling the peers; they notice anyway
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 RETRY_S = 0.5  # between tries to come back, or to read from a source that failed before
@@ -114,6 +115,7 @@ class Group:
         self._state = threading.Condition()
         self._calling = threading.Lock()
         self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._watch()
 
     @classmethod
@@ -228,11 +230,8 @@ class Group:
         level = logging.INFO if is_over else logging.WARNING
         outlook = "it takes its seat again" if lost.may_return else "this handle is fenced"
         log.log(level, "replica %r: %s; %s", self.seat.replica, lost.reason, outlook)
-        threading.Thread(
-            target=self._come_back if lost.may_return else self._let_go,
-            name=f"torch_ros seats {self.seat.replica}",
-            daemon=True,
-        ).start()
+        leave = self._come_back if lost.may_return else self._let_go
+        self._start(f"torch_ros seats {self.seat.replica}", leave)
 
     def close(self) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -252,6 +251,11 @@ class Group:
                 log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
         self.session.close()
         self.kv.close()
+        # One that is inside grpc when the interpreter ends takes the process down with it.
+        until_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     def _leave(self) -> None:
         # The note outlives this rank's lease, which may be the one that the group's records have.
@@ -261,12 +265,13 @@ class Group:
         run(steps, self.kv, Deadline("close", LEAVE_S))
 
     def _watch(self) -> None:
-        threading.Thread(
-            target=self._watch_over,
-            args=(self.seat,),
-            name=f"torch_ros watches {self.seat.inst}",
-            daemon=True,
-        ).start()
+        self._start(f"torch_ros watches {self.seat.inst}", partial(self._watch_over, self.seat))
+
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self._state:
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+            thread.start()
 
     def _watch_over(self, seat: Seat) -> None:
         forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
@@ -531,7 +536,7 @@ class GroupCall:
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
         self.seat, self.session = seat, session
-        self._seen: View | None = None  # by the last loop; the next one may begin with it
+        self._seen: View | None = None  # what the next step may begin with: one that is guarded
 
     @property
     def ref(self) -> VersionRef:
@@ -759,22 +764,22 @@ class GroupCall:
             alone = partial(
                 rules.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
             )
-            return self._settle(self._ends_at(call), alone)
+            return self._settle(self._ends_at(call), alone, first=self._seen)
         everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
-        ends = (*self._ends_at(call), everyone[-1], *rules.outcome_ranges(seat, call)[-1:])
-        count = self._settle((*seat.own, mine), ready, ends)
+        ahead = (*self._ends_at(call), everyone[-1], *rules.outcome_ranges(seat, call)[-1:])
+        count = self._settle((*seat.own, mine), ready, ahead, self._seen)
         if isinstance(count, Outcome):
             return count
         if count >= seat.world_size:
             all_ready = partial(rules.readies, seat=seat, call=call)
-            said = self._settle(everyone, all_ready, everyone)
+            said = self._settle(everyone, all_ready, first=self._seen)
             if isinstance(said, Outcome):
                 return said
             if said is not None:
                 end = partial(
                     rules.complete, seat=seat, call=call, layout=summarise(said), whole=whole
                 )
-                return self._settle(self._ends_at(call), end)
+                return self._settle(self._ends_at(call), end, first=self._seen)
         # Not `_settle`: if a peer closed after the call's good end, that end still counts.
         ended = settle(
             self._asked,
@@ -884,8 +889,8 @@ class GroupCall:
         ranges: tuple[Range | Part, ...],
         rule: Callable[[View], Step[T]],
         ahead: tuple[Range, ...] = (),
+        first: View | None = None,
     ) -> T:
-        first, self._seen = self._seen, None
         if ahead:
             rule = looking_ahead(rule, ahead, self._keep)
         return self._group.run(settle(self._asked, ranges, rule, first), self.deadline)

@@ -85,8 +85,9 @@ def settle(
     that is right about whole ranges cannot be wrong about parts.
 
     Args:
-        first: What was seen before. If it shows all of `ranges` they are not read: should something
-            have changed since, a guard fails, or the wait ends at once.
+        first: What was seen before. If it shows all of `ranges` they are not read. Not for a mere
+            question: an answer is as old as the view; of what is done upon it, the guards fail if
+            something has changed since, and a wait ends at once.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
