@@ -261,54 +261,53 @@ def _(rule):
     return faulty
 
 
+def overheard(steps, asked=lambda request: request, answered=lambda request, reply: reply):
+    """A loop of the store whose requests, or their replies, are changed on the way."""
+    reply = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        reply = answered(request, (yield asked(request)))
+
+
 @fault("a lost reply counts as done", (loops, "settle"), hole=15)
 def _(settle):
-    def faulty(*args):
-        steps, reply = settle(*args), None
-        while True:
-            try:
-                request = steps.send(reply)
-            except StopIteration as stop:
-                return stop.value
-            reply = yield request
-            if isinstance(request, Commit) and reply is UNKNOWN:
-                asked = [op for op in request.txn.ops if isinstance(op, Get | Count)]
-                nothing = tuple({} if isinstance(op, Get) else 0 for op in asked)
-                reply = Reply(applied=True, rev=0, results=nothing)
+    def answered(request, reply):
+        if not (isinstance(request, Commit) and reply is UNKNOWN):
+            return reply
+        asked = [op for op in request.txn.ops if isinstance(op, Get | Count)]
+        nothing = tuple({} if isinstance(op, Get) else 0 for op in asked)
+        return Reply(applied=True, rev=0, results=nothing)
 
-    return faulty
+    return lambda *args: overheard(settle(*args), answered=answered)
 
 
 @fault("a watch begins one revision late", (loops, "settle"), hole=5)
 def _(settle):
-    def faulty(*args):
-        steps, reply = settle(*args), None
-        while True:
-            try:
-                request = steps.send(reply)
-            except StopIteration as stop:
-                return stop.value
-            if isinstance(request, Watch):
-                request = msgspec.structs.replace(request, after_rev=request.after_rev + 1)
-            reply = yield request
+    def asked(request):
+        if not isinstance(request, Watch):
+            return request
+        return msgspec.structs.replace(request, after_rev=request.after_rev + 1)
 
-    return faulty
+    return lambda *args: overheard(settle(*args), asked)
 
 
 @fault("who lost a race looks at what it saw before", (loops, "settle"))
 def _(settle):
     def faulty(what, ranges, rule, first=None):
-        steps, reply, seen = settle(what, ranges, rule, first), None, first
-        while True:
-            try:
-                request = steps.send(reply)
-            except StopIteration as stop:
-                return stop.value
-            reply = yield request
+        seen = first
+
+        def answered(_, reply):
+            nonlocal seen
             if isinstance(reply, View):
                 seen = reply
             elif isinstance(reply, Reply) and reply.view is not None:
-                reply = msgspec.structs.replace(reply, view=seen)
+                return msgspec.structs.replace(reply, view=seen)
+            return reply
+
+        return overheard(settle(what, ranges, rule, first), answered=answered)
 
     return faulty
 
