@@ -1,7 +1,8 @@
 """What dcp.save and dcp.load cost beside the bytes they move: 603 tensors and some objects.
 
 A step is a warm one of an unchanged job: the trainer takes its weights back and saves the next
-version, a rollout of as many ranks in other processes loads it.
+version, a rollout of as many ranks in other processes loads it. What of it is DCP's own, its rounds
+between the ranks and its planning, is measured with a storage that does nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Actors, Child, Setup, ask_all, say, seconds, started
+from idle_storage import IdleLoadPlanner, IdleReader, IdleSavePlanner, IdleWriter, metadata_of
 from peers import opened
 from report import Report, Row
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
@@ -23,14 +27,17 @@ PART = "dcp.save and dcp.load"
 RANKS = (1, 2)
 STEPS, WARM_UP = 7, 2  # of a turn, in which one way is taken again and again
 
-BARE, OURS, APART, DEFAULT = (
+BARE, OURS, APART, DEFAULT, IDLE, IDLE_DEFAULT = (
     "publish and replicate, no DCP",
     "our planners",
     "our planners, use_collectives=False",
     "DCP's planners",
+    "DCP alone, nothing planned or stored",
+    "DCP alone, its planners, nothing stored",
 )
-# DCP's and ours follow each other, so that a noisy machine is noisy for both.
-WAYS = (BARE, DEFAULT, OURS, APART)
+ALONE = {OURS: IDLE, DEFAULT: IDLE_DEFAULT}
+# What is compared follows each other, so that a noisy machine is noisy for both.
+WAYS = (BARE, IDLE_DEFAULT, DEFAULT, OURS, IDLE, APART)
 MOST_MS = {OURS: 10.0, DEFAULT: 100.0}
 
 
@@ -50,6 +57,7 @@ class End:
         model = f"{setup.name}-dcp-{ranks}"
         self._handle = torch_ros.open(model, endpoint=setup.endpoint, replica=role)
         self._bare = opened(setup, f"bare-{ranks}", role, self._state["model"])
+        self._metadata = metadata_of(self._state)
 
     def take_back(self, version: int) -> None:
         """So that the next version can be written, and saved or loaded."""
@@ -60,9 +68,14 @@ class End:
     def save(self, version: int, way: str) -> float:
         if way == BARE:
             return self._timed(lambda: self._bare.publish(version))
-        writer = ROSWriter(version, handle=self._handle)
-        planner = writer.planner() if way != DEFAULT else None
         saved, meets = anew(self._state), way != APART
+        writer: StorageWriter
+        planner: SavePlanner | None
+        if way in ALONE.values():
+            writer, planner = IdleWriter(), IdleSavePlanner() if way == IDLE else None
+        else:
+            writer = ROSWriter(version, handle=self._handle)
+            planner = writer.planner() if way != DEFAULT else None
         return self._timed(
             lambda: dcp.save(saved, storage_writer=writer, planner=planner, use_collectives=meets)
         )
@@ -72,7 +85,15 @@ class End:
         if way == BARE:
             elapsed_s = self._timed(lambda: self._bare.replicate(version))
             return elapsed_s, self._bare.last_read.stages_s["read"]
-        reader, loaded = ROSReader(version, handle=self._handle), anew(self._state)
+        loaded = anew(self._state)
+        if way in ALONE.values():
+            idle, idle_planner = (
+                IdleReader(self._metadata),
+                IdleLoadPlanner() if way == IDLE else None,
+            )
+            load = partial(dcp.load, loaded, storage_reader=idle, planner=idle_planner)
+            return self._timed(load), 0.0
+        reader = ROSReader(version, handle=self._handle)
         planner = reader.planner() if way != DEFAULT else None
         loaded["step"] = -1
         elapsed_s = self._timed(lambda: dcp.load(loaded, storage_reader=reader, planner=planner))
@@ -149,11 +170,19 @@ def _tell(report: Report, ranks: int, found: dict[str, list[Step]]) -> None:
     for way, steps in found.items():
         add(f"{way}: save", [step.save_s for step in steps])
         add(f"{way}: load", [step.load_s for step in steps])
+        if way in ALONE.values():
+            continue
         added = {"the bytes": add(f"{way}: all but the bytes", [step.added_s for step in steps])}
         if way != BARE:
             pairs = zip(steps, found[BARE], strict=True)
             by_dcp_s = [step.elapsed_s - bare.elapsed_s for step, bare in pairs]
             added[BARE] = add(f"{way}: more than without DCP", by_dcp_s)
+        if way in ALONE:
+            by_us_s = [
+                step.elapsed_s - bare.elapsed_s - alone.elapsed_s
+                for step, bare, alone in zip(steps, found[BARE], found[ALONE[way]], strict=True)
+            ]
+            add(f"{way}: more than without DCP and DCP alone", by_us_s)
         if ranks == max(RANKS) and way in MOST_MS:
             for to, row in added.items():
                 what = f"dcp with {way}, {ranks} ranks: added to {to}"

@@ -2,12 +2,14 @@
 
 import itertools
 import uuid
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 
 import torch_ros
+from torch_ros import reading
 from torch_ros.exchange import joined
 from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.p2p.transport import Region
@@ -85,6 +87,35 @@ def test_tensors_side_by_side_at_both_ends_are_read_as_one_span():
         assert all(bool((tensor == 7).all()) for tensor in got.values())
         [(_, batches)] = rollout._reading._prepared.values()
         assert [len(read._pieces) for batch in batches for read in batch.reads] == [1]
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "kept"),
+    [("PREPARED_MAX", 2, 2), ("PREPARED_SPANS_MAX", 20, 2), ("PREPARED_SPANS_MAX", 5, 1)],
+)
+def test_reads_of_the_last_sources_are_kept_up_to_a_bound(monkeypatch, bound, most, kept):
+    monkeypatch.setattr(reading, bound, most)
+    model, endpoint = "m", f"memory://{uuid.uuid4().hex}"
+    got, seen = {f"t{i}": torch.zeros(4) for i in range(10)}, []
+    with ExitStack() as opened:
+
+        def joined_as(name):
+            return opened.enter_context(torch_ros.open(model, endpoint=endpoint, replica=name))
+
+        rollout = joined_as("rollout")
+        rollout.register(got)
+        for version in (1, 2, 3):
+            trainer = joined_as(f"trainer {version}")
+            trainer.register({name: torch.full((4,), float(version)) for name in got})
+            trainer.publish(version)
+            rollout.unpublish()
+            rollout.replicate(version)
+            *_, (_, batches) = rollout._reading._prepared.values()
+            seen.append([read for batch in batches for read in batch.reads])
+        assert all(bool((tensor == 3).all()) for tensor in got.values())
+        assert len(rollout._reading._prepared) == kept
+        for number, reads in enumerate(seen):
+            assert all(read._is_closed == (number < 3 - kept) for read in reads)
 
 
 @pytest.mark.parametrize("seed", range(100))

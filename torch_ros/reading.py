@@ -35,7 +35,9 @@ from torch_ros.weights.plan import (
 )
 
 PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
-PREPARED_MAX = 4  # plans kept with their reads: what an unchanged job needs at every step
+# Of reads kept, for what an unchanged job needs at every step: in a burst, each other rollout is a
+# source at times. A span takes about half a KiB, and ten times as long to prepare as to post again.
+PREPARED_MAX, PREPARED_SPANS_MAX = 16, 200_000
 ALIGNMENT_BYTES = 64
 BATCH_BYTES = 64 << 20  # read between two questions whether it counts
 POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
@@ -178,11 +180,15 @@ class Reading:
             everything = np.arange(part.layout.blocks.total)
             batches = _all_batches(self, supplies, part, everything)
             self._prepared[key] = supplies, batches  # the plans too: ids must not be used again
-            if len(self._prepared) > PREPARED_MAX:
+            while len(self._prepared) > 1 and self._is_too_much():
                 _, (_, old) = self._prepared.popitem(last=False)
                 close_batches(old)
         self._prepared.move_to_end(key)
         return self._prepared[key][1]
+
+    def _is_too_much(self) -> bool:
+        kept = [supply.plan.span_count for all_, _ in self._prepared.values() for supply in all_]
+        return len(self._prepared) > PREPARED_MAX or sum(kept) > PREPARED_SPANS_MAX
 
     def forget(self, agent: str | None = None) -> None:
         """Give up the reads from an agent, or all: before it, or what they fill, is let go."""
