@@ -1,6 +1,7 @@
 """What a handle does when sources, seats and stores fail: one process, memory and etcd."""
 
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -191,6 +192,7 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
     assert claimed == {"trainer", "first"}
     if dies != "nobody":
         {"trainer": trainer, "first": first}[dies].close()
+    time.sleep(0.2)
     stop.go_on.set()
     assert reads.result(15) == 1
     assert same(got, tensors)
@@ -198,6 +200,7 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
     assert report.bytes_read == report.bytes_total, "something was read twice"
     left = {"nobody": "trainer, first", "trainer": "first", "first": "trainer"}[dies]
     assert (report.source, report.reroutes) == (left, int(dies != "nobody"))
+    assert report.stages_s["read"] > 0.2, "what was read from who was lost took time, too"
     assert readers_of(newcomer) == []
 
 

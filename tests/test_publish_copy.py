@@ -87,12 +87,16 @@ def test_buffers_are_registered_once_and_used_in_turn(opened):
 
 def test_a_copy_that_does_not_fit_is_refused_and_what_is_held_stays(opened):
     trainer = opened("trainer")
-    trainer.publish_copy(1, {"w": torch.ones(1000)})
-    with pytest.raises(UsageError, match=r"8064 bytes .*staging_bytes=5000"):
-        trainer.publish_copy(2, {"w": torch.ones(1000)}, staging_bytes=5000)
+    bf16 = torch.bfloat16
+    trainer.publish_copy(1, {"w": torch.ones(1000)}, dtype=bf16, staging_bytes=5000)
+    with pytest.raises(UsageError, match=r"12160 bytes .*staging_bytes=9000"):
+        # 2 x 4032 would fit, but not beside what is published still.
+        trainer.publish_copy(2, {"w": torch.ones(1000)}, staging_bytes=9000)
     assert trainer.list() == {1: {"trainer"}}
-    trainer.publish_copy(2, {"w": torch.ones(1000)}, dtype=torch.bfloat16, staging_bytes=5000)
+    trainer.publish_copy(2, {"w": torch.ones(1000)}, dtype=bf16, staging_bytes=5000)
     assert trainer.list() == {2: {"trainer"}}
+    with pytest.raises(UsageError, match=r"4096 bytes .*staging_bytes=4000"):
+        trainer.publish_copy(3, {"w": torch.ones(10)}, staging_bytes=4000)
 
 
 def test_what_cannot_be_cast_to_is_named(opened):

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
 from torch_ros import reading
@@ -140,3 +142,42 @@ def test_joined_spans_are_the_same_bytes_and_as_few_as_can_be(seed):
 def test_spans_that_touch_on_one_side_only_stay_apart_and_in_order():
     spans = np.array([(50, 10, 5), (55, 20, 5), (0, 25, 5), (5, 31, 5)], np.uint64)
     assert joined(spans).tolist() == spans.tolist()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "DTensor"])
+def test_a_tensor_that_has_moved_is_found_where_it_is(mesh, is_sharded):
+    def tensor(value):
+        made = torch.full((4,), float(value))
+        return DTensor.from_local(made, mesh, [Shard(0)]) if is_sharded else made
+
+    def move(tensor, value):
+        there = torch.full((4,), float(value))
+        if is_sharded:
+            tensor._local_tensor = there
+        else:
+            tensor.data = there
+
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    sent, got = ({name: tensor(value) for name in "abc"} for value in (1, 0))
+    with (
+        torch_ros.open("m", endpoint=endpoint, replica="trainer", rank=0, world_size=1) as trainer,
+        torch_ros.open("m", endpoint=endpoint, replica="rollout", rank=0, world_size=1) as rollout,
+    ):
+        trainer.register(sent)
+        rollout.register(got)
+        trainer.publish(1)
+        rollout.update()
+        trainer.unpublish()
+        move(sent["b"], 2)
+        trainer.publish(2)
+        move(got["c"], -1)
+        assert rollout.update()
+        assert [float(got[name].sum()) for name in "abc"] == [4, 8, 4]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
@@ -43,6 +43,7 @@ HEADER_BYTES = 32  # the word, the notice's length, its digest
 EVERYTHING = 2**32 - 1  # as a position: all that is shown is there
 PEERS_MAX = 4096  # connections kept; the least recently used is closed first
 ATTACHED_MAX = 256  # registrations known of one peer
+POSTED_MAX = 2  # manifests: of each of two buffers that are published in turn
 READ_BYTES = 32 << 20  # of one read: on one host a read is a copy that this process waits for
 FLIGHT = 2  # reads in flight at a time
 POLL_S = 0.0002
@@ -98,6 +99,23 @@ def _region(buffer: npt.NDArray[np.uint8]) -> Region:
     return Region(buffer.ctypes.data, buffer.nbytes)
 
 
+@dataclass(slots=True)
+class _Posted:
+    """A manifest in registered memory."""
+
+    manifest: Manifest
+    buffer: npt.NDArray[np.uint8]
+    registration: Registration
+    notice: bytes = b""
+
+    def write(self, manifest: Manifest, content: bytes) -> None:
+        """Who reads what was there before notices by the digest."""
+        self.manifest = manifest
+        self.buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        where = self.buffer.ctypes.data, len(content), _digest(content)
+        self.notice = msgspec.msgpack.encode(Notice(*where, self.registration.descriptor))
+
+
 class Offer:
     """What this process shows. Not safe for use by several threads at once."""
 
@@ -118,8 +136,14 @@ class Offer:
         self._regions: tuple[Region, ...] = ()
         self.before_withdraw: Callable[[], None] = lambda: None
         """Called before registered memory is let go: whoever reads into it closes the reads."""
-        self._manifest: tuple[npt.NDArray[np.uint8], Registration] | None = None
-        self.manifest: Manifest | None = None
+        # The last two, the one that is shown first: two buffers may be published in turn, and then
+        # nothing is registered or fetched anew.
+        self._posted: list[_Posted] = []
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What is shown."""
+        return self._posted[0].manifest if self._posted else None
 
     def show(
         self,
@@ -152,18 +176,28 @@ class Offer:
             self._post(now)
 
     def _post(self, manifest: Manifest) -> None:
-        content = manifest.encode()
-        buffer = np.frombuffer(content, np.uint8).copy()
-        registration = self._transport.register([_region(buffer)])
-        notice = msgspec.msgpack.encode(
-            Notice(buffer.ctypes.data, buffer.nbytes, _digest(content), registration.descriptor)
-        )
+        posted = next((each for each in self._posted if each.manifest == manifest), None)
+        if posted is None:
+            posted = self._written(manifest)
+        notice = posted.notice
         assert HEADER_BYTES + len(notice) <= MAILBOX_BYTES
         content = len(notice).to_bytes(8, "little") + _digest(notice) + notice
         self._mailbox[8 : 8 + len(content)] = np.frombuffer(content, np.uint8)
-        if self._manifest is not None:
-            self._manifest[1].close()
-        self._manifest, self.manifest = (buffer, registration), manifest
+        self._posted = [posted, *(each for each in self._posted if each is not posted)]
+
+    def _written(self, manifest: Manifest) -> _Posted:
+        """In the buffer of the two that is not shown, if it fits."""
+        content = manifest.encode()
+        spare = self._posted[-1] if len(self._posted) == POSTED_MAX else None
+        if spare is None or spare.buffer.nbytes < len(content):
+            buffer = np.zeros(len(content) + len(content) // 8, np.uint8)  # digests vary in size
+            posted = _Posted(manifest, buffer, self._transport.register([_region(buffer)]))
+            if spare is not None:
+                self._posted.remove(spare)
+                spare.registration.close()
+            spare = posted
+        spare.write(manifest, content)
+        return spare
 
     def serve(self, mark: int, position: int) -> None:
         """From now on the first `position` blocks of what is shown are there, of what `mark` is."""
@@ -176,13 +210,12 @@ class Offer:
     def withdraw(self) -> None:
         """Show nothing. Idempotent. Afterwards the memory may be freed."""
         self._mailbox[:] = 0
-        if self._manifest is not None:
-            self._manifest[1].close()
+        for posted in self._posted:
+            posted.registration.close()
         if self._tensors is not None:
             self.before_withdraw()
             self._tensors.close()
-        self._manifest = self._tensors = self.manifest = None
-        self._regions = ()
+        self._posted, self._tensors, self._regions = [], None, ()
 
     def close(self) -> None:
         """Withdraw, for good."""
@@ -249,7 +282,7 @@ class Intake:
         self._transport = transport
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._attached: dict[str, set[bytes]] = {}
-        self._manifests: dict[str, tuple[bytes, Manifest]] = {}  # agent -> digest, manifest
+        self._manifests: dict[str, dict[bytes, Manifest]] = {}  # agent -> by digest, the last ones
         self._mailboxes: dict[tuple[str, int], _Mailbox] = {}
         self.before_forget: Callable[[str], None] = lambda _: None
         """Called before a peer is disconnected: whoever has reads from it closes them."""
@@ -280,16 +313,17 @@ class Intake:
         if length == 0 or _digest(content) != digest:
             return Shown(where.agent, where.mailbox_address, word, None)
         notice = msgspec.msgpack.decode(content, type=Notice)
-        known = self._manifests.get(where.agent)
-        if known is None or known[0] != notice.digest:
+        known = self._manifests.setdefault(where.agent, {})
+        if notice.digest not in known:
             manifest = self._read_bytes(
                 peer, notice.descriptor, notice.address, notice.size_bytes, deadline
             )
             if _digest(manifest) != notice.digest:
                 return Shown(where.agent, where.mailbox_address, word, None)
-            known = (notice.digest, Manifest.decode(manifest))
-            self._manifests[where.agent] = known
-        return Shown(where.agent, where.mailbox_address, word, known[1])
+            if len(known) == POSTED_MAX:
+                del known[next(iter(known))]
+            known[notice.digest] = Manifest.decode(manifest)
+        return Shown(where.agent, where.mailbox_address, word, known[notice.digest])
 
     def manifest(self, card: bytes, deadline: Deadline) -> tuple[str, Manifest]:
         """The agent behind `card`, connected, and the tensors that it shows now.
@@ -328,10 +362,9 @@ class Intake:
             self._mailboxes.pop(key).close()
             raise
 
-    @property
-    def is_near(self) -> bool:
-        """Whether all that is connected is read by copying."""
-        return all(peer.is_near for peer in self._peers.values())
+    def is_near(self, agents: Iterable[str]) -> bool:
+        """Whether all of these, which are connected, are read by copying."""
+        return all(self._peers[agent].is_near for agent in agents)
 
     def prepare(
         self,

@@ -87,7 +87,7 @@ class Filling:
         self.registered: Registered | None = None
         self.progress: Progress | None = None
         self.source = ""
-        self.is_near = False  # the source is on this host
+        self.is_slow_odd = False  # all of the source is there, on this host
         self.sources: list[str] = []  # instances
         self.expected = Digests()
 
@@ -95,6 +95,11 @@ class Filling:
         """Another version than before: nothing of it is here."""
         self.ref, self.registered, self.progress = ref, None, None
         self.expected = Digests()
+
+    def resume(self) -> None:
+        """What came after the last lap, if anything was read, went into sources that were lost."""
+        if self.sources:
+            self.watch.lap("read")
 
 
 class Filler:
@@ -137,6 +142,7 @@ class Filler:
         deadline: Deadline,
     ) -> int:
         """This rank's part in reading a version, whole or what is still missing of it."""
+        filling.resume()
         watch = filling.watch
         is_relay = whole.is_relayed and self._relays
         call.decide_to_read(spec, floor, is_relay=is_relay, sources_max=filling.sources_max)
@@ -180,6 +186,7 @@ class Filler:
         line: ProgressLine,
         sources: Sequence[Source],
     ) -> None:
+        filling.resume()
         feeds = [
             connect(
                 self._intake,
@@ -196,7 +203,9 @@ class Filler:
         filling.watch.lap("manifests")
         filling.source = ", ".join(feed.replica for feed in feeds)
         here = socket.gethostname()
-        filling.is_near = all(shard.host == here for source in sources for shard in source.shards)
+        filling.is_slow_odd = all(
+            source.is_full and shard.host == here for source in sources for shard in source.shards
+        )
         filling.sources += [source.inst for source in sources]
         if filling.registered is None:
             filling.registered = filling.register(feeds[0].layouts)
@@ -219,7 +228,9 @@ class Filler:
 
     def _supply(self, feed: Feed, target: Layout) -> Supply:
         try:
-            return Supply(self._reading.plan(feed.layouts, target, self._rank), feed)
+            is_near = self._intake.is_near([agent for agent, _ in feed.manifests])
+            made = self._reading.plan(feed.layouts, target, self._rank, is_near=is_near)
+            return Supply(made, feed)
         except ManifestMismatch as error:
             if feed.is_full:
                 raise
@@ -302,11 +313,11 @@ class Filler:
             ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
         )
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
-        if filling.is_near and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
+        if filling.is_slow_odd and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
             log.warning(
-                "%.2f GB/s from a source on this host is slow: UCX may not use cma, which needs "
-                "one user for both processes and kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info "
-                "says what it chose",
+                "%.2f GB/s from a source on this host is slow: transport='ucx-tcp' and a UCX_TLS "
+                "without cma are; cma needs one user for both processes and "
+                "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
                 speed / 1e9,
             )
 

@@ -33,7 +33,7 @@ from torch_ros.p2p import cma
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.transport import Transport
 from torch_ros.reading import Reading
-from torch_ros.registered import LocalState, Registered, finish_kernels, memory_of
+from torch_ros.registered import LocalState, Named, Registered, finish_kernels, memory_of
 from torch_ros.staged import Copying, StagingBuffers
 from torch_ros.store import rules
 from torch_ros.store.endpoint import connect as connect_store
@@ -67,7 +67,6 @@ ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
 TRANSPORT_VARIABLE = "TORCH_ROS_TRANSPORT"
 DEFAULT_ENDPOINT = "local"
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
-HEAL_TRIES = 2  # a second one, when what was read is not what was published
 
 COSTS = {  # of what this process copies itself, and of what it does not
     "auto": (HOST_COSTS, NIXL_COSTS),
@@ -161,7 +160,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     retained = tuple(str(Spec.parse(version)) for version in retain)
     if ttl_s < 2:  # etcd's own minimum at its default election timeout
         raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
-    way = transport or os.environ.get(TRANSPORT_VARIABLE) or "auto"
+    wanted = os.environ.get(TRANSPORT_VARIABLE)
+    way = transport or wanted or "auto"
+    reason = "asked for" if transport else f"{TRANSPORT_VARIABLE} is set" if wanted else "default"
     if way not in get_args(TransportName):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport={way!r}: expected one of {names}")
@@ -171,7 +172,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     kv = connect_store(endpoint, timeout_s=timeout_s)
     ways: Transport | None = None
     try:
-        ways = _transport(endpoint, way)
+        ways = _transport(endpoint, way, reason)
         offer = Offer(ways)
         seat = Place(
             keys=Keys(model),
@@ -210,15 +211,15 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
-def _transport(endpoint: str, name: str) -> Transport:
+def _transport(endpoint: str, name: str, reason: str) -> Transport:
     if name == "memory" or (name == "auto" and endpoint.startswith("memory:")):
+        log.info("transport: within this process")
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without.
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
     from torch_ros.p2p.shared import SharedTransport  # noqa: PLC0415
 
     how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
-    reason = "asked for" if name != "auto" else "the store is not in memory"
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
     nixl = NixlTransport(tcp_only=name == "ucx-tcp")
     # Peers of either kind can talk.
@@ -293,6 +294,7 @@ class ShardHandle:
         self._reading = Reading(transport, self._intake, staging_bytes, costs)
         offer.before_withdraw = self._reading.forget
         self._registered: Registered | None = None
+        self._named: Named | None = None  # what `register` was given; not what dcp registers
         self._filler = Filler(
             model, group, offer, self._intake, self._reading, depth=depth, relays=relay
         )
@@ -362,7 +364,8 @@ class ShardHandle:
             named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
                 sharing memory. A DTensor stands for its local chunk; any other tensor is the
                 whole, and where ranks differ the lowest one's counts. Not copied, not modified;
-                referenced until `unregister` or `close`, so they must not be resized or moved.
+                referenced until `unregister` or `close`. One that has other memory when the next
+                `publish` or `replicate` begins (`p.data = ...`) is found and registered again.
 
         Raises:
             UsageError: Something is registered, or a tensor is not plain strided memory.
@@ -371,6 +374,7 @@ class ShardHandle:
             if self._registered is not None:
                 raise UsageError("this handle has registered tensors; unregister() them first")
             self._register(LocalState(local_chunks(named_tensors), {}, {}))
+            self._named = Named(named_tensors)
 
     def unregister(self) -> None:
         """Forget the tensors. Local to this rank. May be called again.
@@ -393,12 +397,26 @@ class ShardHandle:
         except BaseException:
             self._unregister()
             raise
-        self._registered = registered
+        self._registered, self._named = registered, None
         return registered
 
     def _unregister(self) -> None:
         self._offer.withdraw()
-        self._registered = None
+        self._registered = self._named = None
+
+    def _follow(self) -> None:
+        """Register the user's tensors again if one of them has moved. Nothing is held."""
+        named = self._named
+        if named is None or not (moved := named.moved):
+            return
+        log.info(
+            "%d of %d registered tensors have other memory than before (%s, ...); registered again",
+            len(moved),
+            len(named.tensors),
+            moved[0],
+        )
+        self._register(LocalState(local_chunks(named.tensors), {}, {}))
+        self._named = Named(named.tensors)
 
     # Publishing
 
@@ -426,8 +444,10 @@ class ShardHandle:
             self._catch_up(deadline)
 
             def body(call: GroupCall) -> None:
-                registered = self._require_registered("publish")
+                self._require_registered("publish")
                 self._require_nothing_held("publish")
+                self._follow()
+                registered = self._require_registered("publish")
                 self._publish(call, version, registered, deadline)
 
             self._make("publish", f"publish {version}", deadline, body)
@@ -656,6 +676,7 @@ class ShardHandle:
             def body(call: GroupCall) -> int:
                 self._require_registered("replicate")
                 self._require_nothing_held("replicate")
+                self._follow()
                 spec = Spec.parse(version)
                 return self._filler.fill(call, spec, floor, filling, Whole(), deadline)
 
@@ -1000,7 +1021,7 @@ class ShardHandle:
         finally:
             self._copies.close()
             with self._lock:  # a call in another thread ends first
-                self._registered = None
+                self._registered = self._named = None
                 self._reading.close()
                 self._intake.close()
                 self._offer.close()

@@ -197,12 +197,17 @@ class Reading:
                 _, batches = self._prepared.pop(key)
                 close_batches(batches)
 
-    def plan(self, sources: Sequence[Layout], target: Layout, rank: int) -> ReadPlan:
+    def plan(
+        self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
+    ) -> ReadPlan:
         """How to fill `target` from `sources`; kept, since layouts seldom change.
+
+        Args:
+            is_near: The sources are read by copying.
 
         Raises: ManifestMismatch, UsageError: See `weights.plan.plan`.
         """
-        costs = self._near_costs if self.intake.is_near else self._far_costs
+        costs = self._near_costs if is_near else self._far_costs
         key = (costs, (target.digest, *(layout.digest for layout in sources)))
         if key not in self._plans:
             self._plans[key] = plan(

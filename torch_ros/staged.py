@@ -61,20 +61,22 @@ class StagingBuffers:
         Of the state dict's objects nothing is copied: they are copies already.
 
         Raises:
-            UsageError: It does not fit into `copying.staging_bytes`. Nothing was copied.
+            UsageError: It does not fit into `copying.staging_bytes`, beside what is kept of
+                earlier ones. Nothing was copied.
         """
         sizes = _sizes(state, copying)
-        needed = BUFFERS * sum(sizes.values())
+        kept = {device: buffers[0].numel() for device, buffers in self._buffers.items()}
+        # A buffer that is too small is published still while the ones in its place are filled.
+        new = {device: size for device, size in sizes.items() if size > kept.get(device, 0)}
+        needed = BUFFERS * (sum(kept.values()) + sum(new.values()))
         if copying.staging_bytes is not None and needed > copying.staging_bytes:
             raise UsageError(
-                f"a copy of this shard takes {needed} bytes ({BUFFERS} buffers), more than "
-                f"staging_bytes={copying.staging_bytes}; raise it, cast to a smaller dtype, or "
-                "publish in place"
+                f"copies of this shard take {needed} bytes ({BUFFERS} buffers, and those of "
+                f"earlier copies), more than staging_bytes={copying.staging_bytes}; raise it, cast "
+                "to a smaller dtype, or publish in place"
             )
-        for device, size in sizes.items():
-            kept = self._buffers.get(device)
-            if kept is None or kept[0].numel() < size:
-                self._buffers[device] = [_buffer(size, device) for _ in range(BUFFERS)]
+        for device, size in new.items():
+            self._buffers[device] = [_buffer(size, device) for _ in range(BUFFERS)]
         ends = dict.fromkeys(self._buffers, 0)
         tensors = []
         for tensor in state.tensors:

@@ -294,7 +294,7 @@ class SharedPeer:
         try:
             cma.read(process.pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
         except OSError as error:
-            log.info("agent %s: its memory is not read directly (%s)", self.agent, error)
+            log.warning("agent %s: its memory is not read directly (%s)", self.agent, error)
             return 0
         log.info("agent %s: its memory is read by %d threads", self.agent, transport.threads)
         return process.pid
