@@ -22,6 +22,7 @@ import checkpoint
 import fanout
 import footprint
 import one_to_one
+import planning
 import plots
 import resharding
 import steady
@@ -32,6 +33,7 @@ from report import Report, as_json, machine, page, table, target_table
 PARTS = {
     "one-to-one": one_to_one,
     "resharding": resharding,
+    "planning": planning,
     "fanout": fanout,
     "steady": steady,
     "tcp": tcp,

@@ -14,7 +14,7 @@ import torch_ros
 from torch_ros.handle import TransportName
 
 PART = "Memory and CPU of a handle"
-TRANSPORTS: tuple[TransportName, ...] = ("ucx", "ucx-tcp")
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "ucx-tcp")
 ROLES = ("trainer", "rollout")
 LARGE_COUNT, SMALL_COUNT, SMALL_BYTES = 100, 1000, 4096
 STAGING_BYTES = 4 << 20  # the default of torch_ros.open

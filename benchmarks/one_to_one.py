@@ -20,6 +20,7 @@ REGION = "NIXL by hand, one region"
 TENSORS = "NIXL by hand, a descriptor per tensor"
 ROS = "torch_ros, replicate"
 ROS_WHOLE = "torch_ros, publish and replicate"
+UCX = "torch_ros, transport=ucx, replicate"
 SHARED = "torch_ros, published from shared memory, publish and replicate"
 DCP = "DCP FileSystem on tmpfs, save and load"
 SAFETENSORS = "safetensors on tmpfs, save_file and load_file"
@@ -50,6 +51,8 @@ def reader(setup: Setup, count: int) -> Actors:
     pieces = dict(zip(held, whole.split([t.numel() for t in held.values()]), strict=True))
     return {
         "rollout": Rollout(setup, f"pair-{count}", "rollout", held, **ALONE),
+        # Copies with NIXL's one thread, as NIXL by hand does.
+        "ucx": Rollout(setup, f"pair-{count}", "by ucx", held, transport="ucx", **ALONE),
         "sharing": Rollout(setup, f"sharing-{count}", "rollout", held, **ALONE),
         "raw": RawReader("reader", held),
         "region": RawReader("region reader", region),
@@ -73,6 +76,7 @@ class Pair:
             REGION: self._region,
             TENSORS: partial(self._into_tensors, lambda _: self._raw("raw")),
             ROS: partial(self._into_tensors, self._ros),
+            UCX: partial(self._into_tensors, self._ucx),
             SHARED: self._shared,
             DCP: partial(self._into_tensors, lambda _: self._files("dcp")),
             SAFETENSORS: partial(self._into_tensors, lambda _: self._files("safetensors")),
@@ -83,7 +87,8 @@ class Pair:
         version = self._source.ask("trainer", "write")
         sample = move(version)
         self._reader.ask("rollout", "verify", version)
-        self._reader.ask("rollout", "let_go")
+        for rollout in ("rollout", "ucx"):
+            self._reader.ask(rollout, "let_go")
         return sample
 
     def _copy(self, version: int) -> Sample:
@@ -105,6 +110,10 @@ class Pair:
     def _ros(self, version: int) -> Sample:
         published_s = self._source.ask("trainer", "publish")
         return {**self._reader.ask("rollout", "replicate", version), "published_s": published_s}
+
+    def _ucx(self, version: int) -> Sample:
+        self._source.ask("trainer", "publish")
+        return self._reader.ask("ucx", "replicate", version)
 
     def _shared(self) -> Sample:
         version = self._source.ask("sharing", "write")
@@ -138,7 +147,7 @@ def measure(setup: Setup, report: Report) -> None:
 
 def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[float]]) -> None:
     found = {case: speeds(setup.size_bytes, taken) for case, taken in elapsed_s.items()}
-    for case in (COPY, REGION, TENSORS, ROS, ROS_WHOLE, SHARED, DCP, SAFETENSORS, GLOO):
+    for case in (COPY, REGION, TENSORS, ROS, UCX, ROS_WHOLE, SHARED, DCP, SAFETENSORS, GLOO):
         bases = {"of NIXL by hand": TENSORS} if case != TENSORS else {}
         if case in (ROS_WHOLE, SHARED):
             bases |= {"of DCP": DCP, "of safetensors": SAFETENSORS, "of gloo": GLOO}
@@ -152,7 +161,12 @@ def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[fl
                 ratios={name: ratio(found[case], found[base]) for name, base in bases.items()},
             )
         )
-    wanted = ((ROS, TENSORS, 0.95), (ROS_WHOLE, DCP, 5.0), (ROS_WHOLE, SAFETENSORS, 3.0))
+    wanted = (
+        (ROS, TENSORS, 0.95),
+        (UCX, TENSORS, 0.95),
+        (ROS_WHOLE, DCP, 5.0),
+        (ROS_WHOLE, SAFETENSORS, 3.0),
+    )
     for case, base, least in (*wanted, (ROS_WHOLE, GLOO, 2.0)):
         what = f"{count:,} {'tensor' if count == 1 else 'tensors'}: {case}, of {base}"
         report.expect(what, ratio(found[case], found[base]), at_least=least)

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -113,11 +114,20 @@ def machine(endpoint: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "torch_ros": torch_ros.__version__,
+        "torch_ros": f"{torch_ros.__version__} ({_commit()})",
         "torch": importlib.metadata.version("torch"),
         "nixl": importlib.metadata.version("nixl"),
         "etcd": _etcd_version(endpoint),
     }
+
+
+def _commit() -> str:
+    """Of this directory; "+" if it has changes."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "not of a clone"
 
 
 def _etcd_version(endpoint: str) -> str:

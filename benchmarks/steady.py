@@ -67,14 +67,14 @@ def measure(setup: Setup, report: Report) -> None:
     sync_s = [one + other for one, other in zip(published_s, updated_s, strict=True)]
     params = {"MiB": setup.size_mib, "tensors": TENSOR_COUNT}
 
-    def add(what: str, found_s: list[float]) -> None:
+    def add(what: str, found_s: list[float]) -> float:
         samples = [1e3 * one_s for one_s in found_s]
-        report.add(
-            Row(part=PART, what=what, params=params, unit="ms", samples=samples, has_tail=True)
-        )
+        row = Row(part=PART, what=what, params=params, unit="ms", samples=samples, has_tail=True)
+        return report.add(row).median
 
     add(SYNC, sync_s)
-    add(PUBLISH, published_s)
+    what = f"publish of a step of {setup.size_mib} MiB that was just written, p50"
+    report.expect(what, add(PUBLISH, published_s), at_most=5.0, unit="ms")
     add(NOTHING, looked_s)
     shares = [100 * part / whole for part, whole in zip(read_s, sync_s, strict=True)]
     report.add(Row(part=PART, what=SHARE, params=params, unit="%", samples=shares))

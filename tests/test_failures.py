@@ -269,6 +269,60 @@ def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
     assert second.last_read.source == "first"
 
 
+def cut(opened, name, dim, rank, world_size, fill=-1.0):
+    """A handle with this rank's part of eight matrices that are cut along `dim`."""
+    handle = opened(name, rank=rank, world_size=world_size)
+    sizes = [4, 6]
+    sizes[dim] //= world_size
+    offsets = tuple(rank * sizes[dim] if axis == dim else 0 for axis in range(2))
+    mine = {f"m{i}": torch.full(sizes, fill) for i in range(8)}
+    chunks = {fqn: (LocalChunk(offsets, tensor),) for fqn, tensor in mine.items()}
+    tensors = [LocalTensor(fqn, torch.float32, (4, 6), c, spread=True) for fqn, c in chunks.items()]
+    handle._register(LocalState(tensors, {}, {}))
+    return handle, mine
+
+
+def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, monkeypatch, pool):
+    trainer, whole = cut(opened, "trainer", 0, 0, 1)
+    for number, tensor in enumerate(whole.values()):
+        tensor.copy_(100 * number + torch.arange(24).view(4, 6))
+    trainer.publish(1)
+    columns = list(pool.map(lambda rank: cut(opened, "columns", 1, rank, 2), range(2)))
+    rows = list(pool.map(lambda rank: cut(opened, "rows", 0, rank, 2), range(2)))
+    one, got = cut(opened, "one", 0, 0, 1)
+    stops = [Stop(monkeypatch, handle, 5) for handle, _ in columns]
+    monkeypatch.setattr(reading, "BATCH_BYTES", 1)  # a batch for each tensor
+
+    def begin(*handles):
+        return [pool.submit(handle.replicate) for handle in handles]
+
+    def await_five(*handles):
+        offers = [handle._offer for handle in handles]
+        wait_for(lambda: all(offer._word[0] & 0xFFFFFFFF == 5 for offer in offers))
+
+    calls = begin(*(handle for handle, _ in columns))
+    assert all(stop.reached.wait(10) for stop in stops)
+    calls += begin(one)
+    await_five(one)
+    calls += begin(*(handle for handle, _ in rows))
+    await_five(*(handle for handle, _ in rows))
+    assert same(
+        {f"m{i}": got[f"m{i}"] for i in range(5)}, {f"m{i}": whole[f"m{i}"] for i in range(5)}
+    )
+    assert (got["m5"] == -1).all()
+    for stop in stops:
+        stop.go_on.set()
+    assert [call.result(15) for call in calls] == [1] * 5
+    assert same(got, whole)
+    for dim, parts in ((1, columns), (0, rows)):
+        halves = [tensors for _, tensors in parts]
+        assert all(
+            torch.equal(torch.cat([h[fqn] for h in halves], dim), whole[fqn]) for fqn in whole
+        )
+    assert one.last_read.source == "columns"
+    assert {handle.last_read.source for handle, _ in rows} == {"one"}
+
+
 def in_blocks(monkeypatch, size_bytes):
     for module in (manifest, reading):
         monkeypatch.setattr(module, "BLOCK_BYTES", size_bytes)
