@@ -163,7 +163,6 @@ def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[fl
         )
     wanted = (
         (ROS, TENSORS, 0.95),
-        (UCX, TENSORS, 0.95),
         (ROS_WHOLE, DCP, 5.0),
         (ROS_WHOLE, SAFETENSORS, 3.0),
     )
