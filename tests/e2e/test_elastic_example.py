@@ -45,8 +45,10 @@ def test_a_job_that_loses_a_node_goes_on_from_what_the_rollout_kept(surroundings
     resumed = re.findall(r"begin with version (\d+), read from rollout in", after)
     assert resumed, said
     assert set(resumed) <= {"3", "4"}, said  # 4: published before the node was gone
+    # What a node had reached before it heard of the kill may be printed after it.
+    _, _, after = after.partition("begin with version")
     trained = [int(version) for version in re.findall(r"version (\d): loss", after)]
     assert trained[-1] == 8, said
-    assert min(trained) > 3, said
+    assert min(trained) > min(map(int, resumed)), said
     left = {path.name for path in pathlib.Path(surroundings["TMPDIR"]).iterdir()} - {"etcd"}
     assert not left
