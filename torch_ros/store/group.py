@@ -34,7 +34,7 @@ from torch_ros.errors import (
 from torch_ros.store import membership, rules, sources
 from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
-from torch_ros.store.loops import Step, looking_ahead, settle
+from torch_ros.store.loops import Act, Done, Step, looking_ahead, settle
 from torch_ros.store.membership import Applicant
 from torch_ros.store.records import (
     Call,
@@ -899,6 +899,29 @@ class GroupCall:
         self._seen = view
 
 
+def _at_most_once(
+    create: Callable[[View], Step[bool | None]],
+) -> Callable[[View], Step[bool | None]]:
+    """`create`, which does not act again.
+
+    If the reply to its first attempt was lost, a group with that nonce may have been there, used by
+    another start of the same replica, and replaced since.
+    """
+    has_acted = False
+
+    def once(view: View) -> Step[bool | None]:
+        nonlocal has_acted
+        step = create(view)
+        if not isinstance(step, Act):
+            return step
+        if has_acted:
+            return Done(None)
+        has_acted = True
+        return step
+
+    return once
+
+
 def _take_seat(
     kv: KV,
     place: Place,
@@ -943,9 +966,11 @@ def _take_seat(
         who = dataclasses.replace(who, nonce=nonce, left_behind=left_behind, fresh_run=fresh_run)
         found = ask((one(who.group),), partial(membership.find_group, who=who))
         if not found:
-            is_replaced = ask(
-                membership.open_ranges(who), partial(membership.create_group, who=who)
-            )
+            create: Callable[[View], Step[bool | None]]
+            create = partial(membership.create_group, who=who)
+            if not who.is_shared or left_behind:
+                create = _at_most_once(create)  # with this nonce: there are others
+            is_replaced = ask(membership.open_ranges(who), create)
             if is_replaced is None:
                 left_behind = left_behind or place.nonce or ""
                 continue
