@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -226,6 +227,42 @@ def test_tls_and_its_absence_do_not_meet(tls_etcd, etcd_endpoint, certificates):
         connect(f"etcds://{plain}{certificates.options(ca='ca.pem')}", timeout_s=5)
     with pytest.raises(StoreUnavailable, match="etcds://"):
         connect(f"etcd://{tls_etcd}", timeout_s=5)
+
+
+@contextlib.contextmanager
+def a_server_that_hangs_up(is_reset, says):
+    """With bytes left unread it resets the connection; which end of it is seen is then a race."""
+
+    def serve():
+        while True:
+            connection, _ = server.accept()  # raises once `server` is shut down
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 if is_reset else 1 << 16)
+                connection.sendall(says)
+                linger = struct.pack("ii", is_reset, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(serve)
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_tls_is_the_question_however_the_other_side_hangs_up(certificates, is_reset):
+    ca = certificates.options(ca="ca.pem")
+    for says, scheme, options, question in (
+        (b"", "etcds", ca, "does it speak TLS"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "etcds", ca, "does it speak TLS"),
+        (b"", "etcd", "", "does it want TLS"),
+    ):
+        with (
+            a_server_that_hangs_up(is_reset, says) as host,
+            pytest.raises(StoreUnavailable, match=question),
+        ):
+            connect(f"{scheme}://{host}{options}", timeout_s=1)
 
 
 @pytest.mark.parametrize("key", ["encrypted.key", "stranger.key", "client.pem", "ca.pem"])

@@ -90,9 +90,13 @@ REASONS = (
     ("errors resolving", "the host name is not known"),
     ("DNS resolution failed", "the host name is not known"),
     ("Hostname Verification", "it is for another host name"),
+    # Whoever hangs up with bytes of ours unread resets the connection; so the handshake is first.
+    ("Handshake read failed|WRONG_VERSION_NUMBER", "it hangs up; does it speak TLS?"),
+    (
+        "failed to connect.*(Socket closed|recvmsg:Connection reset)",
+        "it hangs up; does it want TLS (etcds://)?",
+    ),
     ("Connection reset", "connection reset"),
-    ("Handshake read failed", "it hangs up; does it speak TLS?"),
-    ("failed to connect.*Socket closed", "it hangs up; does it want TLS (etcds://)?"),
     ("ping timeout", "no answer"),
     ("SETTINGS frame", "something answered, but it is not etcd v3"),
     ("Received http2 header", "something answered, but it is not etcd v3"),
