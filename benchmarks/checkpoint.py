@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Actors, Child, Setup, ask_all, say, seconds, started
-from idle_storage import IdleLoadPlanner, IdleReader, IdleSavePlanner, IdleWriter, metadata_of
+from idle_storage import IdleReader, IdleWriter, metadata_of
 from peers import opened
 from report import Report, Row
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
@@ -36,6 +34,7 @@ BARE, OURS, APART, DEFAULT, IDLE, IDLE_DEFAULT = (
     "DCP alone, its planners, nothing stored",
 )
 ALONE = {OURS: IDLE, DEFAULT: IDLE_DEFAULT}
+BY_DCP = (DEFAULT, IDLE_DEFAULT)  # planned with its planners
 # What is compared follows each other, so that a noisy machine is noisy for both.
 WAYS = (BARE, IDLE_DEFAULT, DEFAULT, OURS, IDLE, APART)
 MOST_MS = {OURS: 10.0, DEFAULT: 100.0}
@@ -69,13 +68,9 @@ class End:
         if way == BARE:
             return self._timed(lambda: self._bare.publish(version))
         saved, meets = anew(self._state), way != APART
-        writer: StorageWriter
-        planner: SavePlanner | None
-        if way in ALONE.values():
-            writer, planner = IdleWriter(), IdleSavePlanner() if way == IDLE else None
-        else:
-            writer = ROSWriter(version, handle=self._handle)
-            planner = writer.planner() if way != DEFAULT else None
+        kind = IdleWriter if way in ALONE.values() else ROSWriter
+        writer = kind(version, handle=self._handle)
+        planner = None if way in BY_DCP else writer.planner()
         return self._timed(
             lambda: dcp.save(saved, storage_writer=writer, planner=planner, use_collectives=meets)
         )
@@ -85,18 +80,14 @@ class End:
         if way == BARE:
             elapsed_s = self._timed(lambda: self._bare.replicate(version))
             return elapsed_s, self._bare.last_read.stages_s["read"]
-        loaded = anew(self._state)
-        if way in ALONE.values():
-            idle, idle_planner = (
-                IdleReader(self._metadata),
-                IdleLoadPlanner() if way == IDLE else None,
-            )
-            load = partial(dcp.load, loaded, storage_reader=idle, planner=idle_planner)
-            return self._timed(load), 0.0
-        reader = ROSReader(version, handle=self._handle)
-        planner = reader.planner() if way != DEFAULT else None
+        loaded, is_idle = anew(self._state), way in ALONE.values()
+        reader: ROSReader
+        reader = IdleReader(self._metadata) if is_idle else ROSReader(version, handle=self._handle)
+        planner = None if way in BY_DCP else reader.planner()
         loaded["step"] = -1
         elapsed_s = self._timed(lambda: dcp.load(loaded, storage_reader=reader, planner=planner))
+        if is_idle:
+            return elapsed_s, 0.0
         assert loaded["step"] == version % contents.VALUES
         return elapsed_s, self._handle.last_read.stages_s["read"]
 

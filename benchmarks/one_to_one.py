@@ -161,11 +161,7 @@ def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[fl
                 ratios={name: ratio(found[case], found[base]) for name, base in bases.items()},
             )
         )
-    wanted = (
-        (ROS, TENSORS, 0.95),
-        (ROS_WHOLE, DCP, 5.0),
-        (ROS_WHOLE, SAFETENSORS, 3.0),
-    )
+    wanted = ((ROS, TENSORS, 0.95), (ROS_WHOLE, DCP, 5.0), (ROS_WHOLE, SAFETENSORS, 3.0))
     for case, base, least in (*wanted, (ROS_WHOLE, GLOO, 2.0)):
         what = f"{count:,} {'tensor' if count == 1 else 'tensors'}: {case}, of {base}"
         report.expect(what, ratio(found[case], found[base]), at_least=least)

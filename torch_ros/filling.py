@@ -87,7 +87,7 @@ class Filling:
         self.registered: Registered | None = None
         self.progress: Progress | None = None
         self.source = ""
-        self.is_slow_odd = False  # all of the source is there, on this host
+        self.should_be_fast = False  # all of the source is there, on this host
         self.sources: list[str] = []  # instances
         self.expected = Digests()
 
@@ -203,7 +203,7 @@ class Filler:
         filling.watch.lap("manifests")
         filling.source = ", ".join(feed.replica for feed in feeds)
         here = socket.gethostname()
-        filling.is_slow_odd = all(
+        filling.should_be_fast = all(
             source.is_full and shard.host == here for source in sources for shard in source.shards
         )
         filling.sources += [source.inst for source in sources]
@@ -313,7 +313,7 @@ class Filler:
             ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in watch.stages_s.items()),
         )
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
-        if filling.is_slow_odd and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
+        if filling.should_be_fast and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
             log.warning(
                 "%.2f GB/s from a source on this host is slow: transport='ucx-tcp' and a UCX_TLS "
                 "without cma are; cma needs one user for both processes and "

@@ -373,8 +373,7 @@ class ShardHandle:
         with self._busy():
             if self._registered is not None:
                 raise UsageError("this handle has registered tensors; unregister() them first")
-            self._register(LocalState(local_chunks(named_tensors), {}, {}))
-            self._named = Named(named_tensors)
+            self._register_named(named_tensors)
 
     def unregister(self) -> None:
         """Forget the tensors. Local to this rank. May be called again.
@@ -400,23 +399,29 @@ class ShardHandle:
         self._registered, self._named = registered, None
         return registered
 
+    def _register_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
+        registered = self._register(LocalState(local_chunks(tensors), {}, {}))
+        self._named = Named(tensors)
+        return registered
+
     def _unregister(self) -> None:
         self._offer.withdraw()
         self._registered = self._named = None
 
-    def _follow(self) -> None:
-        """Register the user's tensors again if one of them has moved. Nothing is held."""
+    def _ready(self, call: str) -> Registered:
+        """What is registered, where it is now, for a call that begins with nothing held."""
+        registered = self._require_registered(call)
+        self._require_nothing_held(call)
         named = self._named
         if named is None or not (moved := named.moved):
-            return
+            return registered
         log.info(
             "%d of %d registered tensors have other memory than before (%s, ...); registered again",
             len(moved),
             len(named.tensors),
             moved[0],
         )
-        self._register(LocalState(local_chunks(named.tensors), {}, {}))
-        self._named = Named(named.tensors)
+        return self._register_named(named.tensors)
 
     # Publishing
 
@@ -444,11 +449,7 @@ class ShardHandle:
             self._catch_up(deadline)
 
             def body(call: GroupCall) -> None:
-                self._require_registered("publish")
-                self._require_nothing_held("publish")
-                self._follow()
-                registered = self._require_registered("publish")
-                self._publish(call, version, registered, deadline)
+                self._publish(call, version, self._ready("publish"), deadline)
 
             self._make("publish", f"publish {version}", deadline, body)
 
@@ -674,9 +675,7 @@ class ShardHandle:
 
         def attempt(filling: Filling) -> int:
             def body(call: GroupCall) -> int:
-                self._require_registered("replicate")
-                self._require_nothing_held("replicate")
-                self._follow()
+                self._ready("replicate")
                 spec = Spec.parse(version)
                 return self._filler.fill(call, spec, floor, filling, Whole(), deadline)
 
