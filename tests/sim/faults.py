@@ -140,6 +140,11 @@ fault(
     hole=4,
     scenario="ready before",
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
+fault(
+    "a nonce is tried again when the reply is lost",
+    (group_module, "_at_most_once"),
+    scenario="same nonce",
+)(lambda once: lambda create: create)
 fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), hole=12)(
     lambda make: (
         lambda *args: msgspec.structs.replace(

@@ -23,7 +23,7 @@ from torch_ros.registered import LocalState
 from torch_ros.store import keys as k
 from torch_ros.store import membership
 from torch_ros.store.records import Call, Kept, Outcome, Shard, VersionRef
-from torch_ros.store.txn import Commit, Delete, Put
+from torch_ros.store.txn import Commit, Delete, Put, Read
 
 SIZE = 2  # ranks of a replica
 
@@ -717,6 +717,30 @@ def replaced_meanwhile(scene: Scene) -> None:
     demand("over" in scene.reached, "I6: the name is not taken")
 
 
+def same_nonce(scene: Scene) -> None:
+    """I3: whose request for a group was not answered does not ask for it again: others had it."""
+
+    def take(me: Process) -> None:
+        publish(me, 1)
+        scene.start("t", lambda _: scene.reach("taken"), size=1)
+        scene.until("taken")
+
+    def lose() -> None:
+        scene.loses_reply = scene.requests + 1
+        scene.start("t", take, size=1)
+
+    [first] = scene.start("t", lambda me: publish(me, 2), size=1).processes
+    scene.hold("creates", first, puts("/groups/"), lambda: True, meanwhile=lose)
+    scene.hold(
+        "asks again",
+        first,
+        lambda what: isinstance(what, Read) and "creates" in scene.reached,
+        lambda: "taken" in scene.reached and not scene.checks.groups,
+    )
+    scene.play()
+    demand("after asks again" in scene.reached, "the reply was not lost")
+
+
 def replaced_reader(scene: Scene) -> None:
     """A reader whose name is taken stops with what is in flight, not when it has everything."""
 
@@ -1008,6 +1032,7 @@ SCENES = {
     "claimed meanwhile": claimed_meanwhile,
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,
+    "same nonce": same_nonce,
     "replaced reader": replaced_reader,
     "other version": other_version,
     "expelled meanwhile": expelled_meanwhile,
