@@ -1,5 +1,5 @@
 # Everything that CI does has a name here, and is the same everywhere.
-# A fresh machine needs Python 3.11 or newer and make.
+# A fresh machine needs Python 3.11 or newer with venv, make, and openssl for a test.
 
 PYTHON ?= python3
 VENV := .venv

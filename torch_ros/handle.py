@@ -442,7 +442,7 @@ class ShardHandle:
             DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
             SelfFenced, StoreUnavailable
 
-        Cost: 6 to 8 round trips to etcd per rank, none of them contended; no copy.
+        Cost: 3 round trips to etcd, with several ranks up to 6 each; no copy.
         """
         deadline = self._deadline(f"publish {version}", timeout_s)
         with self._busy():
@@ -617,7 +617,7 @@ class ShardHandle:
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
             DeadlineExceeded, CallAborted, SelfFenced, StoreUnavailable
 
-        Cost: 8 to 10 round trips to etcd per rank; every byte moves once.
+        Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
         with self._busy():
             return self._replicate(version, None, self._deadline(f"replicate {version}", timeout_s))
