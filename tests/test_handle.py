@@ -15,6 +15,7 @@ import torch
 
 import torch_ros
 from torch_ros import handle as handle_module
+from torch_ros import reading
 from torch_ros.errors import (
     ClosedError,
     DeadlineExceeded,
@@ -538,19 +539,23 @@ def test_a_long_wait_says_what_it_waits_for(opened, monkeypatch, caplog):
     assert caplog.text.count("none is available yet") >= 3
 
 
-def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened):
-    shared = torch.randn(1000)
-    publisher(opened, {"embed": shared, "head": shared})
+def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypatch):
+    monkeypatch.setattr(reading, "BATCH_BYTES", 4096)  # so that a batch is not all of it
+    shared, between = torch.randn(1000), torch.randn(3000)
+    publisher(opened, {"embed": shared, "between": between, "head": shared})
     tied, apart = opened("tied"), opened("apart")
-    target = torch.zeros(1000)
-    tied.register({"embed": target, "head": target})
+    target, other = torch.zeros(1000), torch.zeros(3000)
+    tied.register({"embed": target, "between": other, "head": target})
     tied.replicate()
     assert torch.equal(target, shared)
-    two = {"embed": torch.zeros(1000), "head": torch.zeros(1000)}
+    assert torch.equal(other, between)
+    assert tied.last_read.bytes_read == shared.nbytes + between.nbytes
+    two = {"embed": torch.zeros(1000), "between": torch.zeros(3000), "head": torch.zeros(1000)}
     apart.register(two)
     apart.replicate()
     assert torch.equal(two["embed"], shared)
     assert torch.equal(two["head"], shared)
+    assert apart.last_read.bytes_read == 2 * shared.nbytes + between.nbytes
 
 
 def test_a_handle_is_not_closed_within_one_of_its_calls(etcd_endpoint):

@@ -3,6 +3,7 @@
 import itertools
 import uuid
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
 from torch_ros import reading
-from torch_ros.exchange import joined
+from torch_ros.exchange import EVERYTHING, joined
 from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.p2p.transport import Region
+from torch_ros.reading import Progress
 from torch_ros.registered import LocalState, Registered, as_segments
 from torch_ros.weights.local import local_chunks
 
@@ -40,6 +42,39 @@ def test_tensors_that_fill_one_storage_are_one_registration():
         assert len(cover.starts) == 1
     finally:
         transport.close()
+
+
+def told(target, *batches):
+    """The positions that readers are told as these chunks arrive."""
+    positions = []
+    offer = SimpleNamespace(serve=lambda _, position: positions.append(position))
+    progress = Progress(offer, target)
+    for chunks in batches:
+        progress.add(np.array(chunks), 0)
+    return positions
+
+
+def test_a_tied_tensor_is_there_with_the_one_that_is_read_for_it():
+    shared, between = torch.zeros(8), torch.zeros(8)
+    target = registered({"a": shared, "b": between, "c": shared.view(8), "d": shared.view(2, 4)})
+    assert target.ties == {2: 0}, "only what has the same shape"
+    assert [record.fqn for record in target.parts[-1].layout.tensors] == ["a", "b", "c", "d"]
+    assert [chunk.tensor for chunk in target.parts[-1].layout.chunks] == [0, 1, 3]
+    assert target.parts[-1].blocks.tolist() == [0, 1, 3]
+    assert told(target, [1], [0, 3]) == [0, EVERYTHING]
+
+
+def test_what_is_written_twice_is_told_when_all_that_is_written_there_has_arrived():
+    """A reader of this process would take what a later read may just be writing over."""
+    fused, other = torch.zeros(12), torch.zeros(4)
+    parts = {"k": fused[:6], "q": fused[6:], "fused": fused, "other": other, "z": torch.zeros(1)}
+    target = registered(parts)  # fused, k, other, q, z
+    group = target.overlaps[0]
+    assert target.overlaps.tolist() == [group, group, -1, group, -1]
+    assert told(target, [0], [1], [2], [3], [4]) == [0, 0, 0, 4, EVERYTHING]
+    apart = registered({"k": fused[:6], "q": fused[6:], "tied": fused[6:]})
+    assert apart.overlaps is None
+    assert told(apart, [0], [1]) == [1, EVERYTHING]
 
 
 def test_a_gap_in_a_storage_is_not_registered():

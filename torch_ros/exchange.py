@@ -510,6 +510,10 @@ def perform(
 
 
 def close_all(reads: Sequence[Read]) -> None:
-    """Release reads. No byte of theirs lands after this returned."""
-    for read in reads:
-        read.close()
+    """Release reads. No byte of theirs lands after this returned, or was ended by Ctrl-C."""
+    for number, read in enumerate(reads):
+        try:
+            read.close()
+        except KeyboardInterrupt:  # pressed once more while it waited
+            close_all(reads[number:])
+            raise

@@ -209,7 +209,7 @@ class Filler:
         filling.sources += [source.inst for source in sources]
         if filling.registered is None:
             filling.registered = filling.register(feeds[0].layouts)
-            filling.progress = Progress(self._offer, filling.registered.layout.blocks.total)
+            filling.progress = Progress(self._offer, filling.registered)
             finish_kernels(filling.registered)  # those that still use the old content
             filling.expected = self._expected(feeds[0], sources[0].inst)
             self._offer.show_digests(filling.expected)

@@ -57,7 +57,7 @@ from torch_ros.store.versions import (
 )
 from torch_ros.weights.digest import Depth
 from torch_ros.weights.local import build, local_chunks, span_of
-from torch_ros.weights.manifest import Layout, logical
+from torch_ros.weights.manifest import OBJECT, Layout, logical
 from torch_ros.weights.plan import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
 
 T = TypeVar("T")
@@ -900,7 +900,9 @@ class ShardHandle:
             return state.known is known
         if known is None or known.layout.digest != layout.digest:
             return False
-        tensors = known.parts[-1].memory
+        is_object = [record.dtype == OBJECT for record in known.layout.tensors]
+        chunks = zip(known.layout.chunks, known.memory, strict=True)
+        tensors = [memory for chunk, memory in chunks if not is_object[chunk.tensor]]
         _, wanted = build(state.tensors, {})
         return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
 

@@ -20,7 +20,7 @@ import torch
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_all, perform
 from torch_ros.p2p.transport import HOST, Read, Region, Registration, Spans, Transport
-from torch_ros.registered import Part
+from torch_ros.registered import Part, Registered
 from torch_ros.store.run import Deadline
 from torch_ros.weights.columns import Ints, distinct, numbered, sum_before
 from torch_ros.weights.manifest import BLOCK_BYTES, Blocks, Layout, Manifest
@@ -47,9 +47,9 @@ STALL_S = 1.0  # without progress, until the store is asked whether the source i
 class Progress:
     """How much of what this rank is filling is there, and told to its own readers."""
 
-    def __init__(self, offer: Offer, blocks: int) -> None:
-        self._offer, self._mark = offer, 0
-        self.done: npt.NDArray[np.bool_] = np.zeros(blocks, np.bool_)
+    def __init__(self, offer: Offer, target: Registered) -> None:
+        self._offer, self._target, self._mark = offer, target, 0
+        self.done: npt.NDArray[np.bool_] = np.zeros(target.layout.blocks.total, np.bool_)
         self.bytes_read = 0
         self.added: Callable[[int], object] = lambda _: None
         """Called with the bytes of whatever is there from then on."""
@@ -62,13 +62,21 @@ class Progress:
     def add(self, blocks: Ints, bytes_read: int) -> None:
         """These blocks are there, and count."""
         self.done[blocks] = True
+        tied, read = self._target.tied_blocks
+        self.done[tied] = self.done[read]
         self.bytes_read += bytes_read
         self._tell()
         self.added(bytes_read)
 
     def _tell(self) -> None:
-        is_all = bool(self.done.all())
-        self._offer.serve(self._mark, EVERYTHING if is_all else int(np.argmin(self.done)))
+        told, overlaps = self.done, self._target.overlaps
+        if overlaps is not None:
+            # What is there may be written over once more, for another name, with what is not
+            # certain yet.
+            is_open = np.isin(overlaps, overlaps[~told]) & (overlaps >= 0)
+            told = told & ~is_open
+        is_all = bool(told.all())
+        self._offer.serve(self._mark, EVERYTHING if is_all else int(np.argmin(told)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +200,12 @@ class Reading:
 
     def forget(self, agent: str | None = None) -> None:
         """Give up the reads from an agent, or all: before it, or what they fill, is let go."""
-        for key in list(self._prepared):
-            if agent is None or agent in [source for _, source, _, _ in key[0]]:
-                _, batches = self._prepared.pop(key)
-                close_batches(batches)
+        gone = [
+            key
+            for key in self._prepared
+            if agent is None or agent in [source for _, source, _, _ in key[0]]
+        ]
+        close_batches([batch for key in gone for batch in self._prepared.pop(key)[1]])
 
     def plan(
         self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
@@ -284,10 +294,8 @@ class _Batch:
 
 
 def close_batches(batches: Sequence[_Batch]) -> None:
-    for batch in batches:
-        close_all(batch.reads)
-        for group in batch.staged:
-            close_all(group.reads)
+    reads = [read for batch in batches for read in batch.reads]
+    close_all(reads + [read for batch in batches for group in batch.staged for read in group.reads])
 
 
 def _all_batches(
@@ -415,9 +423,6 @@ def _prepare(
         source_devices=[manifest.devices for _, manifest in manifests],
         target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
     )
-    if len({chunk.data_ptr() for chunk in memory}) < len(memory):
-        # Tied at both ends: once is enough.
-        routes = {route: np.unique(rows, axis=0) for route, rows in routes.items()}
     return _prepare_routes(intake, feed, routes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ros.p2p.transport import HOST, Region
+from torch_ros.weights.columns import Ints
 from torch_ros.weights.digest import Depth, chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
-from torch_ros.weights.manifest import OBJECT, Layout, logical
+from torch_ros.weights.manifest import OBJECT, Blocks, Layout, logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Registered:
     layout: Layout
     memory: Sequence[torch.Tensor]  # of each of its chunks
     objects: Mapping[str, torch.Tensor]
-    parts: Sequence[Part]  # objects come before tensors
+    parts: Sequence[Part]  # objects come before tensors; of tied chunks only the first
+    ties: Mapping[int, int]  # a chunk that is the memory of an earlier one -> that one
     pools: Sequence[torch.Tensor] = ()
 
     @property
@@ -95,17 +97,46 @@ class Registered:
                 state.known.objects[fqn].copy_(pickled)
             return state.known
         layout, memory = build(state.tensors, state.objects, paths=state.paths)
+        counts = layout.blocks.counts
         dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
         is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
-        is_object = np.repeat(is_object, layout.blocks.counts)
-        parts = [Part(*build(state.tensors, {}), np.flatnonzero(~is_object))]
+        ties = _ties(memory)
+        is_read = ~is_object
+        is_read[list(ties)] = False
+        of_tensors = np.flatnonzero(np.repeat(is_read, counts))
+        parts = [Part(*build(_untied(state.tensors) if ties else state.tensors, {}), of_tensors)]
         if state.objects:
-            parts.insert(0, Part(*build([], state.objects), np.flatnonzero(is_object)))
-        return cls(layout, memory, state.objects, parts, state.pools)
+            of_objects = np.flatnonzero(np.repeat(is_object, counts))
+            parts.insert(0, Part(*build([], state.objects), of_objects))
+        return cls(layout, memory, state.objects, parts, ties, state.pools)
 
     @property
     def addresses(self) -> list[int]:
         return [address for address, _ in map(span_of, self.memory)]
+
+    @cached_property
+    def tied_blocks(self) -> tuple[Ints, Ints]:
+        """The blocks of tied chunks, and those of the chunks that are read for them."""
+        blocks = self.layout.blocks
+        return _numbers(blocks, self.ties.keys()), _numbers(blocks, self.ties.values())
+
+    @cached_property
+    def overlaps(self) -> Ints | None:
+        """Of each block, a number that it has in common with those it may share memory with.
+
+        -1: it shares none; None: none does. Ties do not count, since they are one memory.
+        """
+        starts, sizes = np.array([span_of(tensor) for tensor in self.memory]).reshape(-1, 2).T
+        sizes[list(self.ties)] = 0
+        order = np.lexsort((sizes, starts))
+        reach = np.maximum.accumulate((starts + sizes)[order])
+        is_apart = starts[order][1:] >= reach[:-1]
+        if is_apart.all():
+            return None
+        groups = np.empty(len(order), np.int64)
+        groups[order] = np.concatenate(([0], np.cumsum(is_apart)))
+        groups[np.bincount(groups)[groups] == 1] = -1
+        return np.repeat(groups, self.layout.blocks.counts)
 
     @property
     def devices(self) -> list[int]:
@@ -165,6 +196,38 @@ class Named:
             return []
         before = zip(self._names, self._addresses, now, strict=True)
         return [fqn for fqn, there, here in before if there != here]
+
+
+def _identity(chunk: torch.Tensor) -> tuple[object, ...]:
+    return chunk.data_ptr(), chunk.dtype, chunk.shape, chunk.stride()
+
+
+def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Chunks that are the very memory of an earlier one, and that one; by number."""
+    if len({chunk.data_ptr() for chunk in memory}) == len(memory):
+        return {}
+    first: dict[tuple[object, ...], int] = {}
+    leaders = [first.setdefault(_identity(chunk), number) for number, chunk in enumerate(memory)]
+    return {number: leader for number, leader in enumerate(leaders) if leader != number}
+
+
+def _untied(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
+    """Without the chunks that are the memory of an earlier one, in the order of a layout."""
+    seen: set[tuple[object, ...]] = set()
+    kept = []
+    for tensor in sorted(tensors, key=lambda tensor: tensor.fqn):
+        chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
+        own = {_identity(chunk.tensor): chunk for chunk in reversed(chunks)}
+        new = tuple(chunk for identity, chunk in own.items() if identity not in seen)
+        seen |= own.keys()
+        kept.append(replace(tensor, chunks=new))
+    return kept
+
+
+def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
+    """Of all blocks of these chunks."""
+    each = [np.arange(blocks.counts[chunk]) + blocks.starts[chunk] for chunk in chunks]
+    return np.concatenate(each) if each else np.zeros(0, np.int64)
 
 
 def _device(tensor: torch.Tensor) -> int:

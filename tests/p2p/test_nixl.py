@@ -52,6 +52,14 @@ while True:
                 say("posted")
             except TransferFailed as error:
                 say("TransferFailed", time.monotonic() - start_s, error)
+        case ["interrupted-post"]:
+            def pressed(*arguments):
+                transport.nixl.postXferReq(*arguments)
+                raise KeyboardInterrupt
+            try:
+                read._follow(pressed, b"")
+            except KeyboardInterrupt:
+                say("posted")
         case ["wait"]:
             start_s = time.monotonic()
             try:
@@ -161,6 +169,15 @@ def test_nothing_lands_once_a_read_from_a_stuck_source_was_closed(spawn):
     source.hear()  # what was to come has come by now
     assert reader.ask("landed") == ["0"]
     assert reader.ask("register")[0] == "ClosedError"
+
+
+def test_ctrl_c_between_nixls_call_and_its_answer_leaves_the_read_in_flight(spawn):
+    source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
+    assert reader.ask("connect", *source.hear()) == ["connected"]
+    source.signal(signal.SIGSTOP)
+    assert reader.ask("interrupted-post") == ["posted"]
+    source.signal(signal.SIGCONT)
+    assert reader.ask("wait")[::2] == ["done", "True"]
 
 
 def test_a_read_that_is_slow_to_end_is_waited_for_by_close(spawn):

@@ -158,9 +158,13 @@ class NixlRead:
             return self._state == "done"
 
     def _follow(self, call: Callable[..., Any], *arguments: bytes) -> None:
-        self._state = "idle"  # if the call raises: the transfer has then terminated
-        status = call(self._handle, *arguments)
-        self._state = "in flight" if status == bindings.NIXL_IN_PROG else "done"
+        self._state = "in flight"  # it may be, if Ctrl-C comes between the call and its answer
+        try:
+            if call(self._handle, *arguments) != bindings.NIXL_IN_PROG:
+                self._state = "done"
+        except _NIXL_ERRORS:
+            self._state = "idle"  # the transfer has terminated
+            raise
 
     def close(self) -> None:
         transport = self._link.transport
