@@ -16,6 +16,7 @@ from torch_ros.errors import (
     DeadlineExceeded,
     SelfFenced,
     SourceLost,
+    StoreUnavailable,
     VersionNotFound,
 )
 from torch_ros.reading import Progress
@@ -655,6 +656,39 @@ def test_corrupt_weights_are_healed_from_another_source(opened, caplog):
     healed = caplog.text.count("reading it again")
     assert healed, "nobody has read from the corrupt source"
     assert trainer.version == 1
+
+
+def test_what_cannot_be_told_to_others_is_read_again_all_the_same(opened, monkeypatch, caplog):
+    _, tensors = publisher(opened, digests="full")
+    corrupt(tensors)
+    rollout, _ = reader(opened, "rollout", digests="full")
+
+    def away(*_):
+        raise StoreUnavailable("etcd://test", 1.0, "it is away")
+
+    monkeypatch.setattr(rollout._group, "suspect", away)
+    with pytest.raises(CorruptWeights):
+        rollout.replicate()
+    assert "may be read from again" in caplog.text
+
+
+@pytest.mark.parametrize("depths", [("full", "off"), ("full", "sampled")])
+def test_digests_that_not_all_ranks_of_the_source_have_verify_nothing(opened, pool, caplog, depths):
+    opens = [
+        pool.submit(opened, "trainer", rank=rank, world_size=2, digests=depth)
+        for rank, depth in enumerate(depths)
+    ]
+    ranks = [each.result(10) for each in opens]
+    tensors = weights(1)
+    names = sorted(tensors)
+    for handle, part in zip(ranks, (names[:3], names[3:]), strict=True):
+        handle.register({fqn: tensors[fqn] for fqn in part})
+    for each in [pool.submit(handle.publish, 1) for handle in ranks]:
+        each.result(10)
+    rollout, got = reader(opened, "rollout", digests="full")
+    assert rollout.replicate() == 1
+    assert same(got, tensors)
+    assert "have digests of one depth" in caplog.text
 
 
 def test_a_group_verifies_what_its_ranks_read_together(opened, pool):

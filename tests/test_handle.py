@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 import uuid
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.p2p.memory import MemoryRead
 from torch_ros.store import memory
 from torch_ros.store.records import Holding
 from torch_ros.store.txn import Put
@@ -558,19 +561,53 @@ def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypa
     assert apart.last_read.bytes_read == 2 * shared.nbytes + between.nbytes
 
 
-def test_a_handle_is_not_closed_within_one_of_its_calls(etcd_endpoint):
-    """A signal handler that closes it would leave the call in memory that may be freed."""
+@pytest.mark.parametrize("call", ["close", "unpublish", "unregister"])
+def test_a_handle_is_not_closed_nor_called_within_one_of_its_calls(etcd_endpoint, call):
+    """A signal handler that does it would leave the call in memory that may be written or freed."""
     with torch_ros.open("m-" + uuid.uuid4().hex[:8], endpoint=etcd_endpoint) as handle:
-        before = signal.signal(signal.SIGALRM, lambda *_: handle.close())
+        before = signal.signal(signal.SIGALRM, lambda *_: getattr(handle, call)())
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
             handle.register({"w": torch.zeros(3)})
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(UsageError, match="let the signal handler raise"):
                 handle.replicate(7, timeout_s=20)
         finally:
             signal.signal(signal.SIGALRM, before)
         handle.publish(1)
     assert handle.is_closed
+
+
+def test_close_tells_readers_before_it_frees_the_tensors(opened):
+    memory = np.zeros(1 << 20, np.uint8)
+    handle = opened("t")
+    word, words = handle._offer._word, []
+    weakref.finalize(memory, lambda: words.append(int(word[0])))
+    handle.register({"w": torch.from_numpy(memory)})
+    handle.publish(1)
+    del memory
+    assert word[0]
+    assert not words, "who publishes keeps the tensors"
+    handle.close()
+    assert words == [0]
+
+
+@only_memory
+def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
+    publisher(opened, {"w": torch.zeros(3)})
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(3)})
+    reads = threading.Event()
+
+    def is_done(_):
+        reads.set()
+        return False
+
+    monkeypatch.setattr(MemoryRead, "is_done", is_done)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(rollout.replicate)
+        assert reads.wait(10)
+        rollout.close()
+        assert isinstance(call.exception(5), ClosedError)
 
 
 def test_tcp_alone_can_be_asked_for(etcd_endpoint):

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from torch_ros.errors import CorruptWeights, ManifestMismatch, SourceLost, TransferFailed
+from torch_ros.errors import (
+    BackendError,
+    CorruptWeights,
+    ManifestMismatch,
+    SourceLost,
+    TransferFailed,
+)
 from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
 from torch_ros.progress import ProgressLine
 from torch_ros.reading import BATCH_BYTES, Feed, Progress, Reading, Supply, connect
@@ -249,6 +255,9 @@ class Filler:
             return Digests(known.depth, (), known.totals) if known else Digests()
         if manifests[0].totals:
             return Digests(depth, (), manifests[0].totals)
+        if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
+            return Digests()
         layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
         return Digests(depth, (), totals(layouts, chunks, depth=depth))
 
@@ -282,7 +291,10 @@ class Filler:
                 if not tries_left:
                     raise
                 log.warning("%s; reading it again", error)
-                self._group.suspect(filling.sources, str(error))
+                try:
+                    self._group.suspect(filling.sources, str(error))
+                except BackendError as lost:  # which of them is read again is not what matters
+                    log.warning("%s may be read from again: %s", filling.source, lost)
         raise AssertionError("the last try returns or raises")
 
     def _report(self, call: GroupCall, filling: Filling) -> None:

@@ -264,7 +264,8 @@ class ShardHandle:
     publish, unpublish, replicate and update are calls of the whole group: every rank makes the
     same ones in the same order, no collective is involved, and all get the same answer or the
     same error. An error on one rank ends the call on all of them. list and wait are this
-    process's own. Safe to call from several threads, one call at a time.
+    process's own. Safe to call from several threads, one call at a time; a signal handler that makes
+    one within another, in the same thread, gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SelfFenced error, but for list, wait, unpublish and close.
@@ -1010,22 +1011,18 @@ class ShardHandle:
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        if self._caller == threading.get_ident():
-            # The call goes on when the handler returns, in memory that may be freed by then.
-            raise UsageError(
-                f"{self} cannot be closed within a call that it is in the middle of; let the "
-                "signal handler raise (SystemExit, say), and close it when the call has ended"
-            )
+        self._refuse_nested("closed")
         self._is_closed = True
         try:
             self._group.close()
         finally:
             self._copies.close()
             with self._lock:  # a call in another thread ends first
-                self._registered = self._named = None
+                self._offer.void()  # readers in the middle notice; then the memory may go
                 self._reading.close()
                 self._intake.close()
                 self._offer.close()
+                self._registered = self._named = None
                 self._transport.close()
             _open_handles.discard(self)
 
@@ -1050,14 +1047,23 @@ class ShardHandle:
             is_member: Whether the call needs this process to be in its group still.
         """
         self._require_usable()
+        self._refuse_nested("used")
         with self._lock:
-            before, self._caller = self._caller, threading.get_ident()
+            self._caller = threading.get_ident()
             try:
                 if is_member:
                     self._group.check_final()
                 yield
             finally:
-                self._caller = before
+                self._caller = 0
+
+    def _refuse_nested(self, what: str) -> None:
+        """Not by a signal handler: the call that it interrupts goes on afterwards."""
+        if self._caller == threading.get_ident():
+            raise UsageError(
+                f"{self} cannot be {what} within a call that it is in the middle of; let the "
+                "signal handler raise (SystemExit, say), and go on when the call has ended"
+            )
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -1069,7 +1075,8 @@ class ShardHandle:
             raise ClosedError(f"{self!r} is closed; call torch_ros.open again")
 
     def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
-        return Deadline(what, self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Deadline(what, timeout_s, check_open=self._group.check_open)
 
     def _require_registered(self, call: str) -> Registered:
         if self._registered is None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import logging
 import mmap
 import os
@@ -300,6 +301,27 @@ def test_a_target_that_was_unregistered_is_not_written_whichever_it_is(pair):
     with pytest.raises(TransferFailed):
         read.post()
     assert not any(target.any() for target in targets)
+
+
+def test_ctrl_c_while_memory_is_mapped_leaves_a_peer_that_can_be_attached_again(pair, monkeypatch):
+    files = [File(seed=seed) for seed in range(2)]
+    registration = pair[0].register([region(file.memory) for file in files])
+    peer = pair[1].connect(pair[0].connection)
+    with monkeypatch.context() as patched:
+        mapping, calls = peer._mapping, itertools.count()
+
+        def interrupted(stretch):
+            if next(calls):
+                raise KeyboardInterrupt
+            return mapping(stretch)
+
+        patched.setattr(peer, "_mapping", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            peer.attach(registration.descriptor)
+    peer.attach(registration.descriptor)
+    sources = [file.memory for file in files]
+    read, targets = prepared(pair[1], peer, *sources)
+    assert arrives(read, targets, *sources)
 
 
 def test_what_a_living_source_replaced_is_unmapped_when_the_new_is_mapped(pair):

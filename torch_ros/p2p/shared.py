@@ -300,7 +300,7 @@ class SharedPeer:
         return process.pid
 
     def _map(self, stretches: Sequence[Stretch], starts: Uint64s, ends: Uint64s) -> None:
-        rows, refused = self._segments.rows, list[OSError]()
+        rows, refused = list(self._segments.rows), list[OSError]()
         for stretch in stretches:
             try:
                 mapping = self._mapping(stretch)

@@ -23,17 +23,22 @@ REMIND_S = 10.0  # a wait says so this often
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The end of a call: `what` is being done, within `timeout_s` from when this was made."""
+    """The end of a call: `what` is being done, within `timeout_s` from when this was made.
+
+    `check_open` raises when it is to end earlier.
+    """
 
     what: str
     timeout_s: float
     started_s: float = field(default_factory=time.monotonic)
+    check_open: Callable[[], object] = lambda: None
 
     def left_s(self) -> float:
         return self.started_s + self.timeout_s - time.monotonic()
 
     def check(self, reason: str) -> None:
         """Raises: DeadlineExceeded: With `reason`, when the time is over."""
+        self.check_open()
         if self.left_s() <= 0:
             raise DeadlineExceeded(self.what, self.timeout_s, reason)
 
