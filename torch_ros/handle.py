@@ -264,8 +264,8 @@ class ShardHandle:
     publish, unpublish, replicate and update are calls of the whole group: every rank makes the
     same ones in the same order, no collective is involved, and all get the same answer or the
     same error. An error on one rank ends the call on all of them. list and wait are this
-    process's own. Safe to call from several threads, one call at a time; a signal handler that makes
-    one within another, in the same thread, gets a UsageError.
+    process's own. Safe to call from several threads, one call at a time. A signal handler that
+    makes one in the middle of another, in the same thread, gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SelfFenced error, but for list, wait, unpublish and close.

@@ -32,7 +32,9 @@ from torch_ros.errors import AccessDenied, StoreUnavailable, UsageError
 from torch_ros.store import rendezvous
 from torch_ros.store.endpoint import OPTIONS, connect
 from torch_ros.store.etcd import EtcdKV, User
+from torch_ros.store.run import Deadline
 from torch_ros.store.session import Session
+from torch_ros.store.shared_lease import SharedLease
 from torch_ros.store.txn import Put, Read, Txn, Unchanged, Watch, under
 
 pytestmark = pytest.mark.timeout(60)
@@ -568,6 +570,23 @@ def test_a_lease_outlasts_a_password_that_comes_late(users, caplog):
     wait_until(lambda: session.deadline > deadline)
     assert not lost
     session.close()
+    kv.close()
+
+
+def test_a_shared_lease_outlasts_a_password_that_comes_late(users, caplog):
+    kv = users.kv()
+    lease = SharedLease(kv, f"{MINE.start}lease", 6, Deadline("open", 10))
+    new = rpc.AuthUserChangePasswordRequest(name="ros", password="s3cret-of-tomorrow")
+    users.ask_as_root("UserChangePassword", new)
+    with pytest.raises(AccessDenied):
+        use(kv)
+    wait_until(lambda: "trying again" in caplog.text)  # a renewal was refused
+    lease.check()
+    users.password_file.write_text("s3cret-of-tomorrow")
+    use(kv)
+    assert kv.keep_alive(lease.id, timeout_s=5) > 0
+    lease.check()
+    lease.close()
     kv.close()
 
 

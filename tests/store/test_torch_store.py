@@ -841,6 +841,22 @@ def test_clients_that_open_at_once_share_one_lease(etcd_endpoint, opened):
     assert len({store._lease.id for store in stores}) == 1
 
 
+@pytest.mark.parametrize("request_", ["grant", "keep_alive"])
+def test_a_store_that_is_away_for_a_moment_is_waited_for(monkeypatch, opened, request_):
+    ask, tries = getattr(MemoryKV, request_), itertools.count()
+
+    def flaky(kv, *args, **options):
+        if next(tries) == 0:
+            raise StoreUnavailable("memory://", 5.0, "no leader")
+        return ask(kv, *args, **options)
+
+    monkeypatch.setattr(MemoryKV, request_, flaky)
+    store = opened(f"memory://{unique()}", "s")
+    store.set("k", b"v")
+    assert store.get("k") == b"v"
+    assert next(tries) > 1
+
+
 def test_who_comes_second_gives_its_own_lease_back(monkeypatch, opened):
     space, firsts = Space(), []
 

@@ -163,7 +163,7 @@ class Writer:
 def _back_off(losses: int, deadline: Deadline) -> None:
     """Let others go first: each round has one winner, and those who lost it lose the next too."""
     deadline.check("other clients were always faster")
-    longest_s = min(BACK_OFF_S_MAX, BACK_OFF_S_MIN * 2**losses)
+    longest_s = min(BACK_OFF_S_MAX, BACK_OFF_S_MIN * 2 ** min(losses, 10))
     time.sleep(random.uniform(0, longest_s))  # noqa: S311  # no secret
 
 

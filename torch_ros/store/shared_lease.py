@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from torch_ros.errors import BackendError, StoreUnavailable
+from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.store.kv import KV
 from torch_ros.store.once import look
 from torch_ros.store.run import Deadline, run
@@ -54,12 +54,17 @@ class SharedLease:
 
     def _join(self, ttl_s: int, deadline: Deadline) -> tuple[int, int]:
         while True:
-            joined = run(self._found_or_granted(ttl_s), self._kv, deadline)
-            # A lease that ends now takes its record along, and the next try finds none.
-            granted_s = self._kv.keep_alive(joined, timeout_s=REQUEST_TIMEOUT_S)
-            if granted_s > 0:
-                return joined, granted_s
-            deadline.check("its lease has just ended")
+            try:
+                joined = run(self._found_or_granted(ttl_s), self._kv, deadline)
+                # A lease that ends now takes its record along, and the next try finds none.
+                granted_s = self._kv.keep_alive(joined, timeout_s=REQUEST_TIMEOUT_S)
+            except StoreUnavailable:
+                if deadline.left_s() < RETRY_S:
+                    raise
+            else:
+                if granted_s > 0:
+                    return joined, granted_s
+                deadline.check("its lease has just ended")
             time.sleep(RETRY_S)
 
     def _found_or_granted(self, ttl_s: int) -> Steps[int]:
@@ -81,7 +86,7 @@ class SharedLease:
         while not self._closing.wait(pause_s):
             try:
                 granted_s = self._kv.keep_alive(self.id, timeout_s=REQUEST_TIMEOUT_S)
-            except StoreUnavailable as error:
+            except (StoreUnavailable, AccessDenied) as error:  # a password may come late
                 log.warning("%s: %s; trying again", self.key, error)
                 pause_s = RETRY_S
             except Exception as error:  # noqa: BLE001  # whatever it is, nobody renews it now
