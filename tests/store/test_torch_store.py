@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
-from torch_ros.store import EtcdStore, memory, run, torch_keys, torch_store
+from torch_ros.store import EtcdStore, memory, once, run, torch_keys, torch_store
 from torch_ros.store.memory import MemoryKV, Space
+from torch_ros.store.run import Deadline
 from torch_ros.store.txn import Put, Read, under
 
 pytestmark = pytest.mark.timeout(60)
@@ -1005,3 +1006,7 @@ import runpy, sys
 _, path, *arguments, index = sys.argv
 runpy.run_path(path)["count"](*arguments, int(index))
 """
+
+
+def test_who_loses_very_many_races_goes_on():
+    once._back_off(5000, Deadline("add", 5.0))

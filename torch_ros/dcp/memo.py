@@ -21,7 +21,7 @@ from torch_ros.registered import LocalState, Registered
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout
 
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,13 @@ class Memo:
         return {fqn: self._pickled(fqn, seen.leaves[leaf]) for fqn, leaf in self.objects}
 
     def _pickled(self, fqn: str, value: Any) -> torch.Tensor:
-        if type(value) not in _ATOMS:
+        if type(value) not in ATOMS:
             return pickled(value)
         mark = pickle.dumps(value)  # tells 0.0 from -0.0, and 1 from True
         known = self.pickles.get(fqn)
         if known is None or known[0] != mark:
             known = self.pickles[fqn] = (mark, pickled(value))
-        return known[1]
+        return known[1].clone()  # what is registered may be read into
 
 
 def pickled(value: Any) -> torch.Tensor:

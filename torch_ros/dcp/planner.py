@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -16,6 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torch_ros.dcp.outline import outline
 from torch_ros.errors import UsageError
+
+_TENSORS = (torch.Tensor, ShardedTensor)
 
 
 class ROSSavePlanner(DefaultSavePlanner):
@@ -81,9 +85,10 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         """dcp's plan for this rank; from then on `state_dict` is flat."""
         before = outline(self.original_state_dict).leaves
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
-        # dcp puts None where it meets an object whose type it does not know.
+        # dcp puts None where it meets an object whose type it does not know, also within others,
+        # which it makes anew; and tensors where there were tensors on no device.
         for fqn, was in zip(list(self.state_dict), before, strict=False):
-            if self.state_dict[fqn] is None and was is not None:
+            if self.state_dict[fqn] is not was and not isinstance(was, _TENSORS):
                 self.state_dict[fqn] = was
                 self.put(fqn, was)
         return super().create_local_plan()

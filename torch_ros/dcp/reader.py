@@ -29,13 +29,13 @@ from torch.futures import Future
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.default import check_group, default_handle
-from torch_ros.dcp.memo import Memo, memos
+from torch_ros.dcp.memo import ATOMS, Memo, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSLoadPlanner
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
 from torch_ros.handle import Fit, Found, ShardHandle, unanimous
 from torch_ros.registered import LocalState
-from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
+from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
 from torch_ros.weights.manifest import (
     OBJECT,
     Layout,
@@ -47,6 +47,8 @@ from torch_ros.weights.manifest import (
 )
 
 log = logging.getLogger(__name__)
+
+_PLANNERS = (DefaultLoadPlanner, ROSLoadPlanner)  # of others it is not known what they make of it
 
 
 class ROSReader(StorageReader):
@@ -214,7 +216,7 @@ class _Load:
     def __init__(self, reader: ROSReader, planner: LoadPlanner) -> None:
         assert reader._handle is not None
         self._handle, self._trust_objects = reader._handle, reader._trust_objects
-        self._plan, self._planner = reader._plan, planner
+        self._plan, self._planner, self._contents = reader._plan, planner, reader._contents
         self._own = planner if isinstance(planner, ROSLoadPlanner) else None
         self._seen: Outline | None = None
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
@@ -224,9 +226,19 @@ class _Load:
         """How many tensors and objects are to be filled."""
 
     def fill(self, layouts: Sequence[Layout]) -> LocalState:
-        """What to read from a source with these layouts."""
+        """What to read from a source with these layouts.
+
+        Raises: ManifestMismatch: They are of other tensors than those that dcp has planned for.
+        """
+        if logical(layouts).digest != self._contents.digest:
+            raise ManifestMismatch(
+                "the version",
+                "the tensors that there were when the load began",
+                "a newer version with others",
+                "load again",
+            )
         planner = self._planner
-        if type(planner) not in (DefaultLoadPlanner, ROSLoadPlanner):
+        if type(planner) not in _PLANNERS:
             return self._planned(layouts)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultLoadPlanner)
         kept = memos(self._handle)
@@ -265,8 +277,13 @@ class _Load:
         objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         self._buffers = _buffers(contents, objects)
         tensors: dict[str, LocalTensor] = {}
+        values = _values(self._planner)
         for item, target in self._targets:
-            _add(tensors, item, target, contents)
+            fqn = item.storage_index.fqn
+            if is_strided(value := values.get(fqn)):
+                (tensors[fqn],) = local_chunks({fqn: value})
+            else:
+                _add(tensors, item, target, contents)
         self.wanted = len(tensors) + len(objects)
         for fqn, (dtype, shape) in contents.items():
             # dcp does not ask for what has no elements; the version is whole with it.
@@ -307,9 +324,19 @@ class _Load:
             self._planner.commit_tensor(item, target)
 
     def _value(self, fqn: str, buffer: torch.Tensor) -> Any:
-        if fqn in self._vetted:
-            return self._vetted[fqn][1]
+        value = self._vetted[fqn][1] if fqn in self._vetted else None
+        if type(value) in ATOMS and value is not None:
+            return value
+        # What was vetted is on the CPU, with all the tensors that are in it.
         return torch.load(_stream(buffer), weights_only=False)
+
+
+def _values(planner: LoadPlanner) -> Mapping[str, Any]:
+    """The state dict by fqn, if the plan is certainly of just that."""
+    if type(planner) not in _PLANNERS:
+        return {}
+    assert isinstance(planner, DefaultLoadPlanner)
+    return planner.state_dict
 
 
 def _buffers(
@@ -340,13 +367,6 @@ def _add(
 ) -> None:
     """The metadata shows every tensor as one chunk, so `storage_offsets` are global offsets."""
     fqn = item.storage_index.fqn
-    if fqn not in contents:
-        raise ManifestMismatch(
-            f"tensor {fqn!r}",
-            "it to be in the version, as it was when the load began",
-            "a newer version without it",
-            "load again",
-        )
     (local,) = local_chunks({fqn: target})  # checks it
     chunks = tuple(LocalChunk(tuple(item.storage_offsets), c.tensor) for c in local.chunks)
     known = tensors.get(fqn)

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -24,7 +24,9 @@ from torch_ros.errors import UsageError
 from torch_ros.handle import ShardHandle
 from torch_ros.registered import LocalState
 from torch_ros.staged import Copying
-from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
+from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
+
+_PLANNERS = (DefaultSavePlanner, ROSSavePlanner)  # of others it is not known what they make of it
 
 
 class ROSWriter(StorageWriter):
@@ -147,7 +149,7 @@ class ROSWriter(StorageWriter):
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
         """What the planner planned for this rank, in place; or what it would, had it planned."""
         assert self._handle is not None
-        if type(planner) not in (DefaultSavePlanner, ROSSavePlanner):
+        if type(planner) not in _PLANNERS:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultSavePlanner)
         kept, is_own = memos(self._handle), isinstance(planner, ROSSavePlanner)
@@ -167,7 +169,11 @@ class ROSWriter(StorageWriter):
             local = SavePlanner._cached_save_plan[planner._cached_plans_key]  # type: ignore[attr-defined]
         tensors: dict[str, LocalTensor] = {}
         objects: dict[str, torch.Tensor] = {}
+        values = _values(planner)
         for item in local.items:
+            if is_strided(value := values.get(item.index.fqn)):
+                (tensors[item.index.fqn],) = local_chunks({item.index.fqn: value})
+                continue
             found = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 assert isinstance(found, io.BytesIO)
@@ -180,6 +186,14 @@ class ROSWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the version is there since `write_data`; readers ask its holders."""
+
+
+def _values(planner: SavePlanner) -> Mapping[str, Any]:
+    """The state dict by fqn, if the plan is certainly of just that."""
+    if type(planner) not in _PLANNERS:
+        return {}
+    assert isinstance(planner, DefaultSavePlanner)
+    return planner.state_dict
 
 
 def _add(tensors: dict[str, LocalTensor], item: WriteItem, found: torch.Tensor) -> None:

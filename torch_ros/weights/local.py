@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -143,7 +144,7 @@ def _shard_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
         )
     if tensor.device_mesh.get_coordinate() is None:
         return
-    if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+    if is_strided(tensor):
         yield from _strided_chunks(fqn, tensor)
         return
     for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]
@@ -151,6 +152,13 @@ def _shard_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
         local = tensor.__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
         _agree(fqn, tuple(chunk.sizes), local)
         yield LocalChunk(tuple(chunk.offsets), _readable(fqn, local).detach())
+
+
+def is_strided(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor whose local tensor may be several separate parts of the whole."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, _StridedShard) for placement in tensor.placements
+    )
 
 
 def _strided_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:

@@ -129,6 +129,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return _digest(self.encode())
 
     @cached_property
+    def unspread(self) -> Layout:
+        """The same, where it does not matter whether other ranks have equal chunks."""
+        chunks = (msgspec.structs.replace(chunk, spread=False) for chunk in self.chunks)
+        return Layout(self.tensors, tuple(chunks))
+
+    @cached_property
     def boxes(self) -> Boxes:
         """`chunks` as arrays, a row per chunk."""
         width = max((len(record.shape) for record in self.tensors), default=0)
