@@ -153,8 +153,8 @@ class World(Scheduler):
     def token(self, _: int = 0) -> str:
         return f"x{self.number()}"
 
-    def deadline(self, what: str, timeout_s: float) -> Deadline:
-        return Deadline(what, timeout_s, self.now_s)
+    def deadline(self, what: str, timeout_s: float, **options) -> Deadline:
+        return Deadline(what, timeout_s, self.now_s, **options)
 
     def process_of(self, shard) -> Process:
         return self.wires[msgspec.msgpack.decode(shard.card, type=Card).agent].process
