@@ -1,12 +1,21 @@
-"""Spans of any size are read in parts of a bounded one."""
+"""Spans of any size are read in parts of a bounded one; what is shown is what is found."""
 
 import random
+import uuid
 
 import numpy as np
+import pytest
 import torch
 
 import torch_ros
-from torch_ros.exchange import READ_BYTES, _cut
+from torch_ros import copies, exchange
+from torch_ros.copies import HostCopy
+from torch_ros.exchange import READ_BYTES, Digests, Intake, Offer, _cut
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.registered import LocalState, Registered
+from torch_ros.store.records import Kept, VersionRef
+from torch_ros.store.run import Deadline
+from torch_ros.weights.local import local_chunks
 
 
 def test_spans_are_cut_as_a_loop_would():
@@ -36,3 +45,66 @@ def test_a_tensor_larger_than_a_batch_arrives(etcd_endpoint):
         rollout.register({"w": got})
         rollout.replicate()
         assert torch.equal(sent, got)
+
+
+def test_a_manifest_that_ctrl_c_left_half_written_is_written_again(monkeypatch):
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    with (
+        torch_ros.open("m", endpoint=endpoint, replica="t", digests="full") as trainer,
+        torch_ros.open("m", endpoint=endpoint, replica="r", timeout_s=5) as rollout,
+    ):
+        sent, got = torch.ones(3), torch.zeros(3)
+        trainer.register({"w": sent})
+        rollout.register({"w": got})
+        for version in (1, 2):
+            trainer.publish(version)
+            trainer.unpublish()
+            sent.add_(1)
+
+        def pressed(_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(exchange, "_digest", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.publish(3)
+        trainer.unpublish()
+        trainer.publish(4)
+        assert rollout.replicate() == 4
+        assert torch.equal(got, sent)
+
+
+def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
+    transport = MemoryTransport()
+    target = Registered.of(LocalState(local_chunks({"w": torch.ones(3)}), {}, {}))
+    kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, "L", is_original=True)
+    before = len(transport.registrations)
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copies.Offer, "show_digests", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        HostCopy(transport, target.layout, target.memory, kept, 1, Digests())
+    assert len(transport.registrations) == before
+    transport.close()
+
+
+def test_an_offer_in_the_place_of_one_that_is_gone_is_found():
+    source, reader = MemoryTransport(), MemoryTransport()
+    intake, deadline = Intake(reader), Deadline("look", 5)
+    offer = Offer(source)
+    address = offer._mailbox.ctypes.data
+    offer.serve(7, 1)
+    assert intake.shown(offer.card, deadline).word.mark == 7
+    offer.close()
+    del offer
+    offers = [Offer(source)]
+    while offers[-1]._mailbox.ctypes.data != address and len(offers) < 1000:
+        offers.append(Offer(source))
+    assert offers[-1]._mailbox.ctypes.data == address, "it was freed"
+    offers[-1].serve(8, 1)
+    assert intake.shown(offers[-1].card, deadline).word.mark == 8
+    intake.close()
+    for transport in (source, reader):
+        transport.close()

@@ -488,6 +488,21 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     wait_for(lambda: not trainer._copies)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
+def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened, dtype):
+    sent = torch.arange(8, dtype=torch.uint8)
+    got = torch.zeros_like(sent)
+    trainer, rollout = opened("trainer", retain=("latest",)), opened("rollout")
+    trainer.register({"w": sent.view(dtype)})
+    trainer.publish(1)
+    trainer.unpublish()
+    expected = sent.clone()
+    sent.zero_()
+    rollout.register({"w": got.view(dtype)})
+    assert rollout.replicate() == 1
+    assert torch.equal(got, expected)
+
+
 def test_a_copy_goes_when_its_version_is_not_retained_any_more(opened):
     trainer, _ = publisher(opened, retain=("latest",))
     trainer.unpublish()

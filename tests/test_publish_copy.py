@@ -99,6 +99,17 @@ def test_a_copy_that_does_not_fit_is_refused_and_what_is_held_stays(opened):
         trainer.publish_copy(3, {"w": torch.ones(10)}, staging_bytes=4000)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int1, torch.bits8, torch.float8_e5m2])
+def test_dtypes_that_torch_cannot_copy_are_copied(opened, dtype):
+    sent = torch.arange(8, dtype=torch.uint8)
+    got = torch.zeros_like(sent)
+    trainer, rollout = opened("trainer"), opened("rollout")
+    trainer.publish_copy(1, {"w": sent.view(dtype)})
+    rollout.register({"w": got.view(dtype)})
+    assert rollout.replicate() == 1
+    assert torch.equal(got, sent)
+
+
 def test_what_cannot_be_cast_to_is_named(opened):
     with pytest.raises(UsageError, match=r"dtype=torch\.int8"):
         opened("trainer").publish_copy(1, {"w": torch.ones(3)}, dtype=torch.int8)

@@ -22,6 +22,7 @@ from torch_ros.store.run import Deadline
 from torch_ros.store.seat import Seat
 from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import Layout
+from torch_ros.weights.plan import copy_bits
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,16 @@ class HostCopy:
         self.kept, self.call = kept, call
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
         for chunk, tensor in zip(self._chunks, memory, strict=True):
-            chunk.copy_(tensor)
+            copy_bits(chunk, tensor)
         self.offer = Offer(transport)
+        try:
+            self._show(layout, digests)
+        except BaseException:
+            self.close()
+            raise
+        self.offer.serve(mark(kept.ref.uid, call), EVERYTHING)
+
+    def _show(self, layout: Layout, digests: Digests) -> None:
         regions = {
             Region(chunk.data_ptr(), chunk.numel() * chunk.element_size()) for chunk in self._chunks
         }
@@ -63,7 +72,6 @@ class HostCopy:
         addresses = [chunk.data_ptr() for chunk in self._chunks]
         self.offer.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
         self.offer.show_digests(digests)
-        self.offer.serve(mark(kept.ref.uid, call), EVERYTHING)
 
     def close(self) -> None:
         """Show it no more, and free it."""

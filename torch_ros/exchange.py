@@ -110,6 +110,7 @@ class _Posted:
 
     def write(self, manifest: Manifest, content: bytes) -> None:
         """Who reads what was there before notices by the digest."""
+        self.notice = b""  # should Ctrl-C come before the next one is there
         self.manifest = manifest
         self.buffer[: len(content)] = np.frombuffer(content, np.uint8)
         where = self.buffer.ctypes.data, len(content), _digest(content)
@@ -177,7 +178,7 @@ class Offer:
 
     def _post(self, manifest: Manifest) -> None:
         posted = next((each for each in self._posted if each.manifest == manifest), None)
-        if posted is None:
+        if posted is None or not posted.notice:
             posted = self._written(manifest)
         notice = posted.notice
         assert HEADER_BYTES + len(notice) <= MAILBOX_BYTES
@@ -302,10 +303,12 @@ class Intake:
         if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
             self.forget(where.agent)  # it registers anew all the time; only a new start forgets
         peer = self._peer(where)
+        mailbox = where.agent, where.mailbox_address
+        if where.mailbox not in self._attached.get(where.agent, ()) and mailbox in self._mailboxes:
+            self._mailboxes.pop(mailbox).close()  # an earlier one, of an offer that is gone
         self._attach(peer, where.mailbox)
         # First: who serves something has shown it before, and nothing says in which order the
         # bytes of one read are fetched.
-        mailbox = where.agent, where.mailbox_address
         word = self._word(*mailbox, deadline)
         box = self._ask(*mailbox, "whole", deadline)
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]
@@ -514,6 +517,6 @@ def close_all(reads: Sequence[Read]) -> None:
     for number, read in enumerate(reads):
         try:
             read.close()
-        except KeyboardInterrupt:  # pressed once more while it waited
+        except (KeyboardInterrupt, SystemExit):  # once more, while it waited
             close_all(reads[number:])
             raise

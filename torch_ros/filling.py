@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -106,6 +107,17 @@ class Filling:
         """What came after the last lap, if anything was read, went into sources that were lost."""
         if self.sources:
             self.watch.lap("read")
+
+
+@contextmanager
+def _of_a_part(feed: Feed) -> Iterator[None]:
+    """A source that reads a part only, of another version than it thought: the next has it all."""
+    try:
+        yield
+    except ManifestMismatch as error:
+        if feed.is_full:
+            raise
+        raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
 
 
 class Filler:
@@ -214,7 +226,8 @@ class Filler:
         )
         filling.sources += [source.inst for source in sources]
         if filling.registered is None:
-            filling.registered = filling.register(feeds[0].layouts)
+            with _of_a_part(feeds[0]):
+                filling.registered = filling.register(feeds[0].layouts)
             filling.progress = Progress(self._offer, filling.registered)
             finish_kernels(filling.registered)  # those that still use the old content
             filling.expected = self._expected(feeds[0], sources[0].inst)
@@ -233,15 +246,10 @@ class Filler:
             filling.landed()
 
     def _supply(self, feed: Feed, target: Layout) -> Supply:
-        try:
-            is_near = self._intake.is_near([agent for agent, _ in feed.manifests])
+        is_near = self._intake.is_near([agent for agent, _ in feed.manifests])
+        with _of_a_part(feed):
             made = self._reading.plan(feed.layouts, target, self._rank, is_near=is_near)
-            return Supply(made, feed)
-        except ManifestMismatch as error:
-            if feed.is_full:
-                raise
-            # Of another version than it thought, it reads a part; the next source has all of it.
-            raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
+        return Supply(made, feed)
 
     def _expected(self, feed: Feed, inst: str) -> Digests:
         """What the version's digests are, as far as this source knows."""

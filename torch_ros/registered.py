@@ -124,7 +124,8 @@ class Registered:
     def overlaps(self) -> Ints | None:
         """Of each block, a number that it has in common with those it may share memory with.
 
-        -1: it shares none; None: none does. Ties do not count, since they are one memory.
+        -1: it shares none; None: none does. Ties do not count, since they are one memory. Columns
+        of one buffer count, since the bytes from the first to the last element are looked at.
         """
         starts, sizes = np.array([span_of(tensor) for tensor in self.memory]).reshape(-1, 2).T
         sizes[list(self.ties)] = 0

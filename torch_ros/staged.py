@@ -13,6 +13,7 @@ from torch_ros.errors import UsageError
 from torch_ros.p2p import mapped
 from torch_ros.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
+from torch_ros.weights.plan import copy_bits
 
 ALIGNMENT_BYTES = 64
 BUFFERS = 2  # one is filled while readers are still at the other
@@ -88,11 +89,24 @@ class StagingBuffers:
                 size = chunk.tensor.numel() * dtype.itemsize
                 place = self._buffers[device][self._next][start : start + size]
                 copy = place.view(dtype).view(chunk.tensor.shape)
-                copy.copy_(chunk.tensor)
+                if dtype == chunk.tensor.dtype:
+                    copy_bits(copy, chunk.tensor)
+                else:
+                    _cast(tensor.fqn, copy, chunk.tensor)
                 chunks.append(LocalChunk(chunk.offsets, copy))
             tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
         pools = [buffer for buffers in self._buffers.values() for buffer in buffers]
         return LocalState(tensors, state.objects, state.paths, pools)
+
+
+def _cast(fqn: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    try:
+        copy.copy_(tensor)
+    except NotImplementedError as error:
+        raise UsageError(
+            f"{fqn!r}: torch cannot cast {tensor.dtype} to {copy.dtype} ({error}); name it in "
+            "keep_dtype"
+        ) from error
 
 
 def _buffer(size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -175,6 +175,27 @@ def test_a_supervisor_whose_starter_died_early_is_found(place):
     assert len(processes(place)) == 2
 
 
+def test_one_directory_has_one_etcd_however_it_is_spelled(place, monkeypatch):
+    host = local.ensure()
+    (place.parent / "x").mkdir()
+    monkeypatch.setenv(local.DIRECTORY, f"{place.parent}/x/../{place.name}")
+    assert local.ensure() == host
+    (place.parent / "link").symlink_to(place.parent)
+    monkeypatch.setenv(local.DIRECTORY, f"{place.parent}/link/{place.name}")
+    assert local.ensure() == host
+
+
+def test_the_records_of_an_etcd_whose_state_cannot_be_read_are_not_touched(place, monkeypatch):
+    local.ensure()
+    (place / "state.json").unlink()
+    records = sorted((place / "records").rglob("*"))
+    monkeypatch.setattr(local, "HEALTHY_S", 0.5)
+    with pytest.raises(StoreUnavailable, match="another one has"):
+        local.ensure()
+    assert sorted((place / "records").rglob("*")) == records
+    assert len(processes(place)) == 2
+
+
 def test_status_and_stop_say_what_they_found(place):
     assert command("status") == (1, f"no etcd runs in {place}\n")
     assert not place.exists()

@@ -858,6 +858,21 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(monkeypatch, opened, re
     assert next(tries) > 1
 
 
+def test_a_lease_that_ends_before_it_is_used_is_granted_anew(monkeypatch, opened):
+    space, granted = Space(), []
+
+    class Late(MemoryKV):
+        def grant(self, ttl_s, *, timeout_s):
+            granted.append(super().grant(ttl_s, timeout_s=timeout_s))
+            if len(granted) == 1:
+                space.expire(granted[0][0])
+            return granted[-1]
+
+    monkeypatch.setattr(torch_store, "connect", lambda *_, **__: Late(space))
+    store = in_thread(lambda: opened("memory://", "s")).result(20)
+    assert store._lease.id == granted[1][0]
+
+
 def test_who_comes_second_gives_its_own_lease_back(monkeypatch, opened):
     space, firsts = Space(), []
 

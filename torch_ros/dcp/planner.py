@@ -7,19 +7,19 @@ anything. These only keep the state dict; the storage recognises an unchanged on
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from torch_ros.dcp.outline import outline
 from torch_ros.errors import UsageError
 
 _TENSORS = (torch.Tensor, ShardedTensor)
+_Path = tuple[str | int, ...]
 
 
 class ROSSavePlanner(DefaultSavePlanner):
@@ -83,12 +83,13 @@ class ROSLoadPlanner(DefaultLoadPlanner):
 
     def plan_now(self) -> LoadPlan:
         """dcp's plan for this rank; from then on `state_dict` is flat."""
-        before = outline(self.original_state_dict).leaves
+        before = dict(_values(self.original_state_dict))
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
         # dcp puts None where it meets an object whose type it does not know, also within others,
         # which it makes anew; and tensors where there were tensors on no device.
-        for fqn, was in zip(list(self.state_dict), before, strict=False):
-            if self.state_dict[fqn] is not was and not isinstance(was, _TENSORS):
+        for fqn in list(self.state_dict):
+            was = before.get(self.mappings.get(fqn, (fqn,)), self.state_dict[fqn])
+            if was is not self.state_dict[fqn] and not isinstance(was, _TENSORS):
                 self.state_dict[fqn] = was
                 self.put(fqn, was)
         return super().create_local_plan()
@@ -103,7 +104,29 @@ class ROSLoadPlanner(DefaultLoadPlanner):
 
     def put(self, fqn: str, value: Any) -> None:
         """Set an object of the state dict."""
-        set_element(self.original_state_dict, self.mappings[fqn], value)
+        inner: Any = self.original_state_dict
+        *path, last = self.mappings[fqn]
+        for key in path:
+            inner = inner[_own_key(inner, key)]
+        inner[_own_key(inner, last)] = value
+
+
+def _values(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """All that is in a state dict, and where dcp says that it is."""
+    yield path, value
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _values(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _values(inner, (*path, index))
+
+
+def _own_key(container: Any, key: str | int) -> Any:
+    """What dcp calls `key`: to it, all keys of a dict are strings."""
+    if isinstance(container, list) or key in container:
+        return key
+    return next((own for own in container if str(own) == key), key)
 
 
 _ELSEWHERE = (

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
@@ -230,14 +231,9 @@ class _Load:
 
         Raises: ManifestMismatch: They are of other tensors than those that dcp has planned for.
         """
-        if logical(layouts).digest != self._contents.digest:
-            raise ManifestMismatch(
-                "the version",
-                "the tensors that there were when the load began",
-                "a newer version with others",
-                "load again",
-            )
-        planner = self._planner
+        planner, contents = self._planner, logical(layouts)
+        if contents.digest != self._contents.digest:
+            self._require_the_same(contents)
         if type(planner) not in _PLANNERS:
             return self._planned(layouts)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultLoadPlanner)
@@ -269,6 +265,23 @@ class _Load:
             state = memo.state(seen, self._buffers, known)
         self._seen = seen
         return state
+
+    def _require_the_same(self, contents: Logical) -> None:
+        """Of what is in the state dict: another version may have come since it was planned."""
+        if type(self._planner) in _PLANNERS:
+            assert isinstance(self._planner, DefaultLoadPlanner)
+            names = list(flatten_state_dict(self._planner.original_state_dict)[0])
+        else:
+            names = [item.storage_index.fqn for item in self._plan.items]
+        for fqn in names:
+            now, before = contents.get(fqn), self._contents.get(fqn)
+            if now != before and not (now and before and now.dtype == before.dtype == OBJECT):
+                raise ManifestMismatch(
+                    f"{fqn!r}",
+                    f"{_described(before)}, as when the load began",
+                    f"{_described(now)} in a version that has come since",
+                    "load again",
+                )
 
     def _planned(self, layouts: Sequence[Layout]) -> LocalState:
         contents, items = logical(layouts), self._plan.items
@@ -325,10 +338,14 @@ class _Load:
 
     def _value(self, fqn: str, buffer: torch.Tensor) -> Any:
         value = self._vetted[fqn][1] if fqn in self._vetted else None
-        if type(value) in ATOMS and value is not None:
+        if fqn in self._vetted and type(value) in ATOMS:
             return value
-        # What was vetted is on the CPU, with all the tensors that are in it.
-        return torch.load(_stream(buffer), weights_only=False)
+        try:
+            return torch.load(_stream(buffer), weights_only=False)
+        except RuntimeError:  # on a device that is not there
+            if fqn not in self._vetted:
+                raise
+            return value  # on the CPU
 
 
 def _values(planner: LoadPlanner) -> Mapping[str, Any]:
@@ -337,6 +354,12 @@ def _values(planner: LoadPlanner) -> Mapping[str, Any]:
         return {}
     assert isinstance(planner, DefaultLoadPlanner)
     return planner.state_dict
+
+
+def _described(found: LogicalTensor | None) -> str:
+    if found is None:
+        return "nothing of that name"
+    return "an object" if found.dtype == OBJECT else f"{found.dtype} {list(found.shape)}"
 
 
 def _buffers(
@@ -427,7 +450,7 @@ class _Contents(Mapping[str, STORAGE_TYPES]):
                 "leave it out, or pass planner=DefaultLoadPlanner(allow_partial_load=True)",
             )
         if found is not None and found.dtype != OBJECT and isinstance(target, torch.Tensor):
-            there = f"{found.dtype} {list(found.shape)}"
+            there = _described(found)
             here = f"{dtype_name(target.dtype)} {list(target.shape)}"
             if here != there:
                 raise ManifestMismatch(

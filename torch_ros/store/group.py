@@ -249,6 +249,10 @@ class Group:
                 self._leave()
             except TorchRosError as error:
                 log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
+            except BaseException:  # Ctrl-C: nobody calls this again
+                self.session.close()
+                self.kv.close()
+                raise
         self.session.close()
         self.kv.close()
         # One that is inside grpc when the interpreter ends takes the process down with it.

@@ -109,7 +109,11 @@ def stop(directory: Path) -> Running | None:
 def _place() -> Path:
     named = os.environ.get(DIRECTORY)
     default = Path.home() / ".local/state/torch-ros" / f"etcd-{socket.gethostname()}"
-    return Path(named).absolute() if named else default
+    if not named:
+        return default
+    # One directory has one spelling, or its processes do not know each other.
+    path = Path(named).absolute()
+    return Path(os.path.realpath(path.parent), path.name)
 
 
 def _prepare(directory: Path) -> None:
@@ -231,6 +235,10 @@ def _start(directory: Path) -> Running:
     port = _free_port(old.port if old else 0)
     for wipe in (False, False, True):
         if wipe:  # an etcd that lost its host cannot always read what it left
+            if _is_supervised(directory):
+                raise StoreUnavailable(
+                    "local", HEALTHY_S, f"another one has {directory}, and does not answer here"
+                )
             shutil.rmtree(directory / "records", ignore_errors=True)
         with contextlib.suppress(subprocess.SubprocessError):  # the log has why
             _spawn_supervisor(directory, binary, version, port)
@@ -245,6 +253,16 @@ def _start(directory: Path) -> Running:
         port = _free_port()
     words = (directory / "etcd.log").read_text(errors="replace")[-2000:]
     raise StoreUnavailable("local", HEALTHY_S, f"it was started, and its log ends with: {words}")
+
+
+def _is_supervised(directory: Path) -> bool:
+    """Whether somebody runs an etcd here, perhaps one whose state this process cannot read."""
+    with os.fdopen(_open_lock(directory / "supervisor.lock")) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _newest_binary() -> tuple[str, str]:

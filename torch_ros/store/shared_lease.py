@@ -10,7 +10,7 @@ from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.store.kv import KV
 from torch_ros.store.once import look
 from torch_ros.store.run import Deadline, run
-from torch_ros.store.txn import Commit, Get, Put, Steps, Txn, View, one
+from torch_ros.store.txn import UNKNOWN, Commit, Get, Put, Reply, Steps, Txn, View, one
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,12 @@ class SharedLease:
                 return found.lease_id
             if not granted:
                 granted, _ = self._kv.grant(ttl_s, timeout_s=REQUEST_TIMEOUT_S)
-            yield Commit(Txn((view.unchanged(self.key),), (Put(self.key, b"", granted),)))
+            txn = Txn((view.unchanged(self.key),), (Put(self.key, b"", granted),))
+            reply: Reply = yield Commit(txn)
+            if reply is not UNKNOWN and not reply.applied:
+                # Somebody was faster, or the lease has ended meanwhile.
+                self._kv.revoke(granted, timeout_s=REQUEST_TIMEOUT_S)
+                granted = 0
 
     def _run(self) -> None:
         """Renew until closed. Only etcd says that the lease is over: others renew it too."""
@@ -86,9 +91,11 @@ class SharedLease:
         while not self._closing.wait(pause_s):
             try:
                 granted_s = self._kv.keep_alive(self.id, timeout_s=REQUEST_TIMEOUT_S)
-            except (StoreUnavailable, AccessDenied) as error:  # a password may come late
+            except (StoreUnavailable, AccessDenied) as error:
                 log.warning("%s: %s; trying again", self.key, error)
-                pause_s = RETRY_S
+                # A password may come late; to compare a wrong one is a lot of work for etcd.
+                is_denied = isinstance(error, AccessDenied)
+                pause_s = self._granted_s / 6 if is_denied else RETRY_S
             except Exception as error:  # noqa: BLE001  # whatever it is, nobody renews it now
                 self.lost = f"its lease is not renewed any more ({type(error).__name__}: {error})"
                 return

@@ -174,8 +174,9 @@ class EtcdStore(Store):
             self._kv.commit(marks, timeout_s=CLOSE_S)
         except TorchRosError as error:
             log.info("%r: its marks stay until its lease ends: %s", self, error)
-        self._kv.close()
-        self._lease.close()
+        finally:
+            self._kv.close()
+            self._lease.close()
 
     # Values
 

@@ -214,6 +214,12 @@ def plan(
     )
 
 
+def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between two tensors of one shape and dtype, of which torch need not know a thing."""
+    word = _WORDS[target.element_size()]
+    target.view(word).copy_(source.view(word))
+
+
 def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
     """Copy what was read into staging to where it belongs.
 
