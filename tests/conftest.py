@@ -72,7 +72,7 @@ class EtcdServer:
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     def _get(self, path):
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=2)
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
         try:
             connection.request("GET", path)
             response = connection.getresponse()

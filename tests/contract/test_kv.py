@@ -410,19 +410,19 @@ def test_keys_vanish_with_their_lease_at_one_revision(store):
 
 
 def test_a_lease_that_nobody_renews_ends_and_wakes_who_waits(store):
-    lease_id, granted_s = store.kv.grant(1, timeout_s=TIMEOUT_S)
     started = time.monotonic()
+    lease_id, granted_s = store.kv.grant(1, timeout_s=TIMEOUT_S)
     rev = store.put("a", b"", lease_id)
     assert store.wait(rev, timeout_s=20)
-    assert granted_s - 0.2 < time.monotonic() - started < granted_s + 5
+    assert granted_s - 0.2 < time.monotonic() - started < granted_s + 10
     assert store.names() == []
     assert store.kv.keep_alive(lease_id, timeout_s=TIMEOUT_S) == 0
 
 
 def test_keep_alive_keeps_a_lease(store):
-    lease_id, granted_s = store.kv.grant(1, timeout_s=TIMEOUT_S)
+    lease_id, granted_s = store.kv.grant(4, timeout_s=TIMEOUT_S)  # outlasts a pause of the machine
     rev = store.put("a", b"", lease_id)
-    ends = time.monotonic() + granted_s + 2
+    ends = time.monotonic() + granted_s + 1
     while time.monotonic() < ends:
         assert store.kv.keep_alive(lease_id, timeout_s=TIMEOUT_S) == granted_s
         assert not store.wait(rev, timeout_s=0.3)
@@ -517,7 +517,7 @@ def test_wait_gives_up_in_time(store):
     rev = store.put("a")
     started = time.monotonic()
     assert not store.wait(rev, timeout_s=0.3)
-    assert 0.2 < time.monotonic() - started < 2
+    assert 0.2 < time.monotonic() - started < 10
     assert not store.wait(rev, timeout_s=0)
 
 

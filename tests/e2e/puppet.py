@@ -63,15 +63,21 @@ class Puppet:
         return {**found, "source": report.source, "reroutes": report.reroutes}
 
     def act_at_half(self, what, pids, found):
-        offer = self.handle._offer
-        while not TENSORS // 2 <= (there := Word.unpack(int(offer._word[0])).position) < EVERYTHING:
-            time.sleep(0.0005)
+        if what == "kill":  # asked for early: the other half may be read faster than etcd answers
+            self.await_blocks(1)
+            victim = self.source()
+        there = self.await_blocks(TENSORS // 2)
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             return
-        victim = self.source()
         found.update(killed=victim, killed_s=time.monotonic(), left=1 - there / TENSORS)
         os.kill(pids[victim], signal.SIGKILL)
+
+    def await_blocks(self, count):
+        offer = self.handle._offer
+        while not count <= (there := Word.unpack(int(offer._word[0])).position) < EVERYTHING:
+            time.sleep(0.0005)
+        return there
 
     def source(self):
         """Whom this replica reads from now."""
@@ -81,8 +87,8 @@ class Puppet:
         found = self.handle._group.ask((keys,), lambda view: Done(list(view.entries)), deadline)
         return next(replica_of(s) for s, r, _ in map(parse_reader, found) if r == seat.inst)
 
-    def update(self):
-        return self.handle.update()
+    def update(self, timeout_s=None):
+        return self.handle.update(timeout_s=timeout_s)
 
     def version(self):
         return self.handle.version

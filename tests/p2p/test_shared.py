@@ -425,7 +425,7 @@ if sys.argv[3:]:
         word[0] = 0
         memory.fill_(version % 251)
         word[0] = version
-        time.sleep(0.002)  # for as long as that, it may be read
+        time.sleep(0.01)  # for as long as that, it may be read
 hear()
 """
 

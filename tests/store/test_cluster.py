@@ -170,7 +170,7 @@ def test_a_commit_whose_reply_may_be_lost_is_not_sent_again(kv, etcd_cluster, mo
             pool.submit(commit_all, thread)
         wait_until(lambda: len(outcomes) > 50)
         etcd_cluster.kill(kv._current)
-        wait_until(lambda: any(isinstance(rev, StoreUnavailable) for rev in outcomes.values()))
+        wait_until(lambda: any(isinstance(r, StoreUnavailable) for r in list(outcomes.values())))
         before = len(outcomes)
         wait_until(lambda: len(outcomes) > before + 50)
         stopping.set()
@@ -256,7 +256,7 @@ def test_no_change_is_missed_while_members_come_and_go(etcd_cluster):
 
 def test_a_lease_lives_while_the_member_that_renewed_it_dies(kv, etcd_cluster):
     lost = []
-    session = Session(kv, ttl_s=5, on_lost=lost.append, name="test")
+    session = Session(kv, ttl_s=10, on_lost=lost.append, name="test")
     kv.commit(Txn(ops=(Put("t/mine", b"", session.lease_id),)), timeout_s=5)
     for _ in range(2):
         victim = kv._current

@@ -117,7 +117,7 @@ def test_credentials_that_cannot_be_meant_are_a_usage_error(endpoint, way_out):
     assert way_out in str(caught.value)
 
 
-def unavailable(endpoint, within_s=1.0, timeout_s=30.0):
+def unavailable(endpoint, within_s=8.0, timeout_s=30.0):
     started = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         connect(endpoint, timeout_s=timeout_s)
@@ -143,7 +143,8 @@ def test_something_else_listens():
         assert unavailable(f"etcd://127.0.0.1:{server.server_port}") == other
         server.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}", within_s=4) == other
-        assert unavailable(
-            f"etcd://127.0.0.1:{silent.getsockname()[1]}", within_s=1, timeout_s=0.5
-        ) in ("no answer", other)
+        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}") == other
+        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5) in (
+            "no answer",
+            other,
+        )

@@ -37,7 +37,7 @@ def _names(process, directory):
     return False
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=20.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

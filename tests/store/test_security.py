@@ -264,7 +264,7 @@ def test_tls_is_the_question_however_the_other_side_hangs_up(certificates, is_re
             a_server_that_hangs_up(is_reset, says) as host,
             pytest.raises(StoreUnavailable, match=question),
         ):
-            connect(f"{scheme}://{host}{options}", timeout_s=1)
+            connect(f"{scheme}://{host}{options}", timeout_s=10)
 
 
 @pytest.mark.parametrize("key", ["encrypted.key", "stranger.key", "client.pem", "ca.pem"])
@@ -459,7 +459,7 @@ def test_a_token_that_expires_is_replaced_while_somebody_waits(users_of, certifi
     with users_of(tmp_path, "--auth-token", f"jwt,{jwt},sign-method=ES256,ttl=1s") as users:
         kv = users.kv()
         lost = []
-        session = Session(kv, ttl_s=3, on_lost=lost.append, name="test")
+        session = Session(kv, ttl_s=6, on_lost=lost.append, name="test")
         rev = kv.commit(Txn(ops=(Put(KEY, b"", session.lease_id),)), timeout_s=5).rev
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(kv.wait, Watch((MINE,), rev, ""), timeout_s=30)

@@ -314,7 +314,7 @@ def test_another_client_wakes_who_waits(clients, wait, wake):
     wake(waking)
     started_s = time.monotonic()
     assert future.result(10) == b"v"
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 8
 
 
 def test_add_wakes_who_waits(clients):
@@ -684,10 +684,14 @@ def test_barriers_go_on_when_the_leader_is_killed_and_count_everybody_once(etcd_
     endpoints = [",".join(hosts[first:] + hosts[:first]) for first in range(len(hosts))]
     stores = [opened(f"etcd://{each}", name, timeout=timedelta(seconds=60)) for each in endpoints]
 
+    killed = threading.Event()
+
     def arrive(store):
         """The sums that this rank saw, and when it was through each barrier."""
         sums, times_s = [], []
         for index in range(ROUNDS):
+            if index == ROUNDS - 1:
+                assert killed.wait(60)  # or all may be through before the leader is found
             sums.append(store.add("arrived", 1))
             if sums[-1] == len(hosts) * (index + 1):
                 store.set(f"all/{index}", b"")
@@ -700,6 +704,7 @@ def test_barriers_go_on_when_the_leader_is_killed_and_count_everybody_once(etcd_
         stores[0].wait([f"all/{ROUNDS // 4}"])
         killed_s = time.monotonic()
         etcd_cluster.kill(etcd_cluster.leader())
+        killed.set()
         sums, times_s = zip(*(rank.result() for rank in ranks), strict=True)
 
     assert sorted(itertools.chain(*sums)) == list(range(1, len(hosts) * ROUNDS + 1))
@@ -771,10 +776,10 @@ def test_a_large_value_is_replaced_as_a_whole(etcd_endpoint, opened):
 
 def test_keys_outlive_their_writer_while_another_client_is_there(etcd_endpoint, opened):
     name = unique()
-    first, second = opened(etcd_endpoint, name, ttl_s=1), opened(etcd_endpoint, name, ttl_s=1)
+    first, second = opened(etcd_endpoint, name, ttl_s=4), opened(etcd_endpoint, name, ttl_s=4)
     first.set("k", "v")
     first.close()
-    time.sleep(3)
+    time.sleep(6)
     assert second.get("k") == b"v"
     assert parts(etcd_endpoint, name) == ["keys", "lease"]  # no marks: they go with their client
     second.set("k", "w")
@@ -783,8 +788,8 @@ def test_keys_outlive_their_writer_while_another_client_is_there(etcd_endpoint, 
 
 def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
     name = unique()
-    mortal = opened(etcd_endpoint, name, ttl_s=1)
-    keeping = opened(etcd_endpoint, name, ttl_s=1, keep=True)
+    mortal = opened(etcd_endpoint, name, ttl_s=4)
+    keeping = opened(etcd_endpoint, name, ttl_s=4, keep=True)
     mortal.set("gone", LARGE)
     mortal.queue_push("gone", "x")
     keeping.set("kept", LARGE)
