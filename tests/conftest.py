@@ -10,7 +10,9 @@ import socket
 import subprocess
 import time
 
+import grpc
 import pytest
+from pyetcd import etcdrpc as rpc
 
 
 class EtcdServer:
@@ -101,6 +103,29 @@ class EtcdCluster:
             member.cluster = cluster
         self.hosts = [member.host for member in self.members]
         self.endpoint = "etcd://" + ",".join(self.hosts)
+
+    def has_diverged(self):
+        """Whether its members say different things of one revision."""
+        everything = {"key": b"\0", "range_end": b"\0", "serializable": True}
+
+        def ask(**options):
+            for host in self.hosts:
+                with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(host) as channel:
+                    request = rpc.RangeRequest(**everything, **options)
+                    yield rpc.KVStub(channel).Range(request, timeout=10)
+
+        common = min(reply.header.revision for reply in ask())
+        return len({tuple(map(str, reply.kvs)) for reply in ask(revision=common)}) > 1
+
+    @contextlib.contextmanager
+    def excused(self):
+        """etcd 3.5.0 to 3.5.2, killed, may skip a write for ever (etcd-io/etcd, issue 13766)."""
+        try:
+            yield
+        except Exception:
+            if self.has_diverged():
+                pytest.xfail("a member of the cluster lost a write when it was killed")
+            raise
 
     def start(self):
         for member in self.members:

@@ -901,11 +901,10 @@ class ShardHandle:
             return state.known is known
         if known is None:
             return False
+        there, here = known.layout, layout
         if self.world_size == 1:  # nobody else has any of it
-            same = known.layout.unspread.digest == layout.unspread.digest
-        else:
-            same = known.layout.digest == layout.digest
-        if not same:
+            there, here = there.unspread, here.unspread
+        if there.digest != here.digest:
             return False
         is_object = [record.dtype == OBJECT for record in known.layout.tensors]
         chunks = zip(known.layout.chunks, known.memory, strict=True)

@@ -206,7 +206,10 @@ def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(the
         pytest.xfail("UCX aborted the source, whose TCP reader was killed")
     found = {puppet.name: puppet.answer_of(said) for puppet, said in heard.items()}
     print(f"{time.monotonic() - killed_s:.2f} s after the kill both have it")
-    assert (found["r2"]["source"], found["r2"]["reroutes"]) == ("source", 1)
+    went_on = (found["r2"]["source"], found["r2"]["reroutes"])
+    if runs and went_on == ("r1", 0):
+        pytest.skip("the relay was through, and r2 with it, before it was killed")
+    assert went_on == ("source", 1)
     assert (found["r3"]["source"], found["r3"]["reroutes"]) == ("r2", 0)
     for puppet in (r2, r3):
         assert puppet.ask("is_whole", version=1)

@@ -244,17 +244,14 @@ class Group:
             self.is_closed = True
             self._closing.set()
             self._state.notify_all()
-        if self.seat.world_size > 1 and (self._lost is None or self._lost.may_return):
-            try:
+        try:
+            if self.seat.world_size > 1 and (self._lost is None or self._lost.may_return):
                 self._leave()
-            except TorchRosError as error:
-                log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
-            except BaseException:  # Ctrl-C: nobody calls this again
-                self.session.close()
-                self.kv.close()
-                raise
-        self.session.close()
-        self.kv.close()
+        except TorchRosError as error:
+            log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
+        finally:  # nobody calls this again, should Ctrl-C come
+            self.session.close()
+            self.kv.close()
         # One that is inside grpc when the interpreter ends takes the process down with it.
         until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:

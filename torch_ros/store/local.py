@@ -257,12 +257,17 @@ def _start(directory: Path) -> Running:
 
 def _is_supervised(directory: Path) -> bool:
     """Whether somebody runs an etcd here, perhaps one whose state this process cannot read."""
+    deadline = time.monotonic() + STOP_S  # one that ends lets go of its lock last
     with os.fdopen(_open_lock(directory / "supervisor.lock")) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(POLL_S)
+            else:
+                return False
 
 
 def _newest_binary() -> tuple[str, str]:
