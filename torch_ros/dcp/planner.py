@@ -14,7 +14,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from torch_ros.errors import UsageError
 
@@ -83,7 +83,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
 
     def plan_now(self) -> LoadPlan:
         """dcp's plan for this rank; from then on `state_dict` is flat."""
-        before = dict(_values(self.original_state_dict))
+        before = dict(_nodes(self.original_state_dict))
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
         # dcp puts None where it meets an object whose type it does not know, also within others,
         # which it makes anew; and tensors where there were tensors on no device.
@@ -111,15 +111,24 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         inner[_own_key(inner, last)] = value
 
 
-def _values(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def values_of(planner: SavePlanner | LoadPlanner) -> Mapping[str, Any] | None:
+    """The state dict by fqn; None if it is not known what this planner makes of it."""
+    known = (DefaultSavePlanner, ROSSavePlanner, DefaultLoadPlanner, ROSLoadPlanner)
+    if type(planner) not in known:
+        return None
+    assert isinstance(planner, DefaultSavePlanner | DefaultLoadPlanner)
+    return planner.state_dict
+
+
+def _nodes(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """All that is in a state dict, and where dcp says that it is."""
     yield path, value
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _values(inner, (*path, str(key)))
+            yield from _nodes(inner, (*path, str(key)))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _values(inner, (*path, index))
+            yield from _nodes(inner, (*path, index))
 
 
 def _own_key(container: Any, key: str | int) -> Any:

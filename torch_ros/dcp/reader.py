@@ -32,7 +32,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import ATOMS, Memo, memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSLoadPlanner
+from torch_ros.dcp.planner import ROSLoadPlanner, values_of
 from torch_ros.errors import ManifestMismatch, TorchRosError, UntrustedObject
 from torch_ros.handle import Fit, Found, ShardHandle, unanimous
 from torch_ros.registered import LocalState
@@ -48,8 +48,6 @@ from torch_ros.weights.manifest import (
 )
 
 log = logging.getLogger(__name__)
-
-_PLANNERS = (DefaultLoadPlanner, ROSLoadPlanner)  # of others it is not known what they make of it
 
 
 class ROSReader(StorageReader):
@@ -234,7 +232,7 @@ class _Load:
         planner, contents = self._planner, logical(layouts)
         if contents.digest != self._contents.digest:
             self._require_the_same(contents)
-        if type(planner) not in _PLANNERS:
+        if values_of(planner) is None:
             return self._planned(layouts)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultLoadPlanner)
         kept = memos(self._handle)
@@ -268,7 +266,7 @@ class _Load:
 
     def _require_the_same(self, contents: Logical) -> None:
         """Of what is in the state dict: another version may have come since it was planned."""
-        if type(self._planner) in _PLANNERS:
+        if values_of(self._planner) is not None:
             assert isinstance(self._planner, DefaultLoadPlanner)
             names = list(flatten_state_dict(self._planner.original_state_dict)[0])
         else:
@@ -290,7 +288,7 @@ class _Load:
         objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         self._buffers = _buffers(contents, objects)
         tensors: dict[str, LocalTensor] = {}
-        values = _values(self._planner)
+        values = values_of(self._planner) or {}
         for item, target in self._targets:
             fqn = item.storage_index.fqn
             if is_strided(value := values.get(fqn)):
@@ -346,14 +344,6 @@ class _Load:
             if fqn not in self._vetted:
                 raise
             return value  # on the CPU
-
-
-def _values(planner: LoadPlanner) -> Mapping[str, Any]:
-    """The state dict by fqn, if the plan is certainly of just that."""
-    if type(planner) not in _PLANNERS:
-        return {}
-    assert isinstance(planner, DefaultLoadPlanner)
-    return planner.state_dict
 
 
 def _described(found: LogicalTensor | None) -> str:

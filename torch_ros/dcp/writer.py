@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,14 +19,12 @@ from torch.futures import Future
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSSavePlanner
+from torch_ros.dcp.planner import ROSSavePlanner, values_of
 from torch_ros.errors import UsageError
 from torch_ros.handle import ShardHandle
 from torch_ros.registered import LocalState
 from torch_ros.staged import Copying
 from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
-
-_PLANNERS = (DefaultSavePlanner, ROSSavePlanner)  # of others it is not known what they make of it
 
 
 class ROSWriter(StorageWriter):
@@ -149,7 +147,7 @@ class ROSWriter(StorageWriter):
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
         """What the planner planned for this rank, in place; or what it would, had it planned."""
         assert self._handle is not None
-        if type(planner) not in _PLANNERS:
+        if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultSavePlanner)
         kept, is_own = memos(self._handle), isinstance(planner, ROSSavePlanner)
@@ -169,7 +167,7 @@ class ROSWriter(StorageWriter):
             local = SavePlanner._cached_save_plan[planner._cached_plans_key]  # type: ignore[attr-defined]
         tensors: dict[str, LocalTensor] = {}
         objects: dict[str, torch.Tensor] = {}
-        values = _values(planner)
+        values = values_of(planner) or {}
         for item in local.items:
             if is_strided(value := values.get(item.index.fqn)):
                 (tensors[item.index.fqn],) = local_chunks({item.index.fqn: value})
@@ -186,14 +184,6 @@ class ROSWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the version is there since `write_data`; readers ask its holders."""
-
-
-def _values(planner: SavePlanner) -> Mapping[str, Any]:
-    """The state dict by fqn, if the plan is certainly of just that."""
-    if type(planner) not in _PLANNERS:
-        return {}
-    assert isinstance(planner, DefaultSavePlanner)
-    return planner.state_dict
 
 
 def _add(tensors: dict[str, LocalTensor], item: WriteItem, found: torch.Tensor) -> None:
