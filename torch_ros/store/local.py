@@ -134,11 +134,12 @@ def _prepare(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, name: str = "lock", within_s: float | None = None) -> Iterator[None]:
     from torch_ros.errors import StoreUnavailable
 
-    lock = _open_lock(directory / "lock")
-    deadline = time.monotonic() + LOCK_S
+    patience_s = LOCK_S if within_s is None else within_s
+    lock = _open_lock(directory / name)
+    deadline = time.monotonic() + patience_s
     try:
         while True:
             try:
@@ -146,8 +147,8 @@ def _locked(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    reason = f"another process holds {directory / 'lock'}"
-                    raise StoreUnavailable("local", LOCK_S, reason) from error
+                    reason = f"another process holds {directory / name}"
+                    raise StoreUnavailable("local", patience_s, reason) from error
             time.sleep(POLL_S)
         yield
     finally:
@@ -235,11 +236,9 @@ def _start(directory: Path) -> Running:
     port = _free_port(old.port if old else 0)
     for wipe in (False, False, True):
         if wipe:  # an etcd that lost its host cannot always read what it left
-            if _is_supervised(directory):
-                raise StoreUnavailable(
-                    "local", HEALTHY_S, f"another one has {directory}, and does not answer here"
-                )
-            shutil.rmtree(directory / "records", ignore_errors=True)
+            # Of one that lives and whose state cannot be read from here, they are not ours.
+            with _locked(directory, "supervisor.lock", STOP_S):  # one that ends lets it go last
+                shutil.rmtree(directory / "records", ignore_errors=True)
         with contextlib.suppress(subprocess.SubprocessError):  # the log has why
             _spawn_supervisor(directory, binary, version, port)
         if running := _await_health(directory):
@@ -253,21 +252,6 @@ def _start(directory: Path) -> Running:
         port = _free_port()
     words = (directory / "etcd.log").read_text(errors="replace")[-2000:]
     raise StoreUnavailable("local", HEALTHY_S, f"it was started, and its log ends with: {words}")
-
-
-def _is_supervised(directory: Path) -> bool:
-    """Whether somebody runs an etcd here, perhaps one whose state this process cannot read."""
-    deadline = time.monotonic() + STOP_S  # one that ends lets go of its lock last
-    with os.fdopen(_open_lock(directory / "supervisor.lock")) as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return True
-                time.sleep(POLL_S)
-            else:
-                return False
 
 
 def _newest_binary() -> tuple[str, str]:
