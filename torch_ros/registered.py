@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -97,17 +98,13 @@ class Registered:
                 state.known.objects[fqn].copy_(pickled)
             return state.known
         layout, memory = build(state.tensors, state.objects, paths=state.paths)
-        counts = layout.blocks.counts
         dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
-        is_object = np.array([dtype == OBJECT for dtype in dtypes], np.bool_)
+        objects = [n for n, dtype in enumerate(dtypes) if dtype == OBJECT]
         ties = _ties(memory)
-        is_read = ~is_object
-        is_read[list(ties)] = False
-        of_tensors = np.flatnonzero(np.repeat(is_read, counts))
-        parts = [Part(*build(_untied(state.tensors) if ties else state.tensors, {}), of_tensors)]
+        read = [n for n, dtype in enumerate(dtypes) if dtype != OBJECT and n not in ties]
+        parts = [_part(layout, memory, read, is_objects=False)]
         if state.objects:
-            of_objects = np.flatnonzero(np.repeat(is_object, counts))
-            parts.insert(0, Part(*build([], state.objects), of_objects))
+            parts.insert(0, _part(layout, memory, objects, is_objects=True))
         return cls(layout, memory, state.objects, parts, ties, state.pools)
 
     @property
@@ -212,17 +209,20 @@ def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
     return {number: leader for number, leader in enumerate(leaders) if leader != number}
 
 
-def _untied(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
-    """Without the chunks that are the memory of an earlier one, in the order of a layout."""
-    seen: set[tuple[object, ...]] = set()
-    kept = []
-    for tensor in sorted(tensors, key=lambda tensor: tensor.fqn):
-        chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
-        own = {_identity(chunk.tensor): chunk for chunk in reversed(chunks)}
-        new = tuple(chunk for identity, chunk in own.items() if identity not in seen)
-        seen |= own.keys()
-        kept.append(replace(tensor, chunks=new))
-    return kept
+def _part(
+    layout: Layout, memory: Sequence[torch.Tensor], chosen: Sequence[int], *, is_objects: bool
+) -> Part:
+    """These chunks of a layout, with the records of all its objects, or of all its tensors."""
+    dtypes = [record.dtype for record in layout.tensors]
+    records = [n for n, dtype in enumerate(dtypes) if (dtype == OBJECT) == is_objects]
+    number = {old: new for new, old in enumerate(records)}
+    tensors = tuple(msgspec.structs.replace(layout.tensors[old], path=None) for old in records)
+    chunks = tuple(
+        msgspec.structs.replace(chunk, tensor=number[chunk.tensor])
+        for chunk in map(layout.chunks.__getitem__, chosen)
+    )
+    own = [memory[n] for n in chosen]
+    return Part(Layout(tensors, chunks), own, _numbers(layout.blocks, chosen))
 
 
 def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
