@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -212,17 +211,8 @@ def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
 def _part(
     layout: Layout, memory: Sequence[torch.Tensor], chosen: Sequence[int], *, is_objects: bool
 ) -> Part:
-    """These chunks of a layout, with the records of all its objects, or of all its tensors."""
-    dtypes = [record.dtype for record in layout.tensors]
-    records = [n for n, dtype in enumerate(dtypes) if (dtype == OBJECT) == is_objects]
-    number = {old: new for new, old in enumerate(records)}
-    tensors = tuple(msgspec.structs.replace(layout.tensors[old], path=None) for old in records)
-    chunks = tuple(
-        msgspec.structs.replace(chunk, tensor=number[chunk.tensor])
-        for chunk in map(layout.chunks.__getitem__, chosen)
-    )
     own = [memory[n] for n in chosen]
-    return Part(Layout(tensors, chunks), own, _numbers(layout.blocks, chosen))
+    return Part(layout.part(chosen, is_objects=is_objects), own, _numbers(layout.blocks, chosen))
 
 
 def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:

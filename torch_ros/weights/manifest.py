@@ -128,6 +128,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         """Equal for equal layouts; 32 hexadecimal digits."""
         return _digest(self.encode())
 
+    def part(self, chosen: Sequence[int], *, is_objects: bool) -> Layout:
+        """The chunks of these numbers, and the records of all the objects, or all the tensors."""
+        dtypes = [record.dtype for record in self.tensors]
+        records = [n for n, dtype in enumerate(dtypes) if (dtype == OBJECT) == is_objects]
+        number = {old: new for new, old in enumerate(records)}
+        replace = msgspec.structs.replace
+        chunks = (self.chunks[n] for n in chosen)
+        return Layout(
+            tuple(replace(self.tensors[old], path=None) for old in records),
+            tuple(replace(chunk, tensor=number[chunk.tensor]) for chunk in chunks),
+        )
+
     @cached_property
     def unspread(self) -> Layout:
         """The same, where it does not matter whether other ranks have equal chunks."""
