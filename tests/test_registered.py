@@ -216,3 +216,23 @@ def test_a_tensor_that_has_moved_is_found_where_it_is(mesh, is_sharded):
         move(got["c"], -1)
         assert rollout.update()
         assert [float(got[name].sum()) for name in "abc"] == [4, 8, 4]
+
+
+def test_a_tensor_that_is_cut_otherwise_in_place_is_published_as_it_is():
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    turned, shorter = torch.arange(6.0).view(2, 3), torch.arange(4.0).view(4, 1)
+    with (
+        torch_ros.open("m", endpoint=endpoint, replica="trainer") as trainer,
+        torch_ros.open("m", endpoint=endpoint, replica="rollout") as rollout,
+    ):
+        trainer.register({"turned": turned, "shorter": shorter})
+        trainer.publish(1)
+        trainer.unpublish()
+        turned.t_()
+        shorter.resize_(2, 1)
+        trainer.publish(2)
+        got = {"turned": torch.zeros(3, 2), "shorter": torch.zeros(2, 1)}
+        rollout.register(got)
+        rollout.replicate()
+        assert torch.equal(got["turned"], turned)
+        assert torch.equal(got["shorter"], shorter)

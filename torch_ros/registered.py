@@ -178,21 +178,27 @@ class Named:
         plain = {fqn: t for fqn, t in tensors.items() if fqn not in sharded}
         self._plain, self._sharded = list(plain.values()), list(sharded.values())
         self._names = [*plain, *sharded]
-        self._addresses = self._now()
+        self._places = self._now()
 
-    def _now(self) -> list[int]:
+    def _now(self) -> tuple[list[int], list[torch.Size], list[tuple[int, ...]]]:
         # to_local() would make a new tensor each time, which takes a microsecond.
         sharded = [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
-        return list(map(torch.Tensor.data_ptr, self._plain + sharded))
+        local = self._plain + sharded
+        return (
+            list(map(torch.Tensor.data_ptr, local)),
+            list(map(torch.Tensor.size, local)),
+            list(map(torch.Tensor.stride, local)),
+        )
 
     @property
     def moved(self) -> list[str]:
-        """The fqns of those that have other memory now, as after `p.data = ...`."""
+        """The fqns of those that are elsewhere (`p.data = ...`) or cut otherwise (`p.t_()`)."""
         now = self._now()
-        if now == self._addresses:
+        if now == self._places:
             return []
-        before = zip(self._names, self._addresses, now, strict=True)
-        return [fqn for fqn, there, here in before if there != here]
+        before, after = zip(*self._places, strict=True), zip(*now, strict=True)
+        changes = zip(self._names, before, after, strict=True)
+        return [fqn for fqn, there, here in changes if there != here]
 
 
 def _identity(chunk: torch.Tensor) -> tuple[object, ...]:
