@@ -1,8 +1,10 @@
 """ShardHandle, one process: over memory, and over a real etcd with NIXL."""
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -394,11 +396,77 @@ def test_bad_arguments_of_open_are_named(endpoint):
         ({"transport": "carrier pigeon"}, "carrier pigeon"),
         ({"digests": "some"}, "digests='some'"),
         ({"endpoint": "http://x"}, "http://x"),
+        ({"endpoint": 5}, "endpoint 5"),
+        ({"replica": 3}, "replica 3"),
+        ({"replica": "\ud800"}, "UTF-8"),
+        ({"run": ""}, "run ''"),
+        ({"rank": "0"}, "rank='0'"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"datacenter": 3}, "datacenter 3"),
+        ({"spot": "no"}, "spot='no'"),
+        ({"relay": None}, "relay=None"),
+        ({"timeout_s": None}, "timeout_s=None"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"ttl_s": "10"}, "ttl_s='10'"),
+        ({"ttl_s": 10**12}, "2 to 86,400"),
+        ({"drain_s": -1}, "drain_s=-1"),
+        ({"staging_bytes": 1.5}, "staging_bytes=1.5"),
+        ({"staging_bytes": -1}, "staging_bytes=-1"),
+        ({"costs": 3}, "torch_ros.weights.plan.Costs"),
     ):
         with pytest.raises(UsageError, match=found):
             torch_ros.open("m", **{"endpoint": endpoint, "timeout_s": 1, **options})
-    with pytest.raises(UsageError, match="model"):
-        torch_ros.open("", endpoint=endpoint)
+    for model in ("", None, 3, "\ud800"):
+        with pytest.raises(UsageError, match="model"):
+            torch_ros.open(model, endpoint=endpoint)
+
+
+@only_memory
+def test_bad_arguments_of_calls_are_named(opened):
+    handle = opened("r")
+    for tensors, found in (
+        (torch.nn.Linear(1, 1), r"a Linear, .* its state_dict\(\)"),
+        (None, "a NoneType, expected a mapping"),
+        ([("w", torch.ones(1))], "a list, expected a mapping"),
+        ({"model": {"w": torch.ones(1)}}, "flatten it"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            handle.register(tensors)
+    handle.register({"w": torch.ones(3)})
+    for call, found in (
+        (lambda: handle.publish(1, timeout_s="3"), "timeout_s='3'"),
+        (lambda: handle.list(timeout_s=-1), "timeout_s=-1"),
+        (lambda: handle.guard(None), "Optimizer"),
+        (lambda: handle.publish_copy(1, {}, keep_dtype="abc"), "keep_dtype='abc'"),
+        (lambda: handle.publish_copy(1, {}, dtype="bf16"), "dtype='bf16'"),
+        (lambda: handle.publish_copy(1, {}, staging_bytes=-1), "staging_bytes=-1"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            call()
+
+
+@only_memory
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_handle_cannot_be_copied_and_says_where_to_open_one(opened, copied):
+    with pytest.raises(UsageError, match="own seat; call torch_ros.open in the process"):
+        copied(opened("r"))
+
+
+@only_memory
+def test_a_handle_says_where_it_stands(opened):
+    handle = opened("r")
+    assert (handle.state, "seated" in repr(handle)) == ("seated", False)
+    opened("r")  # takes the name
+    with pytest.raises(SelfFenced):
+        while True:
+            handle.update(timeout_s=0)
+    assert (handle.state, repr(handle).endswith(", gone)")) == ("gone", True)
+    handle.close()
+    assert (handle.state, repr(handle).endswith(", closed)")) == ("closed", True)
+
+
+def test_tab_completion_finds_the_face():
+    assert {"open", "ShardHandle", "ReadReport", "Costs", "errors"} <= set(dir(torch_ros))
 
 
 def test_no_etcd_is_said_soon():

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Self, TypeVar, get_args
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torch_ros import arguments
 from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
     ClosedError,
@@ -66,8 +67,26 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
 TRANSPORT_VARIABLE = "TORCH_ROS_TRANSPORT"
 DEFAULT_ENDPOINT = "local"
+State = Literal["seated", "away", "gone", "closed"]
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 
+OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
+    "model": arguments.text,
+    "endpoint": arguments.optional(arguments.text),
+    "replica": arguments.optional(arguments.text),
+    "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
+    "world_size": arguments.optional(arguments.whole(1, 999_999)),
+    "run": arguments.optional(arguments.text),
+    "datacenter": arguments.text,
+    "spot": arguments.yes_or_no,
+    "timeout_s": arguments.seconds,
+    "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
+    "drain_s": arguments.seconds,
+    "check_contract": arguments.yes_or_no,
+    "relay": arguments.yes_or_no,
+    "staging_bytes": arguments.whole(0, 1 << 40),
+    "costs": arguments.optional(arguments.instance(Costs)),
+}
 COSTS = {  # of what this process copies itself, and of what it does not
     "auto": (HOST_COSTS, NIXL_COSTS),
     "memory": (HOST_COSTS, HOST_COSTS),
@@ -126,7 +145,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         datacenter: Sources in the same one are preferred.
         spot: This replica may vanish at any time: its copies do not count for `retain`.
         timeout_s: Seconds for this call, and the default for the handle's calls.
-        ttl_s: Seconds after which a dead process's records vanish from etcd.
+        ttl_s: Seconds after which a dead process's records vanish from etcd; 2 to 86,400.
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
             source, or fail.
         digests: Of the content of what is published, and of what was read: "full" finds every
@@ -153,13 +172,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         AccessDenied: etcd refuses the certificate, the user or its role.
         DeadlineExceeded: Not all ranks came.
     """
-    if not model:
-        raise UsageError("model '': expected a name")
+    arguments.check(locals(), OPTIONS)
     if digests not in get_args(Depth):
         raise UsageError(f"digests={digests!r}: expected one of {', '.join(get_args(Depth))}")
     retained = tuple(str(Spec.parse(version)) for version in retain)
-    if ttl_s < 2:  # etcd's own minimum at its default election timeout
-        raise UsageError(f"ttl_s={ttl_s}: expected at least 2 seconds")
     wanted = os.environ.get(TRANSPORT_VARIABLE)
     way = transport or wanted or "auto"
     reason = "asked for" if transport else f"{TRANSPORT_VARIABLE} is set" if wanted else "default"
@@ -316,9 +332,21 @@ class ShardHandle:
 
     def __repr__(self) -> str:
         held = f", version={self._held.version}" if self._held else ""
+        state = "" if self.state == "seated" else f", {self.state}"
         return (
             f"ShardHandle(model={self.model!r}, replica={self.replica!r}, "
-            f"rank={self.rank} of {self.world_size}{held})"
+            f"rank={self.rank} of {self.world_size}{held}{state})"
+        )
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """A handle is this process's seat: neither pickle nor copy can make another.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self!r} cannot be pickled or copied: it is this process's own seat; call "
+            "torch_ros.open in the process that needs a handle"
         )
 
     @property
@@ -352,6 +380,15 @@ class ShardHandle:
         return self._filler.last_read
 
     @property
+    def state(self) -> State:
+        """Where this process stands with etcd.
+
+        "seated": it has its place in the replica. "away": it lost that, and takes it again by
+        itself. "gone": it lost that for good; close this handle. "closed": `close` was called.
+        """
+        return "closed" if self._is_closed else self._group.state
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed
@@ -365,8 +402,9 @@ class ShardHandle:
             named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
                 sharing memory. A DTensor stands for its local chunk; any other tensor is the
                 whole, and where ranks differ the lowest one's counts. Not copied, not modified;
-                referenced until `unregister` or `close`. One that has other memory when the next
-                `publish` or `replicate` begins (`p.data = ...`) is found and registered again.
+                referenced until `unregister` or `close`. One that has other memory (`p.data =
+                ...`) or another shape (`p.t_()`) when the next `publish` or `replicate` begins
+                is found and registered again.
 
         Raises:
             UsageError: Something is registered, or a tensor is not plain strided memory.
@@ -417,7 +455,8 @@ class ShardHandle:
         if named is None or not (moved := named.moved):
             return registered
         log.info(
-            "%d of %d registered tensors have other memory than before (%s, ...); registered again",
+            "%d of %d registered tensors have other memory or shapes now (%s, ...); "
+            "registered again",
             len(moved),
             len(named.tensors),
             moved[0],
@@ -484,7 +523,7 @@ class ShardHandle:
 
         Cost: As unpublish and publish, and one copy on each rank.
         """
-        copying = Copying(dtype, tuple(keep_dtype), staging_bytes)
+        copying = Copying(dtype, keep_dtype, staging_bytes)
         self._save(
             version,
             lambda: LocalState(local_chunks(named_tensors), {}, {}),
@@ -528,6 +567,8 @@ class ShardHandle:
         Returns:
             A hook; its `remove()` ends this.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"guard({optimizer!r}): expected a torch.optim.Optimizer")
         return optimizer.register_step_pre_hook(lambda *_: self.unpublish())
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
@@ -1077,10 +1118,11 @@ class ShardHandle:
                 "call torch_ros.open here"
             )
         if self._is_closed:
-            raise ClosedError(f"{self!r} is closed; call torch_ros.open again")
+            raise ClosedError(f"{self!r} was closed before; call torch_ros.open again")
 
     def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        arguments.seconds("timeout_s", timeout_s)
         return Deadline(what, timeout_s, check_open=self._group.check_open)
 
     def _require_registered(self, call: str) -> Registered:

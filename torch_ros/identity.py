@@ -46,9 +46,7 @@ def identify(
     rank = default_rank if rank is None else rank
     world_size = default_size if world_size is None else world_size
     if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} of {world_size}: expected 0 <= rank < world_size")
-    if replica == "":
-        raise UsageError("replica '': expected a name, or None for a generated one")
+        raise UsageError(f"rank {rank} of {world_size}: expected 0 <= rank < world_size; pass both")
     if world_size == 1:
         return Identity(replica or _unique_name(), rank, world_size, None)
     if group == (rank, world_size):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 
+from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p import mapped
 from torch_ros.registered import LocalState
@@ -16,6 +18,11 @@ from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.plan import copy_bits
 
 ALIGNMENT_BYTES = 64
+OPTIONS: Mapping[str, arguments.Check] = {
+    "dtype": arguments.optional(arguments.instance(torch.dtype)),
+    "keep_dtype": arguments.texts,
+    "staging_bytes": arguments.optional(arguments.whole(0, 1 << 50)),
+}
 BUFFERS = 2  # one is filled while readers are still at the other
 
 
@@ -31,10 +38,11 @@ class Copying:
     """
 
     dtype: torch.dtype | None = None
-    keep_dtype: tuple[str, ...] = ()
+    keep_dtype: Sequence[str] = ()
     staging_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        arguments.check({name: getattr(self, name) for name in OPTIONS}, OPTIONS)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise UsageError(f"dtype={self.dtype}: expected a floating-point dtype to cast to")
 

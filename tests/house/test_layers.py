@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
-BELOW = {"errors", "store", "weights", "p2p"}
+BELOW = {"arguments", "errors", "store", "weights", "p2p"}
 HANDLE = {"identity", "exchange", "reading", "registered", "staged", "copies", "filling", "handle"}
 ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
+    "arguments": {"errors"},
     "store": {"errors", "msgspec"},
     "weights": {"errors", "torch", "numpy", "msgspec"},
     "p2p": {"errors", "numpy", "msgspec"},

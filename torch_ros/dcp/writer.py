@@ -69,7 +69,7 @@ class ROSWriter(StorageWriter):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
         if mode == "in_place" and (dtype or keep_dtype or staging_bytes):
             raise UsageError("dtype, keep_dtype and staging_bytes are of mode='copy'")
-        self._copying = Copying(dtype, tuple(keep_dtype), staging_bytes) if mode == "copy" else None
+        self._copying = Copying(dtype, keep_dtype, staging_bytes) if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._handle: ShardHandle | None = None
         self._plan = SavePlan([])

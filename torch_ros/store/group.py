@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -212,6 +212,13 @@ class Group:
                     raise SelfFenced(*lost.args)
                 self._state.wait(min(left_s, RETRY_S))
         self.check_open()
+
+    @property
+    def state(self) -> Literal["seated", "away", "gone"]:
+        """Whether this rank has its seat, takes it again by itself, or has lost it for good."""
+        if (lost := self._lost) is None:
+            return "seated"
+        return "away" if lost.may_return else "gone"
 
     @property
     def is_fenced(self) -> bool:

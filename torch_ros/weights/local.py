@@ -51,9 +51,15 @@ def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]
     share memory (`expand`) can be published; `plan` refuses it as a target.
 
     Raises:
-        UsageError: A key that is not a string, a value that is not a tensor, or a tensor that is
-            not plain bytes in memory at regular strides; names the fqn.
+        UsageError: No mapping, a key that is not a string, a value that is not a tensor, or a
+            tensor that is not plain bytes in memory at regular strides; names the fqn.
     """
+    if not isinstance(named_tensors, Mapping):
+        has_state = isinstance(named_tensors, torch.nn.Module)
+        raise UsageError(
+            f"tensors: found a {type(named_tensors).__name__}, expected a mapping of names to "
+            f"tensors; pass {'its' if has_state else 'a'} state_dict()"
+        )
     with torch.no_grad():  # `to_local` then returns the local tensor itself
         return [_local_tensor(fqn, tensor) for fqn, tensor in named_tensors.items()]
 
@@ -117,7 +123,10 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
     if not isinstance(fqn, str):
         raise UsageError(f"key {fqn!r} is not a string; fqns are")
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{fqn!r} is a {type(tensor).__name__}, not a tensor")
+        advice = ""
+        if isinstance(tensor, Mapping):
+            advice = "; flatten it, with keys joined by dots as torch.distributed.checkpoint does"
+        raise UsageError(f"{fqn!r} is a {type(tensor).__name__}, not a tensor{advice}")
     if isinstance(tensor, DTensor):
         chunks = tuple(_shard_chunks(fqn, tensor))
     else:
