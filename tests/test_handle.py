@@ -538,7 +538,7 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
 
     def completes(txn):
         puts = [op for op in txn.ops if isinstance(op, Put) and "/holdings/" in op.key]
-        return any(Holding.decode(put.value).state == "full" for put in puts)
+        return any(Holding.decode(put.value, put.key).state == "full" for put in puts)
 
     space = uuid.uuid4().hex
     flaky = []

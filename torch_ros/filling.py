@@ -23,8 +23,9 @@ from torch_ros.progress import ProgressLine
 from torch_ros.reading import BATCH_BYTES, Feed, Progress, Reading, Supply, connect
 from torch_ros.registered import Registered, finish_kernels, mark_written
 from torch_ros.store.group import Group, GroupCall
-from torch_ros.store.keys import replica_of
+from torch_ros.store.keys import parse_rank, replica_of
 from torch_ros.store.loops import Done, Step
+from torch_ros.store.readable import keyed
 from torch_ros.store.records import Outcome, Shard, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
@@ -400,6 +401,10 @@ class Filler:
         within = self._group.seat.keys.shards(inst)
 
         def rule(view: View) -> Step[list[Shard]]:
-            return Done([Shard.decode(view.entries[key].value) for key in sorted(view.entries)])
+            found = keyed(view.within(within), parse_rank)
+            try:
+                return Done([Shard.decode(entry.value, key) for key, _, entry in found])
+            except BackendError as error:
+                raise SourceLost(replica_of(inst), str(error), 0, 0) from error
 
         return self._group.ask((within,), rule, deadline)

@@ -747,12 +747,13 @@ class ShardHandle:
             offer = resolve(view, keys, spec)
             if isinstance(offer, Wait):
                 return offer
-            entry = view.entries[keys.version(offer.ref.run, offer.ref.version)]
+            key = keys.version(offer.ref.run, offer.ref.version)
             own = self._group.seat.inst  # last: it is about to read from another
             sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
             if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
                 raise Unseen
-            return Done((offer.ref, Version.decode(entry.value).layout, sources[0]))
+            record = Version.decode(view.entries[key].value, key)
+            return Done((offer.ref, record.layout, sources[0]))
 
         while True:
             ref, layout, source = self._group.ask(spec_ranges(keys), rule, deadline)

@@ -34,7 +34,7 @@ def test_an_error_unpickles_as_itself(kind):
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_peer_gets_the_same_error(kind):
     failure = Failure.of(example(kind), replica="r", call=3, rank=1)
-    told = Failure.decode(failure.encode()).error()
+    told = Failure.decode(failure.encode(), "decisions").error()
     expected = errors.CallAborted if kind is errors.SelfFenced else kind
     assert type(told) is expected
     assert "rank 1" in told.__notes__[0]

@@ -310,7 +310,7 @@ class Checks:
 
     def _changed_run(self, key: str, entry) -> None:
         if entry is not None:
-            self.numbers[k.parse_run(key)] = Run.decode(entry.value).number
+            self.numbers[k.parse_run(key)] = Run.decode(entry.value, key).number
 
     def _changed_reader(self, key: str, entry) -> None:
         if entry is not None and key.endswith("/group"):
@@ -320,7 +320,7 @@ class Checks:
         old = self.groups.pop(key, None)
         if entry is None:
             return
-        group = self.groups[key] = Group.decode(entry.value)
+        group = self.groups[key] = Group.decode(entry.value, key)
         inst = k.instance(k.replica_of(key.rpartition("/")[2]), group.nonce)
         if inst not in self.starts:
             start = self.world.start_of(k.replica_of(inst), group.nonce)
@@ -365,7 +365,7 @@ class Checks:
         old = self.holdings.pop(key, None)
         if entry is None:
             return
-        new = self.holdings[key] = Holding.decode(entry.value)
+        new = self.holdings[key] = Holding.decode(entry.value, key)
         inst = k.parse_holding(key).inst
         self._anchored(key, inst, entry)
         if old is None:
@@ -392,7 +392,7 @@ class Checks:
         newer = [
             other
             for other, entry in self.world.store.read(Read((above,))).entries.items()
-            if Version.decode(entry.value).layout
+            if Version.decode(entry.value, key).layout
         ]
         demand(not newer, f"I3: {key} is published after {newer}")
 
@@ -402,7 +402,7 @@ class Checks:
         inst = key.rpartition("/")[2]
         self._anchored(key, inst, entry)
         start = self.starts[inst]
-        for call in Decisions.decode(entry.value).calls:
+        for call in Decisions.decode(entry.value, key).calls:
             where = (inst, call.number)
             old = self.decided.get(where)
             if old == call:

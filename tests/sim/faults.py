@@ -257,8 +257,8 @@ def _(rule):
             return Act(step.txn, lambda _: 99)
         if step == Done(None):
             found = [
-                records.Ready.decode(entry.value).value
-                for _, entry in view.within(seat.keys.readies(seat.inst, call.number))
+                records.Ready.decode(entry.value, key).value
+                for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
             ]
             return Done({seat.rank: found[0]}) if found else step
         return step
@@ -437,7 +437,7 @@ fault(
 )(
     lambda rule: (
         lambda view, seat, call, source: rule(
-            said(view, rb'"world_size":\d+', b'"world_size":0'), seat, call, source
+            said(view, rb'"world_size":\d+', b'"world_size":1'), seat, call, source
         )
     )
 )
@@ -783,7 +783,7 @@ def _(rule):
     def faulty(view, who, nonce):
         step = rule(view, who, nonce)
         if isinstance(step, Wait) and "has ranks" in step.reason:
-            group = records.Group.decode(view.entries[who.group].value)
+            group = records.Group.decode(view.entries[who.group].value, who.group)
             return Done(membership.Joined(group, 1, is_complete=True))
         return step
 

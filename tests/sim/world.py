@@ -474,6 +474,9 @@ class World(Scheduler):
             world.pause("is about to void what it says")
             void(offer)
 
+        def not_survived(_, what, error):
+            raise error  # a mistake of ours, or a check: threads must not go on here
+
         def identify(replica, rank, world_size, *, timeout_s):
             return Identity(replica, rank, world_size, world.current.process.start.nonce)
 
@@ -507,6 +510,7 @@ class World(Scheduler):
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
             stack.enter_context(patch.object(exchange.Offer, "serve", slow_serve))
             stack.enter_context(patch.object(exchange.Offer, "void", slow_void))
+            stack.enter_context(patch.object(group.Group, "_surprised", not_survived))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             stack.callback(self.abandon)

@@ -99,4 +99,4 @@ def test_who_may_not_go_on_is_stopped_before_the_next_request():
 def test_what_something_else_wrote_is_refused_and_named():
     for value in (b"", b"null", b'{"uid": 3}', b'{"uid": "x", "more": 1}', b"\xff"):
         with pytest.raises(Exception, match="Version record"):
-            Version.decode(value)
+            Version.decode(value, "versions/run/1")

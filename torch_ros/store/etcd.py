@@ -508,7 +508,7 @@ def _keys(request: Any) -> list[str]:
     if not isinstance(request, rpc.TxnRequest):
         return []
     ops = [getattr(op, op.WhichOneof("request")) for op in request.success]
-    return [one.key.decode() for one in (*request.compare, *ops)]
+    return [_text(one.key) for one in (*request.compare, *ops)]
 
 
 def _compare(guard: Guard) -> Any:
@@ -516,11 +516,11 @@ def _compare(guard: Guard) -> Any:
     match guard:
         case Unchanged(key, mod_rev):
             return compare(
-                key=key.encode(), target=compare.MOD, result=compare.EQUAL, mod_revision=mod_rev
+                key=_raw(key), target=compare.MOD, result=compare.EQUAL, mod_revision=mod_rev
             )
         case Created(key, create_rev):
             return compare(
-                key=key.encode(),
+                key=_raw(key),
                 target=compare.CREATE,
                 result=compare.EQUAL,
                 create_revision=create_rev,
@@ -539,7 +539,7 @@ def _compare(guard: Guard) -> Any:
 def _op(op: Op) -> Any:
     match op:
         case Put(key, value, lease_id):
-            put = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
+            put = rpc.PutRequest(key=_raw(key), value=value, lease=lease_id)
             return rpc.RequestOp(request_put=put)
         case Delete(range_):
             delete = rpc.DeleteRangeRequest(**_bounds(range_))
@@ -572,7 +572,16 @@ def _watch(range_: Range, start_rev: int) -> Any:
 
 
 def _bounds(range_: Range) -> dict[str, bytes]:
-    return {"key": range_.start.encode(), "range_end": range_.end.encode()}
+    return {"key": _raw(range_.start), "range_end": _raw(range_.end)}
+
+
+def _text(key: bytes) -> str:
+    """Also of a key that is no UTF-8, which none of ours is; it comes back whole."""
+    return key.decode(errors="surrogateescape")
+
+
+def _raw(key: str) -> bytes:
+    return key.encode(errors="surrogateescape")
 
 
 def _results(ops: Sequence[Op], responses: Sequence[Any]) -> Iterator[Mapping[str, Entry] | int]:
@@ -601,7 +610,7 @@ def _view(ranges: Sequence[Range | Part], reply: Any) -> View:
 
 def _entries(reply: Any) -> dict[str, Entry]:
     return {
-        kv.key.decode(): Entry(kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+        _text(kv.key): Entry(kv.value, kv.create_revision, kv.mod_revision, kv.lease)
         for kv in reply.kvs
     }
 

@@ -110,6 +110,7 @@ class Group:
         self._pending = 0
         self._times_forgotten = 0
         self._left_over: tuple[Range, ...] = ()
+        self._surprises: set[type[Exception]] = set()
         # Guards what a rank brings along when it comes back: no end is learned while it has lost
         # its seat.
         self._state = threading.Condition()
@@ -293,17 +294,30 @@ class Group:
 
             return run(settle("watch", ranges, rule), self.kv, forever, check=check)
 
-        try:
-            lost = ask(ranges, partial(membership.watch_over, seat=seat))
-            if lost is None:
-                ranges = (*seat.own, seat.keys.holdings())
-                lost = ask(ranges, partial(membership.expel, seat=seat))
-        except (ClosedError, SelfFenced):
-            return
-        except TorchRosError as error:
-            lost = SelfFenced(seat.replica, f"it cannot be watched over: {error}", may_return=True)
+        while True:
+            try:
+                lost = ask(ranges, partial(membership.watch_over, seat=seat))
+                if lost is None:
+                    everything = (*seat.own, seat.keys.holdings())
+                    lost = ask(everything, partial(membership.expel, seat=seat))
+            except (ClosedError, SelfFenced):
+                return
+            except TorchRosError as error:
+                reason = f"it cannot be watched over: {error}"
+                lost = SelfFenced(seat.replica, reason, may_return=True)
+            except Exception as error:  # noqa: BLE001  # without this thread nobody is watched
+                self._surprised(forever.what, error)
+                self.pause()
+                continue
+            break
         if self.seat is seat:
             self.fence(lost)
+
+    def _surprised(self, what: str, error: Exception) -> None:
+        """A mistake of ours must not end a thread that nothing replaces. Each kind is said once."""
+        if type(error) not in self._surprises:
+            self._surprises.add(type(error))
+            log.error("%s goes on after an error that was not expected", what, exc_info=error)
 
     def _let_go(self) -> None:
         with self._calling:  # its ready record says to this rank how the running call ended
@@ -328,6 +342,8 @@ class Group:
                 log.warning("replica %r cannot take its seat yet: %s", self.seat.replica, error)
             except ClosedError:
                 return
+            except Exception as error:  # noqa: BLE001  # without this thread it never comes back
+                self._surprised(f"taking the seat of replica {self.seat.replica!r} again", error)
             else:
                 return
 

@@ -1,7 +1,12 @@
-"""Every etcd key is written and parsed here and nowhere else. `docs/PROTOCOL.md` has the table."""
+"""Every etcd key is written and parsed here and nowhere else. `docs/PROTOCOL.md` has the table.
+
+Anybody may have written a key that is found: the parsers give None for one that is not exactly what
+`Keys` makes of some names and numbers.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote, unquote
@@ -11,6 +16,7 @@ from torch_ros.store.txn import Range, under
 ROOT = "/torch-ros"
 VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
 VERSION_MAX = 2**63 - 1
+RANK_DIGITS = 6
 
 
 def instance(replica: str, nonce: str) -> str:
@@ -77,7 +83,7 @@ class Keys:
         return under(f"{self._root}/shards/{inst}/")
 
     def shard(self, inst: str, rank: int) -> str:
-        return f"{self._root}/shards/{inst}/{rank:06d}"
+        return f"{self._root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
 
     # Group calls
 
@@ -92,7 +98,7 @@ class Keys:
         return under(f"{self._root}/ready/{inst}/{call}/")
 
     def ready(self, inst: str, call: int, rank: int) -> str:
-        return f"{self._root}/ready/{inst}/{call}/{rank:06d}"
+        return f"{self._root}/ready/{inst}/{call}/{rank:0{RANK_DIGITS}d}"
 
     # Runs, versions and who holds them
 
@@ -139,7 +145,7 @@ class Keys:
         return f"{self._reads(run, version, source)}/{reader}/group"
 
     def reader(self, run: str, version: int, source: str, reader: str, rank: int) -> str:
-        return f"{self._reads(run, version, source)}/{reader}/{rank:06d}"
+        return f"{self._reads(run, version, source)}/{reader}/{rank:0{RANK_DIGITS}d}"
 
     def suspects(self) -> Range:
         return under(f"{self._root}/suspects/")
@@ -152,30 +158,85 @@ class Keys:
 
 
 @lru_cache(4096)  # a view is parsed again and again
-def parse_run(key: str) -> str:
-    return unquote(key.rpartition("/")[2])
+def parse_run(key: str) -> str | None:
+    match key.split("/"):
+        case ["", _, _, "runs", run]:
+            return _unquoted(run)
+    return None
 
 
 @lru_cache(4096)
-def parse_version(key: str) -> tuple[str, int]:
+def parse_version(key: str) -> tuple[str, int] | None:
     """(run, version) of a `versions/` key."""
-    *_, run, version = key.split("/")
-    return unquote(run), int(version)
+    match key.split("/"):
+        case ["", _, _, "versions", run, version]:
+            return _version(run, version)
+    return None
 
 
 @lru_cache(4096)
-def parse_holding(key: str) -> HoldingKey:
-    *_, run, version, inst = key.split("/")
-    return HoldingKey(unquote(run), int(version), inst)
+def parse_holding(key: str) -> HoldingKey | None:
+    match key.split("/"):
+        case ["", _, _, "holdings", run, version, inst] if _is_inst(inst):
+            where = _version(run, version)
+            return HoldingKey(*where, inst) if where else None
+    return None
 
 
 @lru_cache(4096)
-def parse_reader(key: str) -> tuple[str, str, str]:
+def parse_reader(key: str) -> tuple[str, str, str] | None:
     """(source, reader, "group" or rank) of a `readers/` key."""
-    *_, source, reader, who = key.split("/")
-    return source, reader, who
+    match key.split("/"):
+        case ["", _, _, "readers", run, version, source, reader, who]:
+            is_whole = _version(run, version) and _is_inst(source) and _is_inst(reader)
+            is_rank = who == "group" or _number(who, RANK_DIGITS) is not None
+            return (source, reader, who) if is_whole and is_rank else None
+    return None
 
 
-def parse_suspect(key: str) -> str:
+def parse_group(key: str) -> str | None:
+    """The replica that a `groups/` key is about."""
+    match key.split("/"):
+        case ["", _, _, "groups", replica]:
+            return _unquoted(replica)
+    return None
+
+
+def parse_suspect(key: str) -> str | None:
     """The source that a `suspects/` key is about."""
-    return key.split("/")[-2]
+    match key.split("/"):
+        case ["", _, _, "suspects", source, reader] if _is_inst(source) and _is_inst(reader):
+            return source
+    return None
+
+
+def parse_rank(key: str) -> int | None:
+    """The rank whose `shards/` or `ready/` key this is."""
+    match key.split("/"):
+        case ["", _, _, "shards", _, rank] | ["", _, _, "ready", _, _, rank]:
+            return _number(rank, RANK_DIGITS)
+    return None
+
+
+def _version(run: str, version: str) -> tuple[str, int] | None:
+    name, number = _unquoted(run), _number(version, VERSION_DIGITS)
+    if name is None or number is None or number > VERSION_MAX:
+        return None
+    return name, number
+
+
+def _unquoted(text: str) -> str | None:
+    name = unquote(text)
+    return name if name and _is_name(name) and _name(name) == text else None
+
+
+def _is_name(text: str) -> bool:
+    return not re.search("[\ud800-\udfff]", text)  # lone surrogates, of bytes that are no UTF-8
+
+
+def _number(text: str, digits: int) -> int | None:
+    return int(text) if re.fullmatch(f"[0-9]{{{digits}}}", text) else None
+
+
+def _is_inst(text: str) -> bool:
+    return bool(re.fullmatch(r"[\w.~%+-]+@[\w.~%+-]+", text, re.ASCII))

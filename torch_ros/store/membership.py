@@ -11,7 +11,18 @@ from torch_ros.errors import SelfFenced, UsageError
 from torch_ros.store import keys as k
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Step, Wait
-from torch_ros.store.records import Call, Decisions, Failure, Group, Holding, Kept, Run, Shard
+from torch_ros.store.readable import keyed, nobody, readable
+from torch_ros.store.records import (
+    NUMBER_MAX,
+    Call,
+    Decisions,
+    Failure,
+    Group,
+    Holding,
+    Kept,
+    Run,
+    Shard,
+)
 from torch_ros.store.records import Version as VersionRecord
 from torch_ros.store.rules import DELETES_MAX
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat, own_group
@@ -83,7 +94,7 @@ def find_group(view: View, who: Applicant) -> Step[str]:
         SelfFenced: It comes back, and another start of the replica has taken its name.
     """
     entry = view.get(who.group)
-    group = Group.decode(entry.value) if entry else None
+    group = Group.decode(entry.value, who.group) if entry else None
     if group and who.left_behind:
         require_own(group, who)
     return Done(group.nonce if group and _is_open_to(group, who) else "")
@@ -114,7 +125,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     None: peers have had seats under this nonce, which must not be used again.
     """
     entry = view.get(who.group)
-    old = Group.decode(entry.value) if entry else None
+    old = Group.decode(entry.value, who.group) if entry else None
     if old and who.left_behind:
         require_own(old, who)
     is_own = old is not None and who.is_shared and not who.left_behind
@@ -166,7 +177,7 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     assert name is not None
     if name in live:
         return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
-    number = 1 + max(numbers.values(), default=0)
+    number = min(1 + max(numbers.values(), default=0), NUMBER_MAX)
     by = f"{who.shard.host}:{who.shard.pid}"
     made: list[Op] = [Put(keys.run(name), Run(by, number).encode())]
     alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
@@ -176,14 +187,14 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
     dead += [key for key, _ in view.within(keys.versions())]
     # Nobody has begun to use one meanwhile.
-    guards = (Empty(keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
+    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
 
 
 def _live_runs(look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys) -> set[str]:
-    groups = [Group.decode(entry.value) for _, entry in look(keys.groups())]
-    used = {k.parse_holding(key).run for key, _ in look(keys.holdings())}
-    return used | {group.run for group in groups if group.left is None}
+    used = {where.run for _, where, _ in keyed(look(keys.holdings()), k.parse_holding)}
+    groups = readable(look(keys.groups()), k.parse_group, Group)
+    return used | {group.run for _, _, group, _ in groups if group.left is None}
 
 
 def _return_to_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
@@ -210,7 +221,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     full count completes the group, so nobody waits on a contended key.
     """
     entry = view.get(who.group)
-    group = Group.decode(entry.value) if entry else None
+    group = Group.decode(entry.value, who.group) if entry else None
     if entry is None or group is None or group.nonce != nonce:
         return Done(None)
     if group.refusal is not None:
@@ -225,7 +236,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
     taken = view.get(own)
     if taken is not None and taken.lease_id != who.lease_id:
-        holder = Shard.decode(taken.value)
+        holder = Shard.decode(taken.value, own)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
         return Wait(reason, (one(own), one(who.group)))
     number = run_numbers(view, who.keys).get(group.run, who.run_number)
@@ -235,7 +246,10 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     joined = Joined(group, number, is_complete=True)
     if group.is_complete:
         return Done(joined)
-    shards = {int(key.rpartition("/")[2]): entry for key, entry in view.within(seats)}
+    there = keyed(view.within(seats), k.parse_rank)
+    shards = {
+        rank: Shard.decode(entry.value, key) for key, rank, entry in there if rank < who.world_size
+    }
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
         # A stranger among those that come back has to notice by itself: see `_completed`.
@@ -245,10 +259,10 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
 
 
 def _completed(
-    view: View, who: Applicant, group: Group, shards: Mapping[int, Entry], joined: Joined
+    view: View, who: Applicant, group: Group, shards: Mapping[int, Shard], joined: Joined
 ) -> Step[Joined | None]:
     """All ranks are there: say so, with what they bring along."""
-    records = [Shard.decode(shards[rank].value) for rank in sorted(shards)]
+    records = [shards[rank] for rank in sorted(shards)]
     if strange := _strange(records):
         reason = (
             f"replica {who.replica!r}: ranks {strange} were started again, alone, among peers that "
@@ -330,7 +344,7 @@ def _adopt(
     ref = kept.ref
     key = who.keys.version(ref.run, ref.version)
     record = view.get(key)
-    if record is not None and VersionRecord.decode(record.value).uid != ref.uid:
+    if record is not None and VersionRecord.decode(record.value, key).uid != ref.uid:
         return ops, guards
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
@@ -407,7 +421,9 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     To peers that take their seats again too: they need not wait for this one.
     """
     entry = view.get(seat.group)
-    group = Group.decode(entry.value) if entry else Group(seat.nonce, seat.world_size, seat.run)
+    group = Group(seat.nonce, seat.world_size, seat.run)
+    if entry:
+        group = Group.decode(entry.value, seat.group)
     if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
         return Done(None)
     # Perhaps another one than this rank knows: it may close while it takes its seat again.
@@ -426,5 +442,5 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
 
 def holdings_of(view: View, keys: Keys, inst: str) -> list[str]:
     """The holdings of an incarnation, and those of the copies that it offers."""
-    held = (key for key, _ in view.within(keys.holdings()))
-    return [key for key in held if k.is_of(k.parse_holding(key).inst, inst)]
+    held = keyed(view.within(keys.holdings()), k.parse_holding)
+    return [key for key, where, _ in held if k.is_of(where.inst, inst)]

@@ -5,8 +5,10 @@ Never pickle: whoever can write to etcd must not be able to run code here.
 
 from __future__ import annotations
 
+import math
+import shlex
 import zlib
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -14,6 +16,19 @@ from torch_ros import errors
 from torch_ros.errors import BackendError, TorchRosError
 
 REASON_MAX = 500  # characters; the record is kept for many calls
+NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=10**6)]  # of a group; keys have six digits
+Field = str | Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)] | float
+
+
+def deletion(key: str) -> str:
+    """The line for a shell that deletes it."""
+    if key.isascii() and key.isprintable():
+        return f"etcdctl del {shlex.quote(key)}"
+    raw = key.encode(errors="surrogateescape")
+    return "etcdctl del $'" + "".join(f"\\x{byte:02x}" for byte in raw) + "'"
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -21,14 +36,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return msgspec.json.encode(self)
 
     @classmethod
-    def decode(cls, value: bytes) -> Self:
+    def decode(cls, value: bytes, key: str) -> Self:
         """Raises: BackendError: Something else wrote this, or another release of torch_ros."""
         try:
             return msgspec.json.decode(value, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise BackendError(
-                f"etcd holds a {cls.__name__} record that this release cannot read ({error}): "
-                f"{value[:200]!r}; use one release of torch_ros for all processes of a model"
+                f"etcd holds a {cls.__name__} record that this release cannot read ({error}) "
+                f"at {key}: {value[:200]!r}; use one release of torch_ros for all processes of a "
+                f"model, and delete what none of them wrote: {deletion(key)}"
             ) from error
 
 
@@ -36,33 +52,49 @@ class Failure(Record, frozen=True):
     """An error of ours, told to the other ranks."""
 
     kind: str  # the class's name in torch_ros.errors
-    fields: list[str | int | float]
-    rank: int
+    fields: list[Field]
+    rank: Number
 
     @classmethod
     def of(cls, error: BaseException, *, replica: str, call: int, rank: int) -> Failure:
         """Errors that are not ours, and those that say nothing to a peer, become CallAborted."""
         shared = isinstance(error, TorchRosError) and not isinstance(error, errors.SelfFenced)
-        fields = [field for field in error.args if isinstance(field, str | int | float)]
+        fields = [_writable(field) for field in error.args if _is_writable(field)]
         if shared and len(fields) == len(error.args):
             return cls(type(error).__name__, fields, rank)
-        reason = f"{type(error).__name__}: {error}"[:REASON_MAX]
+        reason = _writable(f"{type(error).__name__}: {error}"[:REASON_MAX])
         return cls("CallAborted", [replica, call, rank, reason], rank)
 
     def error(self) -> TorchRosError:
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, TorchRosError)):
             return errors.PeerError(f"{self.kind}{tuple(self.fields)} on rank {self.rank}")
-        error = kind(*self.fields)
+        try:
+            error = kind(*self.fields)
+        except TypeError:  # too few fields, or too many
+            return errors.PeerError(f"{self.kind}{tuple(self.fields)} on rank {self.rank}")
         error.add_note(f"(found by rank {self.rank} of this replica; the call failed on all ranks)")
         return error
+
+
+def _is_writable(field: object) -> bool:
+    match field:
+        case int():
+            return abs(field) <= NUMBER_MAX
+        case float():
+            return math.isfinite(field)  # JSON has no others
+    return isinstance(field, str)
+
+
+def _writable(field: Field) -> Field:
+    return field.encode(errors="backslashreplace").decode() if isinstance(field, str) else field
 
 
 class Group(Record, frozen=True):
     """`groups/<replica>`: which incarnation of the replica is the living one."""
 
     nonce: str
-    world_size: int
+    world_size: Size
     run: str  # where it publishes
     is_shared: bool = False  # its ranks were given the nonce, so nobody else is one of them
     is_complete: bool = False  # all ranks have joined
@@ -70,14 +102,14 @@ class Group(Record, frozen=True):
     datacenter: str = "default"
     retain: list[str] = []  # versions that shall not be lost
     refusal: Failure | None = None  # why this group can never be complete
-    left: int | None = None  # the rank that closed its handle, and so ended this incarnation
+    left: Number | None = None  # the rank that closed its handle, and so ended this incarnation
 
 
 class Run(Record, frozen=True):
     """`runs/<run>`; ordered by number, so that the order survives a store that is wiped."""
 
     by: str
-    number: int
+    number: Number
 
 
 class Version(Record, frozen=True):
@@ -100,9 +132,9 @@ class Holding(Record, frozen=True):
     """`holdings/<run>/<v>/<inst>`: a replica holds, or is filling, a version."""
 
     uid: str
-    call: int  # the group call that made it
+    call: Number  # the group call that made it
     state: Literal["filling", "full", "draining"]
-    world_size: int
+    world_size: Size
     datacenter: str = "default"
     is_original: bool = False  # the publisher's own tensors
     is_relay: bool = False  # while it fills, others may read the part that is there
@@ -120,9 +152,9 @@ class Ready(Record, frozen=True):
 
 
 class Reader(Record, frozen=True):
-    """`readers/<run>/<v>/<source>/<reader>/...`."""
+    """`readers/<run>/<v>/<source>/<reader>/...`; believed by its key alone."""
 
-    call: int
+    call: Number
 
 
 class Suspect(Record, frozen=True):
@@ -133,9 +165,9 @@ class Suspect(Record, frozen=True):
 
 class VersionRef(Record, frozen=True):
     run: str
-    version: int
+    version: Number
     uid: str
-    run_number: int
+    run_number: Number
 
     @property
     def order(self) -> tuple[int, str, int]:
@@ -159,10 +191,10 @@ class Outcome(Record, frozen=True):
 class Call(Record, frozen=True):
     """What a group's n-th call is, and what became of it."""
 
-    number: int
+    number: Number
     kind: Kind
     asked: str  # the call as the ranks made it
-    by: int  # the rank that decided
+    by: Number  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
@@ -182,7 +214,7 @@ class Kept(Record, frozen=True):
     """What a replica holds, as one of its ranks knows it."""
 
     ref: VersionRef
-    call: int
+    call: Number
     layout: str
     is_original: bool
 
@@ -191,9 +223,9 @@ class Shard(Record, frozen=True):
     """`shards/<inst>/<rank>`: how to reach one process, and what it brings along. Written once."""
 
     host: str
-    pid: int
+    pid: Number
     card: bytes  # opaque here: what p2p needs to connect
     is_back: bool = False  # it had a seat in a complete group of this start, and lost it
     kept: Kept | None = None
     ended: list[Call] = []  # the calls whose end it knows
-    pending: int = 0  # the number of the call it is in the middle of
+    pending: Number = 0  # the number of the call it is in the middle of

@@ -15,6 +15,7 @@ No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,7 @@ from torch_ros.errors import (
 )
 from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
+from torch_ros.store.readable import keyed, nobody, readable
 from torch_ros.store.records import (
     Call,
     Decisions,
@@ -164,8 +166,7 @@ def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[
 
 
 def _refuse_old(view: View, seat: Seat, version: int) -> None:
-    there = published(view, seat.keys, seat.run)
-    newest = max((k.parse_version(key)[1] for key, _ in there), default=-1)
+    newest = max(published(view, seat.keys, seat.run), default=-1)
     if newest > version:
         raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
 
@@ -182,16 +183,18 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
-    there = Version.decode(entry.value) if (entry := view.get(key)) else None
+    there = Version.decode(entry.value, key) if (entry := view.get(key)) else None
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
     record = there if there is not None and (is_again or fellow) else Version(fresh_uid)
-    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
-    forgotten = [
-        old
-        for old, _ in view.within(keys.versions(run))
-        if old != key and k.parse_version(old)[1] not in held
-    ][:DELETES_MAX]
+    records = readable(view.within(keys.versions(run)), k.parse_version, Version)
+    forgotten = {
+        old: holders
+        for old, (_, number), _, _ in records
+        for holders in [keys.holdings_of(run, number)]
+        if old != key and not any(True for _ in view.within(holders))
+    }
+    forgotten = dict(itertools.islice(forgotten.items(), DELETES_MAX))
     ref = VersionRef(run, version, record.uid, seat.run_number)
     holding = _filling(seat, call, ref, is_original=True)
     return recorded(
@@ -204,7 +207,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
             NoneNewer(above, view.rev),
             *map(view.unchanged, (*forgotten, *((fellow,) if fellow else ()))),
             # A replica that comes back may bring a holding of what seems forgotten.
-            *(Empty(keys.holdings_of(run, k.parse_version(old)[1])) for old in forgotten),
+            *map(Empty, forgotten.values()),
         ),
         (
             Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
@@ -221,10 +224,11 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
         VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
             bytes may be others.
     """
+    there = view.within(seat.keys.holdings_of(seat.run, version))
     others = {
-        key: Holding.decode(entry.value)
-        for key, entry in view.within(seat.keys.holdings(seat.run))
-        if (where := k.parse_holding(key)).version == version and where.inst != seat.inst
+        key: holding
+        for key, where, holding, _ in readable(there, k.parse_holding, Holding)
+        if where.inst != seat.inst
     }
     publishers = [key for key, holding in others.items() if holding.is_original]
     if others and not publishers:
@@ -235,8 +239,8 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
 
 def _refuse_second(view: View, seat: Seat) -> None:
     # Among many, as far as they were seen: each process knows what it holds, and has looked.
-    for key, _ in view.seen(seat.keys.holdings()):
-        if (where := k.parse_holding(key)).inst == seat.inst:
+    for _, where, _ in keyed(view.seen(seat.keys.holdings()), k.parse_holding):
+        if where.inst == seat.inst:
             raise UsageError(
                 f"replica {seat.replica!r} still holds version {where.version} in the store; "
                 "unpublish() it first"
@@ -404,9 +408,11 @@ def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
+    there = view.within(seat.keys.readies(seat.inst, call.number))
     said = {
-        int(key.rpartition("/")[2]): Ready.decode(entry.value).value
-        for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
+        rank: Ready.decode(entry.value, key).value
+        for key, rank, entry in keyed(there, k.parse_rank)
+        if rank < seat.world_size
     }
     return Done(said if len(said) == seat.world_size else None)
 
@@ -443,18 +449,14 @@ def complete(
         return _end(view, seat, current, Outcome(said=layout))
     ref, read = current.ref, tuple(map(Delete, reads))
     assert ref is not None
-    version, own = (
-        view.get(seat.keys.version(ref.run, ref.version)),
-        view.get(seat.holding(ref)),
-    )
-    if version is None or own is None or Version.decode(version.value).uid != ref.uid:
+    key = seat.keys.version(ref.run, ref.version)
+    version, own = view.get(key), view.get(seat.holding(ref))
+    record = Version.decode(version.value, key) if version else None
+    if record is None or own is None or record.uid != ref.uid:
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
         raise CallAborted(seat.replica, call.number, seat.rank, reason)
-    expected = Version.decode(version.value).layout
-    guards = (
-        view.unchanged(seat.keys.version(ref.run, ref.version)),
-        view.unchanged(seat.holding(ref)),
-    )
+    expected = record.layout
+    guards = (view.unchanged(key), view.unchanged(seat.holding(ref)))
     dropped = (Delete(one(seat.holding(ref))), *read)
     if expected and expected != layout:
         if call.kind == "replicate" and not whole.is_required:
@@ -463,10 +465,10 @@ def complete(
         return _end(view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read))
     if call.kind == "replicate" and not whole.is_served:
         return _end(view, seat, current, Outcome(), guards, dropped)
-    full = msgspec.structs.replace(Holding.decode(own.value), state="full")
+    held = Holding.decode(own.value, seat.holding(ref))
+    full = msgspec.structs.replace(held, state="full")
     ops: list[Op] = [_held(view, seat, ref, full)]
     if not expected:
-        key = seat.keys.version(ref.run, ref.version)
         ops.append(Put(key, Version(ref.uid, layout).encode()))
     outcome = Outcome(is_source=True, said=layout)
     return _end(view, seat, current, outcome, guards, (*ops, *read))
@@ -547,7 +549,7 @@ def unpublish(
     """
     own_group(view, seat)
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-    reading = [k.parse_reader(key) for key, _ in view.within(readers)]
+    reading = [reader for _, (_, reader, _), _ in keyed(view.within(readers), k.parse_reader)]
     own_key = seat.holding(ref)
     call = _recall(view, seat, number)
     if call is not None and call.asked != asked:
@@ -574,12 +576,12 @@ def unpublish(
     guards = (view.unchanged(own_key), *(() if seat.spot else keep.guards))
     gone = (Delete(one(own_key)),)
     if not reading:
-        return _end(view, seat, call, Outcome(), (*guards, Empty(readers)), gone)
-    holding = Holding.decode(own.value)
+        return _end(view, seat, call, Outcome(), (*guards, nobody(view, readers)), gone)
+    holding = Holding.decode(own.value, own_key)
     if fresh or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (_held(view, seat, ref, draining),))
-    who = sorted({k.replica_of(reader) for _, reader, _ in reading})
+    who = sorted({*map(k.replica_of, reading)})
     reason = f"version {ref.version} is still read by {', '.join(who)} ({len(reading)} records)"
     wait = Wait(reason, (*seat.own, readers))
     return WaitAtMost(wait, seat.drain_s, _end(view, seat, call, Outcome(), guards, gone))
@@ -605,7 +607,7 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     if view.get(key):
         return Done(value=True)
     record, unpublishing = view.get(version), find(view, seat, call)
-    if record is not None and Version.decode(record.value).uid != ref.uid:
+    if record is not None and Version.decode(record.value, version).uid != ref.uid:
         return Done(value=False)
     is_over = unpublishing is not None and unpublishing.outcome is not None
     if is_over and unpublishing is not None and unpublishing.copy == copy:
@@ -614,7 +616,8 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     if view.get(own) is None:
         put = Put(own, shard.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
-    there = sum(1 for _ in view.within(keys.shards(copy)))
+    parts = keyed(view.within(keys.shards(copy)), k.parse_rank)
+    there = sum(rank < seat.world_size for _, rank, _ in parts)
     if there < seat.world_size:
         if is_over and not keeping(view, keys, ref, copy).is_needed:
             return Done(value=False)  # peers may have let go of their parts before seats were lost
@@ -651,7 +654,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     entry = view.get(key)
     if entry is None:
         return Done(None)
-    holding, keep = Holding.decode(entry.value), keeping(view, keys, ref, copy)
+    holding, keep = Holding.decode(entry.value, key), keeping(view, keys, ref, copy)
     if keep.is_needed and holding.state == "full":
         return Wait("", (one(seat.group), *keeping_ranges(keys, ref)))
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
@@ -662,8 +665,8 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     readers = keys.readers_of(ref.run, ref.version, copy)
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
     guards = (view.unchanged(key), *keep.guards)
-    if not any(True for _ in view.within(readers)):
-        return Act(Txn((*guards, Empty(readers)), gone), lambda _: None)
+    if not any(True for _ in keyed(view.within(readers), k.parse_reader)):
+        return Act(Txn((*guards, nobody(view, readers)), gone), lambda _: None)
     wait = Wait("", (one(seat.group), *keeping_ranges(keys, ref), readers))
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
 

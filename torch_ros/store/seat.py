@@ -74,7 +74,7 @@ def own_group(view: View, seat: Seat) -> Entry:
     if entry is None:
         reason = "its group record is gone (a rank died, or etcd lost its lease)"
         raise SelfFenced(seat.replica, reason, may_return=True)
-    group = Group.decode(entry.value)
+    group = Group.decode(entry.value, seat.group)
     if group.nonce != seat.nonce:
         is_own = k.family(group.nonce) == k.family(seat.nonce)
         whose = "its ranks take their seats again" if is_own else "another start has taken its name"
@@ -90,7 +90,7 @@ def find(view: View, seat: Seat, number: int) -> Call | None:
 
 def calls_of(view: View, seat: Seat) -> list[Call]:
     entry = view.get(seat.decisions)
-    return Decisions.decode(entry.value).calls if entry else []
+    return Decisions.decode(entry.value, seat.decisions).calls if entry else []
 
 
 def group_txn(

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_ros.errors import SourceLost
+from torch_ros.errors import BackendError, SourceLost
 from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.readable import keyed, nobody, readable
 from torch_ros.store.records import Call, Holding, Reader, Shard, Suspect, VersionRef
 from torch_ros.store.seat import Seat, find, own_group, recorded
 from torch_ros.store.txn import (
     Delete,
-    Empty,
     Entry,
     Get,
     Guard,
@@ -33,6 +33,7 @@ from torch_ros.store.txn import (
     one,
     some,
 )
+from torch_ros.store.versions import suspects
 
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
 SOURCES_MAX = 4  # that one replica reads from at the same time
@@ -105,7 +106,7 @@ def claim_of(
     key = keys.reader_group(ref.run, ref.version, source, seat.inst)
     guards: list[Guard] = [view.unchanged(keys.holding(ref.run, ref.version, source))]
     if is_free:
-        guards.append(Empty(keys.readers_of(ref.run, ref.version, source)))
+        guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
     return tuple(guards), Put(key, Reader(number).encode(), anchor)
 
 
@@ -125,9 +126,10 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
 
 
 def _seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
+    found = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return {
-        k.parse_holding(key).inst: (Holding.decode(entry.value), entry)
-        for key, entry in view.seen(seat.keys.holdings_of(ref.run, ref.version))
+        where.inst: (holding, entry)
+        for _, where, holding, entry in readable(found, k.parse_holding, Holding)
     }
 
 
@@ -179,8 +181,8 @@ def _known(
     """Those of `holdings` that could be read from, and whose readers are in view."""
     sources: dict[str, str] = {}  # reader -> whom it reads from
     readers: dict[str, set[str]] = {}
-    for key, _ in view.seen(seat.keys.readers_for(ref.run, ref.version)):
-        source, reader, _ = k.parse_reader(key)
+    seen = view.seen(seat.keys.readers_for(ref.run, ref.version))
+    for _, (source, reader, _), _ in keyed(seen, k.parse_reader):
         readers.setdefault(source, set()).add(reader)
         sources[reader] = source
     return {
@@ -217,16 +219,11 @@ def _by_count(
     """The k-th free candidate, if this is the k-th that is looking for one."""
     own = view.get(seat.holding(ref))
     assert own is not None
-    has_source = {
-        reader
-        for key, _ in view.within(seat.keys.readers_for(ref.run, ref.version))
-        for _, reader, _ in [k.parse_reader(key)]
-    }
+    reads = view.within(seat.keys.readers_for(ref.run, ref.version))
+    has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
     before = sum(
-        entry.create_rev < own.create_rev
-        and Holding.decode(entry.value).state == "filling"
-        and k.parse_holding(key).inst not in has_source
-        for key, entry in view.within(seat.keys.holdings_of(ref.run, ref.version))
+        entry.create_rev < own.create_rev and holding.state == "filling" and inst not in has_source
+        for inst, (holding, entry) in _seen_holdings(view, seat, ref).items()
     )
     free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
     # Sources of the own datacenter first; among those a full one starts at once.
@@ -259,7 +256,7 @@ def _by_place(
 
 
 def _suspected(view: View, seat: Seat) -> set[str]:
-    return {k.parse_suspect(key) for key, _ in view.within(seat.keys.suspects())}
+    return suspects(view, seat.keys)
 
 
 def _best(
@@ -338,22 +335,26 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     raise_if_ended(view, seat, call)
     ref, keys = call.ref, seat.keys
     assert ref is not None
-    entry = view.get(keys.holding(ref.run, ref.version, source))
-    own = view.get(seat.holding(ref))
+    held = keys.holding(ref.run, ref.version, source)
+    entry, own = view.get(held), view.get(seat.holding(ref))
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
     left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
     if entry is None:
         raise left
-    holding, born = Holding.decode(entry.value), entry.create_rev
+    try:
+        holding, born = Holding.decode(entry.value, held), entry.create_rev
+    except BackendError as error:
+        raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
     is_waiting = holding.state == "draining" and is_claimed
     if not (is_waiting or _is_source(seat, ref, source, holding, entry, own)):
         raise left
 
     def learn(shards: Mapping[str, Entry]) -> Source:
-        if len(shards) < holding.world_size:
-            reason = f"{len(shards)} of its {holding.world_size} processes are alive"
+        found = {rank: s for _, rank, s, _ in readable(shards.items(), k.parse_rank, Shard)}
+        records = tuple(found[rank] for rank in range(holding.world_size) if rank in found)
+        if len(records) < holding.world_size:
+            reason = f"{len(records)} of its {holding.world_size} processes are alive"
             raise SourceLost(k.replica_of(source), reason, 0, 0)
-        records = tuple(Shard.decode(shards[key].value) for key in sorted(shards))
         return Source(source, holding.mark, born, holding.state != "filling", records)
 
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
@@ -361,7 +362,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
         return Done(learn(dict(view.within(keys.shards(source)))))
     # A request that applies late, when this rank is done or has given up, must not leave a record.
     ready = keys.ready(seat.inst, call.number, seat.rank)
-    unchanged = (keys.holding(ref.run, ref.version, source), seat.holding(ref), ready, key)
+    unchanged = (held, seat.holding(ref), ready, key)
     txn = Txn(
         tuple(map(view.unchanged, unchanged)),
         (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),

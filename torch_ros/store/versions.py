@@ -10,9 +10,9 @@ from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.store import keys as k
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Wait
+from torch_ros.store.readable import keyed, readable, say
 from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
 from torch_ros.store.txn import (
-    Entry,
     Guard,
     NoneNewer,
     Part,
@@ -36,7 +36,7 @@ class Spec:
     def parse(cls, version: int | str) -> Spec:
         if isinstance(version, int) and not isinstance(version, bool):
             return cls(absolute=check_version(version))
-        if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-(\d{1,9}))?", version)):
+        if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-([0-9]{1,9}))?", version)):
             return cls(back=int(m[1] or 0))
         raise UsageError(f"version {version!r}: expected a number >= 0, 'latest' or 'latest-<k>'")
 
@@ -79,24 +79,21 @@ def newer_ranges(keys: Keys) -> tuple[Range | Part, ...]:
 
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:
     """The runs and their numbers; newer ones have greater numbers."""
-    return {
-        k.parse_run(key): Run.decode(entry.value).number for key, entry in view.within(keys.runs())
-    }
+    found = readable(view.within(keys.runs()), k.parse_run, Run)
+    return {name: run.number for _, name, run, _ in found}
 
 
 def _records(view: View, keys: Keys) -> Iterator[tuple[VersionRef, Version]]:
     numbers = run_numbers(view, keys)
-    for key, entry in view.within(keys.versions()):
-        run, number = k.parse_version(key)
-        record = Version.decode(entry.value)
+    found = readable(view.within(keys.versions()), k.parse_version, Version)
+    for _, (run, number), record, _ in found:
         yield VersionRef(run, number, record.uid, numbers.get(run, 0)), record
 
 
 def offered(view: View, keys: Keys) -> list[list[Offer]]:
     """The available versions: runs from the newest, versions from the newest, none empty."""
     full: dict[tuple[str, int], dict[str, Holding]] = {}
-    for key, entry in view.within(keys.holdings()):
-        holding, where = Holding.decode(entry.value), k.parse_holding(key)
+    for _, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
         if holding.state == "full":
             full.setdefault((where.run, where.version), {})[where.inst] = holding
     by_run: dict[str, list[Offer]] = {}
@@ -135,11 +132,15 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
         if offer.ref.version == spec.absolute:
             return offer
     run = newest[0].ref.run if newest else _newest_run(view, keys)
-    there = [k.parse_version(key)[1] for key, _ in published(view, keys, run)]
+    asked = keys.version(run, spec.absolute)
+    if entry := view.get(asked):
+        Version.decode(entry.value, asked)  # what is asked for cannot be passed over
+    there = published(view, keys, run)
     is_coming = any(
-        k.parse_holding(key).version == spec.absolute
-        and Holding.decode(entry.value).state == "filling"
-        for key, entry in view.within(keys.holdings(run))
+        where.version == spec.absolute and holding.state == "filling"
+        for _, where, holding, _ in readable(
+            view.within(keys.holdings(run)), k.parse_holding, Holding
+        )
     )
     if is_coming or spec.absolute > max(there, default=-1):
         return _wait_for_version(view, keys, runs, _not_yet(spec))
@@ -176,9 +177,8 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> Offer | Wait | None:
         return None
     holders = keys.holdings_of(ref.run, ref.version)
     holdings = {
-        k.parse_holding(key).inst: holding
-        for key, entry in view.seen(holders)
-        for holding in [Holding.decode(entry.value)]
+        where.inst: holding
+        for _, where, holding, _ in readable(view.seen(holders), k.parse_holding, Holding)
         if holding.state == "full" and holding.uid == ref.uid
     }
     if not holdings and not view.shows(holders):
@@ -186,12 +186,13 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> Offer | Wait | None:
     return Offer(ref, holdings) if holdings else None
 
 
-def published(view: View, keys: Keys, run: str) -> Iterator[tuple[str, Entry]]:
-    """The version records of a run, less those of publications that never came to be."""
-    held = {k.parse_holding(key).version for key, _ in view.within(keys.holdings(run))}
-    for key, entry in view.within(keys.versions(run)):
-        if Version.decode(entry.value).layout or k.parse_version(key)[1] in held:
-            yield key, entry
+def published(view: View, keys: Keys, run: str) -> list[int]:
+    """The versions of a run, less those of publications that never came to be."""
+    held = {
+        where.version for _, where, _ in keyed(view.within(keys.holdings(run)), k.parse_holding)
+    }
+    found = readable(view.within(keys.versions(run)), k.parse_version, Version)
+    return [number for _, (_, number), record, _ in found if record.layout or number in held]
 
 
 def _relative(
@@ -213,7 +214,8 @@ def _wait_for_version(view: View, keys: Keys, runs: list[list[Offer]], reason: s
     # often; they matter only while somebody fills one, which may make a version available, and
     # while the newest run may lose its last one, so that an older run counts.
     is_filling = any(
-        Holding.decode(entry.value).state == "filling" for _, entry in view.within(keys.holdings())
+        holding.state == "filling"
+        for _, _, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding)
     )
     is_watched = is_filling or len(runs) > 1
     return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_watched else ())))
@@ -262,22 +264,18 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     retains, it is guarded on nobody beginning to: neither by joining, nor because the newer
     versions go, which would make this one `latest` again.
     """
-    suspected = {k.parse_suspect(key) for key, _ in view.within(keys.suspects())}
-    for key, entry in view.seen(keys.holdings_of(ref.run, ref.version)):
-        other, holding = k.parse_holding(key).inst, Holding.decode(entry.value)
-        is_other = other != inst and other not in suspected
+    suspected = suspects(view, keys)
+    there = view.seen(keys.holdings_of(ref.run, ref.version))
+    for key, where, holding, _ in readable(there, k.parse_holding, Holding):
+        is_other = where.inst != inst and where.inst not in suspected
         if is_other and _counts(holding) and holding.uid == ref.uid:
             return Keeping(is_needed=False, guards=(view.unchanged(key),))
     keepers = _keepers(view, keys)
-    specs = [
-        Spec.parse(_number(text))
-        for _, entry in view.within(keys.groups())
-        for text in Group.decode(entry.value).retain
-    ]
+    specs = list(_retained(view, keys))
     if not specs:
         return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
-    there = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
-    newest = [r for r in there if r.run == there[0].run]
+    refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
+    newest = [r for r in refs if r.run == refs[0].run]
     retained = {newest[s.back] for s in specs if s.absolute is None and s.back < len(newest)}
     absolute = {spec.absolute for spec in specs if spec.absolute is not None}
     retained |= {r for r in newest if r.version in absolute}
@@ -292,8 +290,19 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     return Keeping(is_needed=False, guards=tuple(guards))
 
 
-def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _retained(view: View, keys: Keys) -> Iterator[Spec]:
+    """What anybody retains: of each record what can be read."""
+    for key, _, group, _ in readable(view.within(keys.groups()), k.parse_group, Group):
+        for text in group.retain:
+            try:
+                yield Spec.parse(int(text) if re.fullmatch("[0-9]{1,20}", text) else text)
+            except UsageError as error:
+                say(key, f"retain: {error}")
+
+
+def suspects(view: View, keys: Keys) -> set[str]:
+    """The instances from which a transfer failed a moment ago."""
+    return {inst for _, inst, _ in keyed(view.within(keys.suspects()), k.parse_suspect)}
 
 
 def _counts(holding: Holding) -> bool:
@@ -304,8 +313,7 @@ def _keepers(view: View, keys: Keys) -> dict[VersionRef, list[str]]:
     """The full holdings that count for retention, by version."""
     numbers = run_numbers(view, keys)
     found: dict[VersionRef, list[str]] = {}
-    for key, entry in view.within(keys.holdings()):
-        holding, where = Holding.decode(entry.value), k.parse_holding(key)
+    for key, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
         if _counts(holding):
             number = numbers.get(where.run, 0)
             ref = VersionRef(where.run, where.version, holding.uid, number)
