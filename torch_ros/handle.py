@@ -167,7 +167,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             or by whole rows into staging. None: as measured, for the transport, near or far.
 
     Raises:
-        UsageError: Bad arguments, or ranks that disagree about them.
+        UsageError: Bad arguments, or ranks that disagree about them; or this process was forked
+            from one that had a handle open.
         StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint.
         AccessDenied: etcd refuses the certificate, the user or its role.
         DeadlineExceeded: Not all ranks came.
@@ -286,7 +287,8 @@ class ShardHandle:
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SelfFenced error, but for list, wait, unpublish and close.
 
-    After `fork` the child's copy does nothing and raises `ClosedError`; open a new one there.
+    After `fork` the child's copy does nothing and raises `ClosedError`. No handle can be opened in
+    a child whose parent had one open at the fork: use spawn, or fork first.
     """
 
     def __init__(
@@ -1115,8 +1117,8 @@ class ShardHandle:
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"{self!r} belongs to process {self._pid} and this is its fork; "
-                "call torch_ros.open here"
+                f"{self!r} belongs to process {self._pid} and this is its fork; open one in a "
+                "process that is started with spawn, or was forked before this was opened"
             )
         if self._is_closed:
             raise ClosedError(f"{self!r} was closed before; call torch_ros.open again")

@@ -81,6 +81,7 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = (
 )
 
 _transports: weakref.WeakSet[NixlTransport] = weakref.WeakSet()
+_inherited: list[str] = []  # agents that were open when this process was forked off
 
 
 class NixlRegistration:
@@ -347,13 +348,24 @@ class NixlTransport:
     A read on the same host may be copied inside `post`; calls in other threads wait for that long.
     A peer that is alive but stuck can make `Read.close` close the whole transport: see above.
 
-    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
+    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing. A
+    child of a process with an open transport cannot make its own: UCX has one thread for all agents
+    of a process, takes it for running in the child too, and so answers no peer there.
 
     Args:
         tcp_only: Leave UCX no choice. Both ends need it.
+
+    Raises:
+        UsageError: This process was forked from one that had an open transport.
     """
 
     def __init__(self, agent: str | None = None, *, tcp_only: bool = False) -> None:
+        if _inherited:
+            raise UsageError(
+                "this process was forked while its parent had a torch_ros handle open, and peers "
+                "could not read from it: the threads of UCX are not in the child; close the handle "
+                "before the fork, or start this process with spawn or forkserver"
+            )
         self.agent = agent or str(uuid.uuid4())
         self.lock = threading.RLock()
         self.keys = itertools.count()
@@ -487,6 +499,8 @@ def _leak_all() -> None:
     # To destroy the parent's agent in a child would wait for a thread that is not there, and say
     # goodbye to peers over the parent's sockets.
     for transport in _transports:
+        if not transport.is_closed:
+            _inherited.append(transport.agent)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport.nixl))
 
 
