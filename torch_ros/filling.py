@@ -33,7 +33,7 @@ from torch_ros.store.sources import Source
 from torch_ros.store.txn import View
 from torch_ros.store.versions import Spec
 from torch_ros.weights.digest import Depth, first_difference, totals
-from torch_ros.weights.manifest import Layout, Manifest, logical
+from torch_ros.weights.manifest import Layout, Logical, Manifest, logical, require_all
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -98,11 +98,12 @@ class Filling:
         self.should_be_fast = False  # all of the source is there, on this host
         self.sources: list[str] = []  # instances
         self.expected = Digests()
+        self.wanted: Logical | None = None  # all that the version has, if a source has all of it
 
     def start(self, ref: VersionRef) -> None:
         """Another version than before: nothing of it is here."""
         self.ref, self.registered, self.progress = ref, None, None
-        self.expected = Digests()
+        self.expected, self.wanted = Digests(), None
 
     def resume(self) -> None:
         """What came after the last lap, if anything was read, went into sources that were lost."""
@@ -188,9 +189,9 @@ class Filler:
         if depth != "off":
             self._offer.show_digests(self.digests)
             watch.lap("digest")
-        outcome = self.finish(
-            call, registered, deadline, whole, partial(self._verify, call, filling, deadline)
-        )
+        wanted = filling.wanted if whole.is_required else None
+        verify = partial(self._verify, call, filling, deadline)
+        outcome = self.finish(call, registered, deadline, whole, verify, wanted)
         watch.lap("commit")
         if not outcome.is_source:
             self._offer.void()
@@ -232,6 +233,7 @@ class Filler:
             filling.progress = Progress(self._offer, filling.registered)
             finish_kernels(filling.registered)  # those that still use the old content
             filling.expected = self._expected(feeds[0], sources[0].inst)
+            filling.wanted = logical(feeds[0].layouts) if feeds[0].is_full else None
             self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress
         assert progress is not None
@@ -349,15 +351,20 @@ class Filler:
         deadline: Deadline,
         whole: Whole = Whole(),  # noqa: B008  # a frozen value
         verify: Callable[[], None] = lambda: None,
+        wanted: Logical | None = None,
     ) -> Outcome:
-        """Ready; returns when, together with the peers, done."""
+        """Ready; returns when, together with the peers, done. `wanted` is what they must hold."""
 
         def summarise(said: Mapping[int, str]) -> str:
             verify()
-            if len(set(said.values())) == 1:
-                return said[self._rank]
-            # Ranks with different tensors (pipeline stages): together they hold the union.
-            return logical(self.layouts(self._group.seat.inst, deadline)).digest
+            layouts = [registered.layout]
+            if len(set(said.values())) > 1:
+                # Ranks with different tensors (pipeline stages): together they hold the union.
+                layouts = self.layouts(self._group.seat.inst, deadline)
+            held = logical(layouts)
+            if wanted is not None:
+                require_all(call.ref.version, wanted, held)
+            return held.digest
 
         return call.finish(registered.digest, summarise, whole)
 

@@ -444,7 +444,8 @@ def test_chunks_without_elements_change_nothing():
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        (one(WHOLE, fqn="other"), "'other'.*missing from the version"),
+        (one(WHOLE, fqn="other"), "'other'.*missing from the version; leave it out"),
+        (one(WHOLE, fqn="model.t"), "has 't': drop the prefix 'model.'"),
         (one(WHOLE.float()), "'t'.*bfloat16.*float32.*does not cast.*DCP"),
         (one(WHOLE.t()), r"'t'.*\[64, 32\].*\[32, 64\]"),
         (Layout((TensorRecord("gone", "int8", (0,)),), ()), "'gone'.*missing"),

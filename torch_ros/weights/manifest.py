@@ -256,6 +256,19 @@ def logical(layouts: Sequence[Layout]) -> Logical:
     return _logical(tuple(map(_ByDigest, layouts)))
 
 
+def require_all(version: int, wanted: Logical, found: Logical) -> None:
+    """Raises: ManifestMismatch: `found` lacks tensors of a version; names the first of them."""
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ManifestMismatch(
+            f"version {version}",
+            "every tensor of the version to be registered",
+            f"{missing[0]!r}{others} that no rank of this replica registered",
+            "register all of them, or load a part with dcp.load",
+        )
+
+
 class _ByDigest:
     """A layout as a key: comparing digests instead of all that it contains."""
 

@@ -88,7 +88,7 @@ def _check_tensors(version: Mapping[str, LogicalTensor], targets: Layout) -> Non
                 f"tensor {record.fqn!r}",
                 f"{asked} as in the target",
                 "tensor missing from the version",
-                "leave it out of the target, or publish it",
+                _renamed(record.fqn, version) or "leave it out of the target, or publish it",
             )
         advice = "targets must have the version's shapes"
         if found.dtype != record.dtype:
@@ -99,6 +99,23 @@ def _check_tensors(version: Mapping[str, LogicalTensor], targets: Layout) -> Non
             f"{asked} in the target",
             advice,
         )
+
+
+def _renamed(fqn: str, version: Mapping[str, LogicalTensor]) -> str:
+    """Which prefix stands between this name and one of the version; "" if none does.
+
+    DCP puts the keys of a nested state dict before the names of its tensors; a handle does not.
+    """
+    parts = fqn.split(".")
+    for count in range(1, len(parts)):
+        if (shorter := ".".join(parts[count:])) in version:
+            prefix = ".".join(parts[:count]) + "."
+            return f"the version has {shorter!r}: drop the prefix {prefix!r} of the target's names"
+    longer = next((name for name in version if name.endswith(f".{fqn}")), "")
+    if longer:
+        prefix = longer.removesuffix(fqn)
+        return f"the version has {longer!r}: put the prefix {prefix!r} before the target's names"
+    return ""
 
 
 def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
