@@ -31,6 +31,19 @@ message is built in ``__str__``.
 from __future__ import annotations
 
 
+def reason(error: BaseException) -> BaseException:
+    """Why `dcp.save` or `dcp.load` failed: the error of the lowest rank that raised one.
+
+    DCP puts the errors of all ranks into one CheckpointException, and six frames of its own around
+    each. Any other error is its own reason.
+    """
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return error
+    first: BaseException = failures[min(failures)][0]
+    return first
+
+
 class TorchRosError(Exception):
     """Base class: ``except TorchRosError`` catches all of ours and nothing else."""
 

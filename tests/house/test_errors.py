@@ -4,6 +4,7 @@ import pickle
 import typing
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ros import errors
 from torch_ros.store.records import Failure
@@ -54,3 +55,10 @@ def test_an_unknown_kind_from_etcd_runs_nothing():
 def test_every_error_is_in_the_tree():
     for kind in EVERY:
         assert f"* {kind.__name__}" in errors.__doc__
+
+
+def test_the_reason_of_what_dcp_raises_is_that_of_the_lowest_rank():
+    first, second = errors.PeerError("a"), errors.PeerError("b")
+    raised = CheckpointException("load", {2: (second, None), 1: (first, None)})
+    assert errors.reason(raised) is first
+    assert errors.reason(first) is first
