@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from torch_ros import handle as handle_module
 from torch_ros import reading
 from torch_ros.errors import (
     ClosedError,
+    ContractBroken,
     DeadlineExceeded,
     ManifestMismatch,
     SelfFenced,
@@ -229,7 +231,9 @@ def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
     publisher(opened, {"a": torch.ones(3), "b": torch.ones(2, 2)})
     rollout = opened("rollout")
     for tensors, found in (
-        ({"a": torch.zeros(3)}, "no rank of this replica registered"),
+        ({"a": torch.zeros(3)}, "found 'b' that no rank of this replica registered"),
+        ({}, r"found 'a' \(and 1 more\) that no rank"),
+        ({"model.a": torch.zeros(3)}, "version has 'a': drop the prefix 'model.'"),
         ({"a": torch.zeros(3), "b": torch.zeros(2, 3)}, r"float32 \[2, 3\]"),
         ({"a": torch.zeros(3).double(), "b": torch.zeros(2, 2)}, "does not cast"),
         ({"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(1)}, "'c'"),
@@ -450,6 +454,24 @@ def test_bad_arguments_of_calls_are_named(opened):
 def test_a_handle_cannot_be_copied_and_says_where_to_open_one(opened, copied):
     with pytest.raises(UsageError, match="own seat; call torch_ros.open in the process"):
         copied(opened("r"))
+
+
+@only_memory
+def test_who_is_replaced_is_named_with_its_host(opened, caplog):
+    opened("r")
+    opened("r")
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    assert f"'r' was already there, in {here}, and is replaced by {here}" in caplog.text
+
+
+@only_memory
+def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_CHECK_CONTRACT", "1")
+    tensors = {"w": torch.ones(3)}
+    handle = publisher(opened, tensors)
+    tensors["w"].zero_()
+    with pytest.raises(ContractBroken, match="'w'"):
+        handle.unpublish()
 
 
 @only_memory

@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TORCH_ROS_ENDPOINT"
 TRANSPORT_VARIABLE = "TORCH_ROS_TRANSPORT"
+CHECK_CONTRACT_VARIABLE = "TORCH_ROS_CHECK_CONTRACT"
 DEFAULT_ENDPOINT = "local"
 State = Literal["seated", "away", "gone", "closed"]
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
@@ -153,7 +154,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             looks at 1/64 of it; "off" trusts. What was published with digests is verified by
             replicas that are opened with either, to the depth of the publisher.
         check_contract: For debugging. Also digest what is published when it is unpublished, and
-            raise ContractBroken if it was written to in between.
+            raise ContractBroken if it was written to in between. The environment's
+            TORCH_ROS_CHECK_CONTRACT=1 turns it on without a change of code.
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
             memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
@@ -183,6 +185,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     if way not in get_args(TransportName):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport={way!r}: expected one of {names}")
+    check_contract = check_contract or os.environ.get(CHECK_CONTRACT_VARIABLE) == "1"
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT

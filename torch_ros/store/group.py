@@ -999,7 +999,15 @@ def _take_seat(
                 left_behind = left_behind or place.nonce or ""
                 continue
             if is_replaced:
-                log.warning("replica %r was already there and is replaced", who.replica)
+                there = ask((who.keys.shards_of(who.replica),), membership.processes)
+                log.warning(
+                    "replica %r was already there, in %s, and is replaced by %s:%d; if both are "
+                    "wanted, give them different names",
+                    who.replica,
+                    ", ".join(there) or "a process that has ended since",
+                    place.shard.host,
+                    place.shard.pid,
+                )
             found = nonce
         ranges = membership.join_ranges(who, found)
         rule = partial(membership.join, who=who, nonce=found)

@@ -82,6 +82,10 @@ class Keys:
     def shards(self, inst: str) -> Range:
         return under(f"{self._root}/shards/{inst}/")
 
+    def shards_of(self, replica: str) -> Range:
+        """Of all its incarnations."""
+        return under(f"{self._root}/shards/{instance(replica, '')}")
+
     def shard(self, inst: str, rank: int) -> str:
         return f"{self._root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
 

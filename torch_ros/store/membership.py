@@ -157,6 +157,12 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
 
 
+def processes(view: View) -> Step[list[str]]:
+    """Host and pid of each process that has a seat among what was read."""
+    there = readable(view.entries.items(), k.parse_rank, Shard)
+    return Done([f"{shard.host}:{shard.pid}" for _, _, shard, _ in there])
+
+
 def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
     """The run to publish in, and what has to be written for it.
 
