@@ -242,6 +242,9 @@ class CallAborted(PeerError):
         )
 
 
+REFUSED = "connection refused"
+
+
 class StoreUnavailable(BackendError):
     """etcd did not answer in time; a commit sent meanwhile may or may not have applied."""
 
@@ -250,10 +253,10 @@ class StoreUnavailable(BackendError):
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
     def __str__(self) -> str:
-        return (
-            f"etcd at {self.endpoint} did not answer within {self.timeout_s:g} s ({self.reason}); "
-            "check that it runs and that the endpoint is right"
-        )
+        found = f"did not answer within {self.timeout_s:g} s ({self.reason})"
+        if self.reason == REFUSED:  # at once
+            found = "refused the connection"
+        return f"etcd at {self.endpoint} {found}; check that it runs and that the endpoint is right"
 
 
 class AccessDenied(BackendError):

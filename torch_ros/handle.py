@@ -171,7 +171,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them; or this process was forked
             from one that had a handle open.
-        StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint.
+        StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint, or nobody listened
+            there for all of `timeout_s`.
         AccessDenied: etcd refuses the certificate, the user or its role.
         DeadlineExceeded: Not all ranks came.
     """

@@ -482,6 +482,7 @@ class World(Scheduler):
 
         everywhere = {
             "threading": threads,
+            "Latch": threads.Event,
             "time": time,
             "secrets": SimpleNamespace(token_hex=self.token),
             "settle": settle,

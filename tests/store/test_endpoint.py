@@ -4,6 +4,7 @@ import http.server
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -126,8 +127,23 @@ def unavailable(endpoint, within_s=8.0, timeout_s=30.0):
 
 
 def test_nobody_listens():
-    assert unavailable("etcd://127.0.0.1:1") == "connection refused"
-    assert unavailable("etcd://127.0.0.1:1,127.0.0.1:2") == "connection refused"
+    assert unavailable("etcd://127.0.0.1:1", timeout_s=0.5) == "connection refused"
+    assert unavailable("etcd://127.0.0.1:1,127.0.0.1:2", timeout_s=0.5) == "connection refused"
+
+
+def test_an_etcd_that_starts_later_is_waited_for_and_that_is_said_once(etcd_server, caplog):
+    etcd_server.kill()
+    with ThreadPoolExecutor() as pool:
+        connecting = pool.submit(connect, f"etcd://{etcd_server.host}", timeout_s=50)
+        while not caplog.messages:
+            time.sleep(0.01)
+        etcd_server.start()
+        kv = connecting.result()
+    put(kv, "t/a")
+    kv.close()
+    (said,) = caplog.messages
+    assert f"etcd at etcd://{etcd_server.host} refused the connection" in said
+    assert "waiting for it, at most 50 s" in said
 
 
 def test_the_name_is_not_known():
@@ -143,8 +159,15 @@ def test_something_else_listens():
         assert unavailable(f"etcd://127.0.0.1:{server.server_port}") == other
         server.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}") == other
+        hangs = "it takes connections and says nothing; does it hang?"
+        assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}") == hangs
         assert unavailable(f"etcd://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5) in (
             "no answer",
-            other,
+            hangs,
         )
+
+
+def test_an_etcd_that_is_stopped_is_not_called_something_else(etcd_server):
+    etcd_server.suspend()
+    reason = unavailable(f"etcd://{etcd_server.host}", within_s=20.0)
+    assert reason == "it takes connections and says nothing; does it hang?"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from urllib.parse import parse_qsl
 
-from torch_ros.errors import UsageError
+from torch_ros.errors import REFUSED, StoreUnavailable, UsageError
 from torch_ros.store import local, memory
 from torch_ros.store.etcd import EtcdKV, Tls, User
 from torch_ros.store.kv import KV
@@ -16,6 +17,7 @@ from torch_ros.store.txn import Read
 log = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 10.0
+RETRY_S = 0.2
 HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 FORMS = '"etcd://host:port[,host:port]", "local" or "memory://[name]"'
 # What may stand behind the hosts, as in "?ca=/etc/ca.pem&user=me", or else in the environment.
@@ -43,16 +45,35 @@ def connect(endpoint: str, *, timeout_s: float) -> KV:
         UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no
             etcd to start.
         AccessDenied: A certificate, the user or the password is wrong.
-        StoreUnavailable: Nothing answered within `timeout_s`, or 10 s, or not as etcd does.
+        StoreUnavailable: Nothing answered within `timeout_s`, or 10 s, or not as etcd does; or
+            nobody listened there for all of `timeout_s`.
     """
     kv = _open(endpoint)
     try:
-        # Nothing is read: a role may be limited to a prefix that is not known here.
-        kv.read(Read(()), timeout_s=min(timeout_s, ANSWER_S_MAX))
+        _await_answer(kv, timeout_s)
     except BaseException:
         kv.close()
         raise
     return kv
+
+
+def _await_answer(kv: KV, timeout_s: float) -> None:
+    """Ask; again while nobody listens: etcd may be started together with those who need it."""
+    ends_s, is_told = time.monotonic() + timeout_s, False
+    while True:
+        left_s = ends_s - time.monotonic()
+        try:
+            # Nothing is read: a role may be limited to a prefix that is not known here.
+            kv.read(Read(()), timeout_s=min(max(left_s, RETRY_S), ANSWER_S_MAX))
+        except StoreUnavailable as error:
+            if error.reason != REFUSED or left_s < RETRY_S:
+                raise
+            if not is_told:
+                log.warning("%s; waiting for it, at most %.0f s", error, left_s)
+            is_told = True
+            time.sleep(RETRY_S)
+        else:
+            return
 
 
 def _open(endpoint: str) -> KV:

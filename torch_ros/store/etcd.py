@@ -8,19 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import re
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 from pyetcd import etcdrpc as rpc  # type: ignore[import-untyped]
 
-from torch_ros.errors import AccessDenied, ClosedError, StoreUnavailable, UsageError
+from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.txn import (
     Count,
     Created,
@@ -42,6 +44,7 @@ from torch_ros.store.txn import (
     Watch,
 )
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
@@ -68,6 +71,8 @@ WATCH_METADATA = (("hasleader", "true"),)
 WATCH_SLACK_S = 0.05
 WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
 
+CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threads
+
 LOGINS_MAX = 3  # in one call: tokens end by themselves, and with some changes of users and roles
 # What etcd says when it wants a token, or another one. Nothing was applied then.
 TOKEN_REFUSED = (
@@ -86,7 +91,7 @@ ANSWERS = (
     grpc.StatusCode.UNAUTHENTICATED,
 )
 REASONS = (
-    ("Connection refused", "connection refused"),
+    ("Connection refused", REFUSED),
     ("errors resolving", "the host name is not known"),
     ("DNS resolution failed", "the host name is not known"),
     ("Hostname Verification", "it is for another host name"),
@@ -98,6 +103,8 @@ REASONS = (
     ),
     ("Connection reset", "connection reset"),
     ("ping timeout", "no answer"),
+    # Its host connects for a program that is stopped, too.
+    ("before receiving SETTINGS frame", "it takes connections and says nothing; does it hang?"),
     ("SETTINGS frame", "something answered, but it is not etcd v3"),
     ("Received http2 header", "something answered, but it is not etcd v3"),
 )
@@ -146,10 +153,10 @@ class EtcdKV:
         self._is_closed = False
         self._token: str | None = None  # "": etcd has no users
         self._login = threading.Lock()
-        credentials = _credentials(tls) if tls else None
+        self._aside = _Aside(f"torch_ros asks {self.endpoint}")
         # A channel each: grpc would check the certificates of all for the name of one of them,
         # and would stay with a member that answers but has lost the others.
-        self._members = [_Member(host, credentials) for host in hosts]
+        self._members = self._aside.run(partial(_members, hosts, tls))
         self._current = 0
 
     def read(self, request: Read, *, timeout_s: float) -> View:
@@ -174,16 +181,24 @@ class EtcdKV:
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         self._check_open()
+        watching = _Watching()
+        try:
+            return self._aside.run(partial(self._wait, watch, timeout_s, watching))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # raised by a signal handler, here
+                self._aside.leave(watching.end)
+            raise
+
+    def _wait(self, watch: Watch, timeout_s: float, watching: _Watching) -> bool:
         deadline = time.monotonic() + timeout_s
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
         # So each range is watched from now on too; and what is in between is asked for.
         starts = (NOW, watch.after_rev + 1)
         requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
-        index, created, call = self._current, 0, None
+        index, created = self._current, 0
         try:
             token = self._log_in(deadline)
-            call = self._members[index].watch(iter(requests), timeout_s, token)
-            for reply in call:
+            for reply in watching.begin(self._members[index], requests, timeout_s, token):
                 rev = reply.header.revision
                 if reply.canceled and not reply.compact_revision:
                     # Perhaps for want of a token or a role; then this renews the one, or raises.
@@ -208,8 +223,7 @@ class EtcdKV:
         except StoreUnavailable:
             return True  # of the login; whoever looks again is told the same
         finally:
-            if call is not None:
-                call.cancel()
+            watching.end()
         return True
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
@@ -231,9 +245,12 @@ class EtcdKV:
     def close(self) -> None:
         self._is_closed = True
         # The threads of grpc do not exist in a child of fork(): closing would wait for them.
-        if os.getpid() == self._pid:
-            for member in self._members:
-                member.close()
+        if os.getpid() == self._pid and not self._aside.close(self._close_members, CLOSE_S):
+            log.info("%s: its connection is not closed after %g s", self.endpoint, CLOSE_S)
+
+    def _close_members(self) -> None:
+        for member in self._members:
+            member.close()
 
     def _has_newer(self, watch: Watch, *, timeout_s: float) -> bool:
         """Whether something was written after the watch's revision. Deletions do not show."""
@@ -248,7 +265,8 @@ class EtcdKV:
     def _call(self, method: _Method, request: Any, timeout_s: float) -> Any:
         self._check_open()
         try:
-            return self._send_as_user(method, request, time.monotonic() + timeout_s)
+            deadline = time.monotonic() + timeout_s
+            return self._aside.run(partial(self._send_as_user, method, request, deadline))
         except grpc.RpcError as error:
             self._check_open()
             self._raise(error, request, timeout_s)
@@ -394,6 +412,103 @@ class _LeaseEndedError(Exception):
     """The lease that a request names has ended; nothing was applied."""
 
 
+class _Aside:
+    """Threads that signals do not reach, in which grpc is called.
+
+    Python runs signal handlers in the main thread, between any two steps of the code that is there.
+    A handler that raises, as that of Ctrl-C does, between two steps of grpc's leaves locks of the
+    channel taken for good, or calls for which its close waits for ever. So what the main thread
+    asks, another one asks, and what is left alone by an exception ends in peace.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: list[_Worker] = []
+
+    def run(self, job: Callable[[], T]) -> T:
+        """What `job` returns or raises. By the calling thread, unless that is the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            return job()
+        try:
+            worker = self._idle.pop()
+        except IndexError:  # at first; after Ctrl-C; for a signal handler, within a request
+            worker = _Worker(self._name)
+        try:
+            worker.jobs.put(job)
+            result, error = worker.replies.get()
+        except BaseException:
+            worker.jobs.put(None)
+            raise
+        self._idle.append(worker)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def leave(self, job: Callable[[], object]) -> None:
+        """Have `job` done, and do not wait for it."""
+        worker = _Worker(self._name)
+        worker.jobs.put(job)
+        worker.jobs.put(None)
+
+    def close(self, job: Callable[[], object], timeout_s: float) -> bool:
+        """Do `job`, the last one; False: it is not done within `timeout_s`, and goes on."""
+        worker = _Worker(self._name)
+        worker.jobs.put(job)
+        worker.jobs.put(None)
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._idle.pop().jobs.put(None)
+        try:
+            worker.replies.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+
+class _Worker:
+    """One of those threads. What it shares with who asks are queues in C: no signal tears them."""
+
+    def __init__(self, name: str) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        try:
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        except BaseException:
+            self.jobs.put(None)
+            raise
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            reply: tuple[Any, BaseException | None]
+            try:
+                reply = job(), None
+            except BaseException as error:  # noqa: BLE001  # raised where it was asked
+                reply = None, error
+            self.replies.put(reply)
+            del job, reply  # a list of tensors, say, in the frames of an error
+
+
+class _Watching:
+    """One watch, which another thread may end."""
+
+    def __init__(self) -> None:
+        self._call: Any = None
+        self._is_over = False
+
+    def begin(
+        self, member: _Member, requests: Sequence[Any], timeout_s: float, token: str
+    ) -> Iterator[Any]:
+        call = self._call = member.watch(iter(requests), timeout_s, token)
+        if self._is_over:
+            call.cancel()
+        return call  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._call is not None:
+            self._call.cancel()
+
+
 class _Member:
     """The requests to one member of a cluster. Raises what grpc raises."""
 
@@ -439,6 +554,11 @@ class _Member:
 
 
 _Method = Callable[[_Member, Any, float, str], Any]
+
+
+def _members(hosts: Sequence[str], tls: Tls | None) -> list[_Member]:
+    credentials = _credentials(tls) if tls else None
+    return [_Member(host, credentials) for host in hosts]
 
 
 def _metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -34,6 +34,7 @@ from torch_ros.errors import (
 from torch_ros.store import membership, rules, sources
 from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
+from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, looking_ahead, settle
 from torch_ros.store.membership import Applicant
 from torch_ros.store.records import (
@@ -112,10 +113,11 @@ class Group:
         self._left_over: tuple[Range, ...] = ()
         self._surprises: set[type[Exception]] = set()
         # Guards what a rank brings along when it comes back: no end is learned while it has lost
-        # its seat.
-        self._state = threading.Condition()
+        # its seat. A lock in C: `with` takes it and gives it back whatever a signal handler raises.
+        self._state = threading.RLock()
+        self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good
         self._calling = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._threads: list[threading.Thread] = []
         self._watch()
 
@@ -204,14 +206,18 @@ class Group:
             SelfFenced: It does not come back, or not in time.
         """
         patience_s = 2 * self._place.ttl_s if peers_s is None else peers_s
-        with self._state:
-            while (lost := self._lost) is not None and not self.is_closed:
-                left_s = deadline.left_s()
-                if (since_s := self._alone_since_s) is not None:
-                    left_s = min(left_s, since_s + patience_s - time.monotonic())
-                if not lost.may_return or left_s <= 0:
-                    raise SelfFenced(*lost.args)
-                self._state.wait(min(left_s, RETRY_S))
+        while not self.is_closed:
+            settled = self._settled
+            with self._state:
+                lost, since_s = self._lost, self._alone_since_s
+            if lost is None:
+                break
+            left_s = deadline.left_s()
+            if since_s is not None:
+                left_s = min(left_s, since_s + patience_s - time.monotonic())
+            if not lost.may_return or left_s <= 0:
+                raise SelfFenced(*lost.args)
+            settled.wait(min(left_s, RETRY_S))
         self.check_open()
 
     @property
@@ -227,19 +233,34 @@ class Group:
 
     def fence(self, lost: SelfFenced, session: Session | None = None) -> None:
         """Lose the seat. What this rank still has in the store goes."""
-        with self._state:
-            if self._lost is not None or self.is_closed:
-                return
-            if session is not None and session is not self.session:
-                return  # of an earlier seat
-            self._lost, self._alone_since_s = lost, None
-            self._state.notify_all()
+        if self._lost is not None or self.is_closed:
+            return
+        # By the thread that sees to what follows: or Ctrl-C might come between, and nobody would.
+        is_done = Latch()
+        leave = partial(self._leave_seat, lost, session, is_done)
+        self._start(f"torch_ros seats {self.seat.replica}", leave)
+        while not is_done.wait(RETRY_S):
+            pass
+
+    def _leave_seat(self, lost: SelfFenced, session: Session | None, is_done: Latch) -> None:
+        try:
+            with self._state:
+                if self._lost is not None or self.is_closed:
+                    return
+                if session is not None and session is not self.session:
+                    return  # of an earlier seat
+                self._settled = Latch()
+                self._lost, self._alone_since_s = lost, None
+        finally:
+            is_done.set()
         is_over = lost.reason.endswith(CLOSED)
         level = logging.INFO if is_over else logging.WARNING
         outlook = "it takes its seat again" if lost.may_return else "this handle is fenced"
         log.log(level, "replica %r: %s; %s", self.seat.replica, lost.reason, outlook)
-        leave = self._come_back if lost.may_return else self._let_go
-        self._start(f"torch_ros seats {self.seat.replica}", leave)
+        if lost.may_return:
+            self._come_back()
+        else:
+            self._let_go()
 
     def close(self) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -251,7 +272,7 @@ class Group:
         with self._state:
             self.is_closed = True
             self._closing.set()
-            self._state.notify_all()
+            self._settled.set()
         try:
             if self.seat.world_size > 1 and (self._lost is None or self._lost.may_return):
                 self._leave()
@@ -263,7 +284,7 @@ class Group:
         # One that is inside grpc when the interpreter ends takes the process down with it.
         until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, until_s - time.monotonic()))
 
     def _leave(self) -> None:
@@ -335,7 +356,7 @@ class Group:
                 if not lost.may_return:
                     with self._state:
                         self._lost = lost
-                        self._state.notify_all()
+                        self._settled.set()
                     log.warning("%s", lost)
                     return
             except (BackendError, NotAvailable) as error:
@@ -389,7 +410,7 @@ class Group:
             is_seated = not (self.is_closed or lost)
             if is_seated:
                 self.session, self.seat, self._lost = session, seat, None
-                self._state.notify_all()
+                self._settled.set()
         if not is_seated:
             session.close()
             check()

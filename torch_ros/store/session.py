@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch_ros.errors import AccessDenied, StoreUnavailable, TorchRosError
 from torch_ros.store.kv import KV
+from torch_ros.store.latch import Latch
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Session:
         self._interval_s = granted_s / 3
         self._pid = os.getpid()
         self._is_lost = False
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._thread = threading.Thread(target=self._run, name=f"session {name}", daemon=True)
         self._thread.start()
 

@@ -8,6 +8,7 @@ import time
 
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.store.kv import KV
+from torch_ros.store.latch import Latch
 from torch_ros.store.once import look
 from torch_ros.store.run import Deadline, run
 from torch_ros.store.txn import UNKNOWN, Commit, Get, Put, Reply, Steps, Txn, View, one
@@ -29,7 +30,7 @@ class SharedLease:
         self.key, self._kv = key, kv
         self.lost = ""  # why, once it is
         self.id, self._granted_s = self._join(ttl_s, deadline)
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._thread = threading.Thread(target=self._run, name=f"lease {key}", daemon=True)
         self._thread.start()
 
