@@ -64,6 +64,16 @@ class Process:
 
 @pytest.fixture
 def spawn():
+    yield from _spawning()
+
+
+@pytest.fixture(scope="module")
+def spawn_for_all():
+    """For processes that all tests of a file use."""
+    yield from _spawning()
+
+
+def _spawning():
     spawned = []
 
     def start(*arguments, **keywords):

@@ -10,7 +10,6 @@ import sys
 import threading
 from itertools import chain
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from torch_ros.p2p import cma, shared
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.shared import SharedRead, SharedTransport
 from torch_ros.p2p.transport import Region
+from torch_ros.p2p.voucher import Process
 
 SIZE = 3 << 20  # enough for two threads
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -121,17 +121,16 @@ def test_it_is_left_out_where_ucx_may_not_either(ucx_tls, is_allowed):
 def pair():
     """A source and a reader that copies with two threads."""
     made = [SharedTransport(MemoryTransport(), threads=2) for _ in range(2)]
+    made[1].never = 0  # here both ends are one process
     yield made
     for each in made:
         each.close()
 
 
-def attached(pair, *arrays, spoil=lambda said: None):
+def attached(pair, *arrays):
     registration = pair[0].register([region(array) for array in arrays])
-    said = msgspec.msgpack.decode(registration.descriptor)
-    spoil(said)
     peer = pair[1].connect(pair[0].connection)
-    peer.attach(msgspec.msgpack.encode(said))
+    peer.attach(registration.descriptor)
     return peer
 
 
@@ -164,22 +163,24 @@ def test_little_is_left_to_the_other_transport(pair):
     assert copied(read) == 0
 
 
-def other_host(said):
-    said[0] = "another boot id"
+def other_host(source):
+    source.host = "another boot id"
 
 
-def other_namespace(said):
-    said[3][1] += 1
+def other_namespace(source):
+    process = source.process
+    source.process = Process(process.pid, process.namespace + 1, process.voucher)
 
 
-def no_process(said):
-    said[3] = [0, 0]
+def no_process(source):
+    source.process = Process()
 
 
 @pytest.mark.parametrize("spoil", [other_host, other_namespace, no_process])
 def test_what_is_not_this_process_number_is_left_to_the_other_transport(pair, spoil):
     source = random_bytes(0)
-    read, targets = prepared(pair, attached(pair, source, spoil=spoil), source)
+    spoil(pair[0])
+    read, targets = prepared(pair, attached(pair, source), source)
     assert copied(read) == 0
     read.post()
     assert (targets[0] == source).all()

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from itertools import pairwise
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from torch_ros.p2p.transport import Spans
@@ -27,20 +25,6 @@ if _readv:
         *(ctypes.c_void_p, ctypes.c_ulong) * 2,
         ctypes.c_ulong,
     )
-
-
-class Process(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A process, for those who see the same process numbers."""
-
-    pid: int
-    namespace: int  # its inode; another container has another one
-
-
-def this_process() -> Process:
-    try:
-        return Process(os.getpid(), Path("/proc/self/ns/pid").stat().st_ino)
-    except OSError:
-        return Process(0, 0)
 
 
 def is_allowed(ucx_tls: str) -> bool:

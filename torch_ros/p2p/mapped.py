@@ -1,7 +1,11 @@
-"""Memory that is a file: found in this process, mapped from another one on the same host.
+"""Memory that is a file: found in another process on the same host, and mapped from there.
 
 What torch calls shared memory, a memfd and a file in /dev/shm are all files to the kernel. Two
 processes that map one see the same bytes, and no system call is needed to read them.
+
+Which file is behind which addresses of a process, the kernel says, and not the process: a path that
+a peer names might lead to anything that the reader's user can open. The kernel lets nobody map what
+he could not read. Of files that he has mapped, those on tmpfs are taken: a memfd is on one too.
 """
 
 from __future__ import annotations
@@ -11,18 +15,19 @@ import mmap
 import os
 import stat
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from torch_ros.p2p.regions import Cover
+from torch_ros.p2p.regions import Uint64s
+from torch_ros.p2p.voucher import Neighbour
 
 # The same in all containers of a host, another one after each start of its kernel.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_FOLDER = "/dev/shm/"  # noqa: S108
+_TMPFS = 0x01021994  # by the kernel's magic.h
 
 _BLOCK_BYTES = 512  # what st_blocks counts, whatever the filesystem
 
@@ -39,6 +44,7 @@ _libc.mmap.argtypes = (
     ctypes.c_long,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -46,20 +52,20 @@ _FAILED = ctypes.c_void_p(-1).value
 _File = tuple[int, int]  # device and inode: no two files that are there have the same on one host
 
 
-class Stretch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class Stretch:
     """Addresses of a process behind which there is a file."""
 
     address: int
     size_bytes: int
     offset: int  # where it begins in the file
-    device: int
-    inode: int
-    paths: tuple[str, ...]  # where another process may find the file
+    file: _File
+    paths: tuple[str, ...]  # where this process may find the file
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One mapping of /proc/self/maps that is shared with whoever else maps the file."""
+    """One mapping of /proc/<pid>/maps that is shared with whoever else maps the file."""
 
     start: int
     end: int
@@ -87,21 +93,23 @@ def allocate(size_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def find(cover: Cover) -> tuple[Stretch, ...]:
-    """What of `cover` is a file that others may be able to map; in order of address."""
-    lines = [line for line in _shared(_maps()) if _is_in(cover, line)]
-    if not lines:
-        return ()
-    paths = _paths(lines)
+def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
+    """What of these addresses is a file that may be mapped; in order of address.
+
+    Args:
+        starts: Of regions that do not overlap, in order.
+        ends: Likewise.
+
+    Raises:
+        OSError: The process has ended, or the kernel does not allow it.
+    """
+    bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    lines = [line for line in _shared(process.read("maps").splitlines()) if _is_in(bounds, line)]
+    paths = _paths(process, {line.path for line in lines})
     return tuple(
-        Stretch(line.start, line.end - line.start, line.offset, *line.file, paths[line.file])
+        Stretch(line.start, line.end - line.start, line.offset, line.file, paths[line.path])
         for line in lines
-        if line.file in paths
     )
-
-
-def _maps() -> list[str]:
-    return Path("/proc/self/maps").read_text(errors="replace").splitlines()
 
 
 def _shared(lines: Iterable[str]) -> list[_Line]:
@@ -117,26 +125,27 @@ def _shared(lines: Iterable[str]) -> list[_Line]:
     return shared
 
 
-def _is_in(cover: Cover, line: _Line) -> bool:
-    after = bisect_right(cover.ends, line.start)
-    return after < len(cover.ends) and bool(cover.starts[after] < line.end)
+def _is_in(bounds: list[tuple[int, int]], line: _Line) -> bool:
+    after = bisect_right(bounds, line.start, key=lambda bound: bound[1])
+    return after < len(bounds) and bounds[after][0] < line.end
 
 
-def _paths(lines: Iterable[_Line]) -> dict[_File, tuple[str, ...]]:
-    """Where to find the files: by name, or among what this process has open.
+def _paths(process: Neighbour, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """Where the files that have these names in a process may be: there, or among its open ones.
 
-    A memfd, and what torch shares by default, has no name any more.
+    A memfd, and what torch shares by default, has no name any more. No other folder is looked into:
+    who may write there can put a filesystem of his own under a name.
     """
-    paths = defaultdict[_File, tuple[str, ...]](tuple)
-    wanted = {line.file: line.path for line in lines}
-    for file, path in wanted.items():
-        if _file_at(path) == file:
-            paths[file] += (path,)
-    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208  # names, not paths
-        found = _file_at(f"/proc/self/fd/{number}")
-        if found in wanted:
-            paths[found] += (f"/proc/{os.getpid()}/fd/{number}",)
-    return dict(paths)
+    paths = dict[str, tuple[str, ...]]()
+    for name in names:
+        paths[name] = (name,) if name.startswith(_FOLDER) else ()
+    for number in os.listdir(f"/proc/{process.process.pid}/fd") if names else ():  # noqa: PTH208
+        path = f"/proc/{process.process.pid}/fd/{number}"
+        with suppress(OSError):
+            name = os.readlink(path)  # noqa: PTH115  # asks no filesystem
+            if name in names:
+                paths[name] += (path,)
+    return paths
 
 
 def _file_at(path: str) -> _File | None:
@@ -178,7 +187,7 @@ class Mapping:
     @property
     def is_abandoned(self) -> bool:
         """Whether the process no longer has the file where it had it, or is gone."""
-        return _file_at(self._path) != (self.stretch.device, self.stretch.inode)
+        return _file_at(self._path) != self.stretch.file
 
     def close(self) -> None:
         """Nobody may be reading it. Idempotent."""
@@ -194,11 +203,18 @@ def _open(stretch: Stretch) -> tuple[int, str]:
             # To open something else than a file may block, or do something; to find it does not.
             found = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
-                if _file_at(f"/proc/self/fd/{found}") == (stretch.device, stretch.inode):
+                if _file_at(f"/proc/self/fd/{found}") == stretch.file:
+                    _refuse_others(found)
                     return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), path
             finally:
                 os.close(found)
-    raise FileNotFoundError(f"{', '.join(stretch.paths)}: not there, or another file")
+    raise FileNotFoundError(f"{', '.join(stretch.paths) or 'no path'}: not there, or another file")
+
+
+def _refuse_others(fd: int) -> None:
+    said = (ctypes.c_long * 64)()  # twice what the kernel writes
+    if _libc.fstatfs(fd, said) != 0 or said[0] != _TMPFS:
+        raise OSError("the file is not on tmpfs")
 
 
 def _refuse_faults(fd: int, stretch: Stretch) -> None:

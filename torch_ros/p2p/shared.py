@@ -16,8 +16,10 @@ Why nothing else changes for who reads:
 * What is where. An address may belong to a file now, to another one later, and then to none.
   Descriptors say all that they register on the host, shared or not, and what they say replaces
   what was known of those addresses.
-* Whose number it is. A process that answers the question after the bytes has had its number all the
-  time, so the bytes were its own.
+* Whose memory is read. Descriptors come from whoever can write to etcd. Nothing is copied but what
+  the very process that a descriptor names vouches for (see `voucher`), and only while it does: that
+  is looked at before a copy and, with the lock still held, after it. A process that has ended, or
+  has let go of the memory, vouches no more; and one that does has had its number all the time.
 * Whose memory it is. A mapping keeps a file's memory allocated when its process has freed it, or
   has ended. Whenever a peer is connected, or more is mapped, what was left like that is unmapped.
 
@@ -47,6 +49,7 @@ from torch_ros.p2p import cma, mapped
 from torch_ros.p2p.mapped import Mapping, Stretch
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
+from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher, digest
 
 log = logging.getLogger(__name__)
 
@@ -74,30 +77,21 @@ for _each in (_move, _move_at_once):
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    host: str  # of the stretches and of the process; empty if it is left to the other transport
+    host: str  # of the process; empty if it is left to the other transport
     bounds: bytes  # the starts, then the ends, of all that is registered in host memory
-    stretches: tuple[Stretch, ...]
-    process: cma.Process
+    process: Process
     base: bytes  # what the other transport says; last, so that it notices what was cut off
 
 
 class SharedRegistration:
-    def __init__(
-        self,
-        transport: SharedTransport,
-        base: Registration,
-        cover: Cover | None,
-        stretches: tuple[Stretch, ...],
-    ) -> None:
+    def __init__(self, transport: SharedTransport, base: Registration, cover: Cover | None) -> None:
         self._transport, self._base, self.cover = transport, base, cover
         self.is_open = True
         self.descriptor = b""
         if base.descriptor:
             bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
-            host = transport.host if transport.is_used else ""
-            self.descriptor = msgspec.msgpack.encode(
-                _Descriptor(host, bounds, stretches, transport.process, base.descriptor)
-            )
+            said = _Descriptor(transport.host, bounds, transport.process, base.descriptor)
+            self.descriptor = msgspec.msgpack.encode(said)
 
     def close(self) -> None:
         transport = self._transport
@@ -107,6 +101,7 @@ class SharedRegistration:
             self.is_open = False
             if self in transport.registrations:
                 transport.registrations.remove(self)
+                transport.vouch()  # from here on no peer's copy of this memory counts
             reads = [read for read in transport.reads if self in read.targets]
         for read in reads:
             read.settle()
@@ -123,10 +118,11 @@ class SharedRead:
         copies: Spans,  # the sources are addresses of this process
         reads: Spans,  # they are the peer's
         mappings: AbstractSet[Mapping],
+        digests: AbstractSet[bytes],  # of the descriptors that the sources belong to
         targets: AbstractSet[SharedRegistration],
     ) -> None:
         self._peer, self._base = peer, base
-        self.mappings, self.targets = mappings, targets
+        self.mappings, self._digests, self.targets = mappings, digests, targets
         self.copied_bytes = int(copies[:, 2].sum() + reads[:, 2].sum())
         self.size_bytes = base.size_bytes + self.copied_bytes
         self._parts = [
@@ -145,12 +141,14 @@ class SharedRead:
                 raise TransferFailed(self._peer.agent, "the memory it lands in was unregistered")
             if not all(mapping.is_open for mapping in self.mappings):
                 raise TransferFailed(self._peer.agent, "its shared memory is not mapped any more")
+            self._peer.refuse_unvouched(self._digests)
             self._base.post()
             try:
                 transport.perform(self._parts)
             except OSError as error:
                 reason = f"its memory cannot be read ({error.strerror})"
                 raise TransferFailed(self._peer.agent, reason) from error
+            self._peer.refuse_unvouched(self._digests)
 
     def is_done(self) -> bool:
         return self._base.is_done()
@@ -209,15 +207,18 @@ def _copy(spans: Spans) -> None:
         move(target, source, size_bytes)
 
 
+# From, to, where that is mapped, and the digest of the descriptor that says that it may be read.
+_Row = tuple[int, int, Mapping, bytes]
+
+
 class _Segments:
     """What is mapped of a peer's registered memory: disjoint, in order of address."""
 
-    def __init__(self, rows: Sequence[tuple[int, int, Mapping]] = ()) -> None:
+    def __init__(self, rows: Sequence[_Row] = ()) -> None:
         self.rows = sorted(rows, key=lambda row: row[0])
-        self.mappings = [mapping for _, _, mapping in self.rows]
-        self._starts = np.array([start for start, _, _ in self.rows], np.uint64)
-        self._ends = np.array([end for _, end, _ in self.rows], np.uint64)
-        shifts = [mapping.address - mapping.stretch.address for mapping in self.mappings]
+        self._starts = np.array([row[0] for row in self.rows], np.uint64)
+        self._ends = np.array([row[1] for row in self.rows], np.uint64)
+        shifts = [row[2].address - row[2].stretch.address for row in self.rows]
         self._shifts = np.array(shifts, np.int64).view(np.uint64)  # it wraps, and back again
 
     def find(
@@ -231,7 +232,7 @@ class _Segments:
         is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
         return is_inside, row, addresses + self._shifts[row]
 
-    def without(self, starts: Uint64s, ends: Uint64s) -> list[tuple[int, int, Mapping]]:
+    def without(self, starts: Uint64s, ends: Uint64s) -> list[_Row]:
         """Those that do not touch any of these regions, which are disjoint and in order."""
         after = np.searchsorted(ends, self._starts, side="right")
         beyond = np.append(starts, np.uint64(2**64 - 1))[after]
@@ -245,10 +246,14 @@ class SharedPeer:
         self.transport, self._base, self.agent = transport, base, base.agent
         self._segments = _Segments()
         self.mappings: dict[Stretch, Mapping] = {}
-        self.pid: int | None = (
-            None  # of the peer, if its memory can be read through the kernel; or 0
-        )
-        self._covers: list[Cover] = []  # what it has registered, the newest first
+        # Of the peer, if its memory can be read through the kernel; 0: it cannot.
+        self.pid: int | None = None
+        self._process: Neighbour | None = None  # the peer's, if it is on this host
+        self._is_refused = False  # something of it, and the log has it
+        # What it has registered and vouches for, the newest first, and of which descriptor.
+        self._covers: list[Cover] = []
+        self._digests: dict[int, bytes] = {}
+        self._keys = itertools.count()
         with transport.lock:
             transport.peers.add(self)
 
@@ -261,46 +266,89 @@ class SharedPeer:
             self._base.attach(descriptor)
             return
         starts, ends, said = _unpack(self.agent, descriptor)
-        # It pings: the peer is there, so that a file which it says it has is that file, if the
-        # host is the same.
         self._base.attach(said.base)
         is_near = self.transport.is_used and said.host == self.transport.host
-        if is_near and said.stretches:
+        if is_near:
             self.transport.unmap_abandoned()
-        elif said.stretches and self.transport.is_used:
-            log.info("agent %s: its shared memory is on another host", self.agent)
         with self.transport.lock:
             self._segments = _Segments(self._segments.without(starts, ends))
-            if is_near and self in self.transport.peers:
-                if said.stretches:
-                    self._map(said.stretches, starts, ends)
-                self._reach(said.process, starts, ends)
+            if is_near and len(starts) and self in self.transport.peers:
+                try:
+                    self._trust(said.process, digest(descriptor), starts, ends)
+                except Unproven as error:
+                    self._refuse(error)
 
-    def _reach(self, process: cma.Process, starts: Uint64s, ends: Uint64s) -> None:
-        """See whether the kernel lets this process read memory of that one."""
-        if not (self.transport.threads and len(starts)):
-            return
-        if self.pid is None:
-            self.pid = self._reachable(process, int(starts[0]))
-        if self.pid:
-            self._covers.insert(0, Cover(len(self._covers), HOST, starts, ends))
+    def _trust(self, process: Process, of: bytes, starts: Uint64s, ends: Uint64s) -> None:
+        """Copy this memory from now on, if the process itself says that it is its own.
 
-    def _reachable(self, process: cma.Process, address: int) -> int:
+        Raises:
+            Unproven: It does not.
+        """
         transport = self.transport
         if not process.pid or process.namespace != transport.process.namespace:
             log.info("agent %s: its process number is of another namespace", self.agent)
-            return 0
+            return
+        if process.pid == transport.never:
+            raise Unproven("it names this process")
+        if self._process is None:
+            self._process = Neighbour(self.agent, process)
+        if self._process.process != process:
+            raise Unproven(f"it names another process than process {self._process.process.pid}")
+        vouched = self._process.vouched()
+        if of not in vouched:
+            raise Unproven(f"process {process.pid} does not vouch for this descriptor")
+        self._covers = [each for each in self._covers if self._digests[each.key] in vouched]
+        self._covers.insert(0, cover := Cover(next(self._keys), HOST, starts, ends))
+        self._digests = {each.key: self._digests.get(each.key, of) for each in self._covers}
+        if self.pid is None:
+            self.pid = self._reachable(process.pid, int(starts[0])) if transport.threads else 0
+        if int((ends - starts).sum()) >= LOOK_BYTES:
+            self._map(self._process, cover, of)
+
+    def _refuse(self, error: Unproven) -> None:
+        if not self._is_refused:
+            self._is_refused = True
+            log.warning(
+                "agent %s: its memory is not copied but read through NIXL, which is slower (%s)."
+                " Run both ends on this host as one user, with the same release; if they are,"
+                " somebody else has written to the keys of this model",
+                self.agent,
+                error,
+            )
+
+    def refuse_unvouched(self, digests: AbstractSet[bytes]) -> None:
+        """A peer that has let go of what is read, or has ended, is gone.
+
+        Raises:
+            TransferFailed: It has.
+        """
+        try:
+            if self._process and digests <= self._process.vouched():
+                return
+            reason = "it has let go of the memory"
+        except Unproven as error:
+            reason = str(error)
+        raise TransferFailed(self.agent, reason)
+
+    def _reachable(self, pid: int, address: int) -> int:
+        """See whether the kernel lets this process read memory of that one."""
         byte = np.zeros(1, np.uint8)
         try:
-            cma.read(process.pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
+            cma.read(pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
         except OSError as error:
             log.warning("agent %s: its memory is not read directly (%s)", self.agent, error)
             return 0
-        log.info("agent %s: its memory is read by %d threads", self.agent, transport.threads)
-        return process.pid
+        log.info("agent %s: its memory is read by %d threads", self.agent, self.transport.threads)
+        return pid
 
-    def _map(self, stretches: Sequence[Stretch], starts: Uint64s, ends: Uint64s) -> None:
+    def _map(self, process: Neighbour, cover: Cover, of: bytes) -> None:
+        starts, ends = cover.starts, cover.ends
         rows, refused = list(self._segments.rows), list[OSError]()
+        try:
+            stretches = mapped.find(process, starts, ends)
+        except OSError as error:
+            log.info("agent %s: the kernel does not say what it has mapped (%s)", self.agent, error)
+            return
         for stretch in stretches:
             try:
                 mapping = self._mapping(stretch)
@@ -310,9 +358,11 @@ class SharedPeer:
             begin, end = stretch.address, stretch.address + stretch.size_bytes
             those = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
             for start, stop in zip(starts[those].tolist(), ends[those].tolist(), strict=True):
-                rows.append((max(start, begin), min(stop, end), mapping))
+                rows.append((max(start, begin), min(stop, end), mapping, of))
+        if not stretches:
+            return
         self._segments = _Segments(rows)
-        mapped_mb = sum(stop - start for start, stop, _ in rows) / 1e6
+        mapped_mb = sum(row[1] - row[0] for row in rows) / 1e6
         log.info("agent %s: %.0f MB of its shared memory are mapped here", self.agent, mapped_mb)
         if refused:
             log.info(
@@ -349,9 +399,11 @@ class SharedPeer:
         is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
         is_copied &= is_sound
         is_read = np.zeros_like(is_copied)
-        if self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
-            _, offered = room(spans[:, 0], spans[:, 2], self._covers)
+        digests = set[bytes]()
+        if self.pid and self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
+            covers, offered = room(spans[:, 0], spans[:, 2], self._covers)
             is_read = is_sound & ~is_copied & (offered >= spans[:, 2])
+            digests |= {self._digests[key] for key in set(covers[is_read].tolist())}
         is_taken = is_copied | is_read
         rest, taken = spans[~is_taken], spans.copy()
         if not len(rest):
@@ -362,9 +414,10 @@ class SharedPeer:
         copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_copied, is_read))
         if not len(copies) and not len(reads):
             return None
-        used = {segments.mappings[index] for index in set(row[is_copied].tolist())}
+        rows = [segments.rows[index] for index in set(row[is_copied].tolist())]
+        used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
         targets = transport.owners(set(keys[is_taken].tolist()))
-        return SharedRead(self, self._base.prepare(rest), copies, reads, used, targets)
+        return SharedRead(self, self._base.prepare(rest), copies, reads, used, digests, targets)
 
     def unmap(self, mappings: Iterable[Mapping]) -> None:
         """Give up some mappings; reads of them fail from then on."""
@@ -387,8 +440,10 @@ class SharedPeer:
         self._base.close()
         with self.transport.lock:
             self.transport.peers.discard(self)
-            left = tuple(self.mappings.values())
+            left, process = tuple(self.mappings.values()), self._process
         self.unmap(left)
+        if process:
+            process.close()
 
 
 class SharedTransport:
@@ -406,7 +461,10 @@ class SharedTransport:
 
     def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
         self._base, self.agent, self.is_used, self.threads = base, base.agent, is_used, threads
-        self.host, self.process = mapped.host(), cma.this_process()
+        self._voucher = _voucher(agent=base.agent) if is_used else None
+        self.host = mapped.host() if self._voucher else ""
+        self.process = self._voucher.process if self._voucher else Process()
+        self.never = os.getpid()  # the process whose memory no peer may name: this one
         self._pool = ThreadPoolExecutor(max(1, threads), "torch_ros copies")
         self.lock = threading.RLock()  # never waited for with the lock of a read held
         self.registrations: list[SharedRegistration] = []
@@ -437,13 +495,25 @@ class SharedTransport:
         base = self._base.register(regions)
         on_host = [region for region in regions if region.device == HOST]
         cover = merge(HOST, on_host, key=next(self._keys)) if on_host else None
-        stretches: tuple[Stretch, ...] = ()
-        if cover and self.is_used and int((cover.ends - cover.starts).sum()) >= LOOK_BYTES:
-            stretches = mapped.find(cover)
-        registration = SharedRegistration(self, base, cover, stretches)
+        registration = SharedRegistration(self, base, cover)
         with self.lock:
             self.registrations.append(registration)
+            self.vouch()
         return registration
+
+    def vouch(self) -> None:
+        """For what is registered, and nothing else. With the lock held."""
+        if self._voucher is None:
+            return
+        try:
+            self._voucher.show(digest(each.descriptor) for each in self.registrations)
+        except OSError as error:
+            reason = "peers on this host read it through NIXL, which is slower"
+            log.warning("the voucher of agent %s is lost (%s); %s", self.agent, error, reason)
+            self._voucher, self.host = None, ""
+        except BaseException:  # Ctrl-C: the memory may be freed after this
+            self.vouch()
+            raise
 
     def connect(self, connection: bytes) -> SharedPeer:
         self.refuse_fork()
@@ -488,21 +558,31 @@ class SharedTransport:
         with self.lock:
             for registration in self.registrations:
                 registration.is_open = False
+            if self._voucher:
+                self._voucher.close()
+                self._voucher = None
             reads = tuple(self.reads)
         self._base.close()
         for read in reads:
             read.settle()
         with self.lock:
             peers = tuple(self.peers)
-            self.peers.clear()
             self.registrations.clear()
         for peer in peers:
-            peer.unmap(tuple(peer.mappings.values()))
+            peer.close()
         self._pool.shutdown()
 
     def refuse_fork(self) -> None:
         if self.is_foreign:
             raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
+
+
+def _voucher(agent: str) -> Voucher | None:
+    try:
+        return Voucher(agent)
+    except OSError as error:
+        log.warning("peers on this host read through NIXL, which is slower (no voucher: %s)", error)
+        return None
 
 
 def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:
