@@ -624,19 +624,31 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leave
 
 
 @only_memory
-def test_a_long_wait_says_what_it_waits_for(opened, monkeypatch, caplog):
-    monkeypatch.setattr("torch_ros.store.run.REMIND_S", 0.1)
-    caplog.set_level("INFO", logger="torch_ros.store.run")
+def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplog):
+    monkeypatch.setattr("torch_ros.store.run.PATIENCE_S", 0.1)
+    there = "seen-" + uuid.uuid4().hex[:8]
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(3)})
-    with ThreadPoolExecutor(1) as pool:
+    with (
+        torch_ros.open(there, endpoint=endpoint, replica="other") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other.register({"w": torch.ones(3)})
+        other.publish(6)
+        with pytest.raises(DeadlineExceeded, match=rf"other models .*{there}' \(version 6\)"):
+            rollout.replicate(timeout_s=0.1)
         waiting = pool.submit(rollout.replicate)
-        until = time.monotonic() + 10
-        while caplog.text.count("none is available yet") < 3 and time.monotonic() < until:
+        until = time.monotonic() + 20
+        while "none is available yet" not in caplog.text and time.monotonic() < until:
             time.sleep(0.02)
         publisher(opened, {"w": torch.ones(3)})
         assert waiting.result(10) == 1
-    assert caplog.text.count("none is available yet") >= 3
+        with pytest.raises(DeadlineExceeded, match=r"available: \{1: .*\}$"):
+            rollout.wait(lambda _: False, timeout_s=0.1)
+    (line,) = (r for r in caplog.records if "none is available yet" in r.getMessage())
+    assert line.levelname == "WARNING"
+    assert f"with etcd at {endpoint}" in line.getMessage()
+    assert f"{there!r} (version 6)" in line.getMessage()
 
 
 def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypatch):

@@ -1130,7 +1130,8 @@ class ShardHandle:
     def _deadline(self, what: str, timeout_s: float | None) -> Deadline:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         arguments.seconds("timeout_s", timeout_s)
-        return Deadline(what, timeout_s, check_open=self._group.check_open)
+        group = self._group
+        return Deadline(what, timeout_s, check_open=group.check_open, hint=group.hint)
 
     def _require_registered(self, call: str) -> Registered:
         if self._registered is None:

@@ -53,7 +53,8 @@ from torch_ros.store.run import Deadline, run
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
 from torch_ros.store.session import Session
 from torch_ros.store.sources import Source
-from torch_ros.store.txn import Part, Put, Range, Steps, Txn, View, one, some
+from torch_ros.store.survey import other_models
+from torch_ros.store.txn import Part, Put, Range, Steps, Txn, View, Watch, one, some
 from torch_ros.store.versions import Spec, spec_ranges
 
 T = TypeVar("T")
@@ -428,6 +429,11 @@ class Group:
         """A question of this rank alone, fenced or not; nothing is written down."""
         steps = settle(deadline.what, ranges, rule)
         return run(steps, self.kv, deadline, check=self.check_open)
+
+    def hint(self, watch: Watch) -> str:
+        """What else there is, for who waits for a version of a model that has none."""
+        keys = self.seat.keys
+        return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
 
     def make(self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]) -> T:
         """The group's next call. `body` makes it, and makes it again if the seat was lost.

@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 from torch_ros.store.txn import Range, under
 
 ROOT = "/torch-ros"
+EVERY_MODEL = under(f"{ROOT}/")
 VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
 VERSION_MAX = 2**63 - 1
 RANK_DIGITS = 6
@@ -166,6 +167,14 @@ def parse_run(key: str) -> str | None:
     match key.split("/"):
         case ["", _, _, "runs", run]:
             return _unquoted(run)
+    return None
+
+
+def parse_model(key: str) -> str | None:
+    """The model that a key belongs to."""
+    match key.split("/"):
+        case ["", _, model, _, *_]:
+            return _unquoted(model)
     return None
 
 

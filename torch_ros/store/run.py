@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,20 +19,51 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2
 LOOK_S = 2.0  # a wait asks this often whether this process may still go on
-REMIND_S = 10.0  # a wait says so this often
+REMIND_S = 10.0  # a wait looks again this often, whatever it hears
+PATIENCE_S = 10.0  # a wait of this length is worth a warning
+LINES_S = 60.0  # what lasts for longer than this is said again this often
+
+
+def next_line_s(after_s: float) -> float:
+    """When what was last said after `after_s` seconds is said again: 2, 4, 8 ... 60 s, 120 s ..."""
+    return max(2.0, min(2 * after_s, LINES_S * (after_s // LINES_S + 1)))
+
+
+class Reminder:
+    """When something that lasts is worth a line in the log: ever more seldom.
+
+    Args:
+        first_s: How long it lasts before it is worth the first one.
+    """
+
+    def __init__(self, first_s: float = 0.0) -> None:
+        self._began_s, self._next_s = time.monotonic(), first_s
+
+    @property
+    def lasts_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def is_due(self) -> bool:
+        """Whether to say it now; asking counts as saying."""
+        if (lasts_s := self.lasts_s) < self._next_s:
+            return False
+        self._next_s = next_line_s(lasts_s)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """The end of a call: `what` is being done, within `timeout_s` from when this was made.
 
-    `check_open` raises when it is to end earlier.
+    `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
+    that helps people; it may ask etcd.
     """
 
     what: str
     timeout_s: float
     started_s: float = field(default_factory=time.monotonic)
     check_open: Callable[[], object] = lambda: None
+    hint: Callable[[Watch], str] = lambda _: ""
 
     def left_s(self) -> float:
         return self.started_s + self.timeout_s - time.monotonic()
@@ -56,6 +88,7 @@ def run(
         StoreUnavailable: etcd did not answer before the deadline.
     """
     reply: View | Reply | float | None = None
+    reminder = Reminder(PATIENCE_S)
     while True:
         if check is not None:
             check()
@@ -63,14 +96,18 @@ def run(
             request = steps.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
-        reply = _perform(request, kv, deadline, check)
+        reply = _perform(request, kv, deadline, check, reminder)
 
 
 def _perform(
-    request: Request, kv: KV, deadline: Deadline, check: Callable[[], None] | None
+    request: Request,
+    kv: KV,
+    deadline: Deadline,
+    check: Callable[[], None] | None,
+    reminder: Reminder,
 ) -> View | Reply | float:
     if isinstance(request, Watch):
-        return _wait(request, kv, deadline, check)
+        return _wait(request, kv, deadline, check, reminder)
     outage = False
     while True:
         # At least one try, and a short one at that, even when the time is over: what a call
@@ -95,18 +132,35 @@ def _perform(
                 return UNKNOWN
 
 
-def _wait(watch: Watch, kv: KV, deadline: Deadline, check: Callable[[], None] | None) -> float:
+def _wait(
+    watch: Watch,
+    kv: KV,
+    deadline: Deadline,
+    check: Callable[[], None] | None,
+    reminder: Reminder,
+) -> float:
     """Seconds waited. Returns to look again from time to time, whatever happened."""
     started_s = time.monotonic()
     look_s = REMIND_S if check is None else min(LOOK_S, REMIND_S)
     while (waited_s := time.monotonic() - started_s) < REMIND_S:
-        deadline.check(watch.reason)
+        if deadline.left_s() <= 0:
+            deadline.check(watch.reason + deadline.hint(watch))
+        deadline.check_open()
+        if watch.reason and reminder.is_due():
+            # What runs in the background for as long as it takes waits in order.
+            level = logging.INFO if math.isinf(deadline.timeout_s) else logging.WARNING
+            log.log(
+                level,
+                "%s: waiting for %.0f s, with etcd at %s: %s%s",
+                deadline.what,
+                reminder.lasts_s,
+                kv.endpoint,
+                watch.reason,
+                deadline.hint(watch),
+            )
         slice_s = min(deadline.left_s(), watch.limit_s - waited_s, look_s)
         if slice_s <= 0 or kv.wait(watch, timeout_s=slice_s):
             return time.monotonic() - started_s
         if check is not None:
             check()
-    if watch.reason:
-        total_s = deadline.timeout_s - deadline.left_s()
-        log.info("%s: waiting for %.0f s: %s", deadline.what, total_s, watch.reason)
     return waited_s
