@@ -1,5 +1,7 @@
 """What a handle does when sources, seats and stores fail: one process, memory and etcd."""
 
+import os
+import signal
 import threading
 import time
 import uuid
@@ -21,7 +23,7 @@ from torch_ros.errors import (
 )
 from torch_ros.reading import Progress
 from torch_ros.registered import LocalState
-from torch_ros.store import memory, rules
+from torch_ros.store import local, memory, rules
 from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.loops import Done
 from torch_ros.store.records import Failure
@@ -52,6 +54,29 @@ def opened(endpoint):
     yield open_
     for handle in handles:
         handle.close()
+
+
+@pytest.mark.parametrize("endpoint", ["local"])
+def test_handles_go_on_when_the_local_etcd_was_killed(opened, tmp_path, monkeypatch):
+    directory = tmp_path / "local"
+    monkeypatch.setenv(local.DIRECTORY, str(directory))
+    trainer, rollout = opened("trainer"), opened("rollout")
+    trained, mine = weights(1), weights(0)
+    trainer.register(trained)
+    rollout.register(mine)
+    trainer.publish(1)
+    assert rollout.update()
+    try:
+        os.kill(local.find(directory).etcd_pid, signal.SIGKILL)
+        trainer.unpublish()  # nobody calls open
+        for tensor in trained.values():
+            tensor.add_(1)
+        trainer.publish(2)
+        rollout.wait(lambda available: 2 in available)
+        assert rollout.update()
+        assert all(torch.equal(mine[name], trained[name]) for name in trained)
+    finally:
+        local.stop(directory)
 
 
 def weights(value, count=8):

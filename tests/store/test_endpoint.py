@@ -79,7 +79,22 @@ def test_anything_else_is_a_usage_error_that_names_the_forms(endpoint):
     with pytest.raises(UsageError) as caught:
         connect(endpoint, timeout_s=1)
     assert repr(endpoint) in str(caught.value)
-    assert '"etcd://host:port[,host:port]", "local" or "memory://[name]"' in str(caught.value)
+    forms = '"etcd://host:port[,host:port]", with TLS "etcds://...", "local" or "memory://[name]"'
+    assert forms in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "meant"),
+    [
+        ("http://127.0.0.1:2379", "etcd://127.0.0.1:2379"),
+        ("https://a:2379,b:2379", "etcds://a:2379,b:2379"),
+        ("localhost:2379", "etcd://localhost:2379"),
+        ("a:2379,b:2379", "etcd://a:2379,b:2379"),
+    ],
+)
+def test_how_others_name_an_etcd_is_understood(endpoint, meant):
+    with pytest.raises(UsageError, match=f"; did you mean {meant}\\?$"):
+        connect(endpoint, timeout_s=1)
 
 
 @pytest.mark.parametrize(

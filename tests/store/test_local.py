@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 import torch_ros
 from torch_ros.errors import StoreUnavailable, UsageError
 from torch_ros.store import local
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Put, Read, Txn, under
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -124,36 +127,118 @@ def test_it_ends_when_its_directory_is_replaced(place):
     wait_until(lambda: not set(old) & set(processes(place)))
 
 
-def test_a_killed_supervisor_takes_etcd_with_it(place):
-    local.ensure()
-    os.kill(local.find(place).supervisor_pid, signal.SIGKILL)
-    wait_until(lambda: not processes(place))
+def restarted(directory, old):
+    """What runs in `directory` once etcd is not the `old` one any more."""
+    wait_until(lambda: (found := local.find(directory)) and found.etcd_pid != old.etcd_pid)
+    return local.find(directory)
 
 
-def test_a_killed_etcd_is_restarted_where_it_was(place):
+def put(host, key):
+    kv = connect(f"etcd://{host}", timeout_s=10)
+    assert kv.commit(Txn(ops=(Put(key, b""),)), timeout_s=10).applied
+    kv.close()
+
+
+def keys(host):
+    kv = connect(f"etcd://{host}", timeout_s=10)
+    entries = list(kv.read(Read((under("t/"),)), timeout_s=10).entries)
+    kv.close()
+    return entries
+
+
+def test_a_killed_etcd_is_back_where_it_was_though_nobody_asks(place):
+    host = local.ensure()
+    put(host, "t/a")
+    old = local.find(place)
+    for _ in range(2):
+        os.kill(old.etcd_pid, signal.SIGKILL)
+        new = restarted(place, old)
+        assert (new.host, new.supervisor_pid) == (host, old.supervisor_pid)
+        assert keys(host) == ["t/a"]
+        old = new
+    assert "has ended" in (place / "etcd.log").read_text()
+
+
+def test_a_killed_etcd_waits_for_its_port(place):
     host = local.ensure()
     old = local.find(place)
+    suspend(old.supervisor_pid)  # so that somebody else is first
     os.kill(old.etcd_pid, signal.SIGKILL)
+    wait_until(lambda: local._free_port(old.port) == old.port)
+    with socket.create_server(("127.0.0.1", old.port)):
+        os.kill(old.supervisor_pid, signal.SIGCONT)
+        words = f"port {old.port} is taken by another process"
+        wait_until(lambda: words in (place / "etcd.log").read_text())
+        with pytest.raises(StoreUnavailable, match=r"started again; .*etcd\.log has the reasons"):
+            local.ensure(0.1)
+    assert restarted(place, old).host == host
+
+
+def test_etcd_outlives_a_killed_supervisor_and_gets_another(place):
+    host = local.ensure()
+    old = local.find(place)
+    os.kill(old.supervisor_pid, signal.SIGKILL)
+    wait_until(lambda: not local._is_supervised(place))
+    code, output = command("status")
+    assert code == 0
+    assert "(supervisor killed; the next open starts one)" in output
+
+    assert local.ensure() == host
+    new = local.find(place)
+    assert (new.etcd_pid, new.started) == (old.etcd_pid, old.started)
+    assert sorted(processes(place)) == sorted([new.supervisor_pid, new.etcd_pid])
+
+    os.kill(new.etcd_pid, signal.SIGKILL)  # it is not this supervisor's child
+    assert restarted(place, new).host == host
+
+
+def test_both_killed_are_started_again_where_they_were(place):
+    host = local.ensure()
+    old = local.find(place)
+    for pid in (old.supervisor_pid, old.etcd_pid):
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not processes(place))
     assert local.ensure() == host
-    assert local.find(place).etcd_pid != old.etcd_pid
 
 
-def test_an_etcd_that_hangs_is_replaced(place, monkeypatch):
-    monkeypatch.setattr(local, "HEALTHY_S", 5.0)
+def test_stop_ends_an_etcd_whose_supervisor_was_killed(place):
     local.ensure()
-    hung = local.find(place)
-    suspend(hung.etcd_pid)
-    local.ensure()
-    assert local.find(place).etcd_pid != hung.etcd_pid
-    assert hung.etcd_pid not in processes(place)
+    os.kill(local.find(place).supervisor_pid, signal.SIGKILL)
+    wait_until(lambda: not local._is_supervised(place))
+    local.stop(place)
+    assert not processes(place)
 
 
-def test_one_process_at_a_time_starts_it(place, monkeypatch):
-    monkeypatch.setattr(local, "LOCK_S", 0.2)
+def test_an_etcd_that_is_slow_is_waited_for(place):
+    host = local.ensure()
+    slow = local.find(place)
+    suspend(slow.etcd_pid)
+    with pytest.raises(StoreUnavailable, match=f"process {slow.etcd_pid} at {host} runs and does"):
+        local.ensure(0.1)
+    asker = python("-c", ENSURE)
+    wait_until(lambda: asker.poll() is not None or asks(asker.pid, slow.port))
+    os.kill(slow.etcd_pid, signal.SIGCONT)
+    assert asker.communicate(timeout=60)[0].strip() == host
+    assert local.find(place) == slow
+
+
+def asks(pid, port):
+    """Whether a process has a connection to `port` on loopback."""
+    table = pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    inodes = {line.split()[9] for line in table if line.split()[2].endswith(f":{port:04X}")}
+    with contextlib.suppress(OSError):
+        sockets = [str(fd.readlink()) for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+        return any(f"socket:[{inode}]" in sockets for inode in inodes)
+    return False
+
+
+def test_one_process_at_a_time_starts_it(place):
     local._prepare(place)
-    with local._locked(place), pytest.raises(StoreUnavailable, match="another process holds"):
-        local.ensure()
+    with (
+        local._locked(place, time.monotonic()),
+        pytest.raises(StoreUnavailable, match="another process holds"),
+    ):
+        local.ensure(0.2)
     local.ensure()
 
 
@@ -169,8 +254,9 @@ def test_a_supervisor_whose_starter_died_early_is_found(place):
     """It was started, but its starter could not wait for it; the next one must not add another."""
     local._prepare(place)
     binary, version = local._newest_binary()
-    local._spawn_supervisor(place, binary, version, local._free_port())
-    local._spawn_supervisor(place, binary, version, local._free_port())
+    deadline = time.monotonic() + 60
+    assert local._spawn_supervisor(place, binary, version, 0, deadline) == 0
+    assert local._spawn_supervisor(place, binary, version, 0, deadline) == local.TAKEN
     local.ensure()
     assert len(processes(place)) == 2
 
@@ -185,13 +271,12 @@ def test_one_directory_has_one_etcd_however_it_is_spelled(place, monkeypatch):
     assert local.ensure() == host
 
 
-def test_the_records_of_an_etcd_whose_state_cannot_be_read_are_not_touched(place, monkeypatch):
+def test_the_records_of_an_etcd_whose_state_cannot_be_read_are_not_touched(place):
     local.ensure()
     (place / "state.json").unlink()
     records = sorted((place / "records").rglob("*"))
-    monkeypatch.setattr(local, "HEALTHY_S", 0.5)
     with pytest.raises(StoreUnavailable, match=r"another process holds .*supervisor\.lock"):
-        local.ensure()
+        local.ensure(2.0)
     assert sorted((place / "records").rglob("*")) == records
     assert len(processes(place)) == 2
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 ANSWER_S_MAX = 10.0
 RETRY_S = 0.2
 HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
-FORMS = '"etcd://host:port[,host:port]", "local" or "memory://[name]"'
+FORMS = '"etcd://host:port[,host:port]", with TLS "etcds://...", "local" or "memory://[name]"'
 # What may stand behind the hosts, as in "?ca=/etc/ca.pem&user=me", or else in the environment.
 # Names of files, and never what is in them: an endpoint ends up in logs and process lists.
 OPTIONS = {
@@ -45,26 +45,29 @@ def connect(endpoint: str, *, timeout_s: float) -> KV:
         UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no
             etcd to start.
         AccessDenied: A certificate, the user or the password is wrong.
-        StoreUnavailable: Nothing answered within `timeout_s`, or 10 s, or not as etcd does; or
-            nobody listened there for all of `timeout_s`.
+        StoreUnavailable: Nothing answered within `timeout_s`, or 10 s unless it is "local", or not
+            as etcd does; or nobody listened there for all of `timeout_s`.
     """
-    kv = _open(endpoint)
+    deadline = time.monotonic() + timeout_s
+    kv = _open(endpoint, timeout_s)
+    # The one on this host has just answered; however slow it is, nobody else is meant.
+    answer_s = timeout_s if endpoint == "local" else ANSWER_S_MAX
     try:
-        _await_answer(kv, timeout_s)
+        _await_answer(kv, deadline, answer_s)
     except BaseException:
         kv.close()
         raise
     return kv
 
 
-def _await_answer(kv: KV, timeout_s: float) -> None:
+def _await_answer(kv: KV, deadline: float, answer_s: float) -> None:
     """Ask; again while nobody listens: etcd may be started together with those who need it."""
-    ends_s, is_told = time.monotonic() + timeout_s, False
+    is_told = False
     while True:
-        left_s = ends_s - time.monotonic()
+        left_s = deadline - time.monotonic()
         try:
             # Nothing is read: a role may be limited to a prefix that is not known here.
-            kv.read(Read(()), timeout_s=min(max(left_s, RETRY_S), ANSWER_S_MAX))
+            kv.read(Read(()), timeout_s=min(max(left_s, RETRY_S), answer_s))
         except StoreUnavailable as error:
             if error.reason != REFUSED or left_s < RETRY_S:
                 raise
@@ -76,9 +79,9 @@ def _await_answer(kv: KV, timeout_s: float) -> None:
             return
 
 
-def _open(endpoint: str) -> KV:
+def _open(endpoint: str, timeout_s: float) -> KV:
     if endpoint == "local":
-        return EtcdKV([local.ensure()])
+        return EtcdKV([local.ensure(timeout_s)])
     scheme, _, rest = endpoint.partition("://")
     hosts, _, query = rest.partition("?")
     if scheme in {"etcd", "etcds"} and "@" in hosts:
@@ -93,7 +96,15 @@ def _open(endpoint: str) -> KV:
     # What stands before an @, or behind a ?, may be a password.
     found = re.sub(r".*@", "...@", endpoint, flags=re.DOTALL)
     found = re.sub(r"\?.*", "?...", found, flags=re.DOTALL)
-    raise UsageError(f"the endpoint is {found!r}; it has to be {FORMS}")
+    raise UsageError(f"the endpoint is {found!r}; it has to be {FORMS}{_meant(endpoint)}")
+
+
+def _meant(endpoint: str) -> str:
+    """What was meant by the forms in which others name an etcd."""
+    scheme, _, hosts = endpoint.rpartition("://")
+    if scheme not in {"", "http", "https"} or not all(map(_is_host, hosts.split(","))):
+        return ""
+    return f"; did you mean etcd{'s' if scheme == 'https' else ''}://{hosts}?"
 
 
 def _open_etcd(hosts: list[str], named: dict[str, str], *, is_tls: bool) -> EtcdKV:

@@ -2,8 +2,9 @@
 
 It belongs to no process: it goes on when the one that started it ends, until it is stopped with
 ``python -m torch_ros.store.local stop`` or its directory is removed. A supervisor, this file run
-by its path, sees to the latter. So that the supervisor stays small, only the standard library is
-imported here.
+by its path, sees to the latter, and starts an etcd that died again, on the same port, where its
+users look for it. An etcd that is only slow is left alone. So that the supervisor stays small, only
+the standard library is imported here.
 
 Whoever can open a connection on this host's loopback can read and write what is in it.
 """
@@ -13,7 +14,6 @@ Whoever can open a connection on this host's loopback can read and write what is
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import http.client
 import importlib.util
@@ -28,7 +28,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,15 +36,20 @@ log = logging.getLogger("torch_ros.store.local")
 
 DIRECTORY = "TORCH_ROS_LOCAL_DIR"
 VERSION_MIN = (3, 4, 10)  # the first with --unsafe-no-fsync
-HEALTHY_S = 10.0  # from start to the first answer
-LOCK_S = 45.0  # another process may be starting it, with three tries
+START_S = 60.0  # from a call to an answer, for whoever does not say how long
+HEALTH_S = 2.0  # for one answer
+VERSION_S = 60.0  # for `etcd --version`, on a host that has no time for us
 STOP_S = 5.0
 POLL_S = 0.05
 SUPERVISE_S = 1.0
 ETCD_PATIENCE_S = 1.0  # between asking etcd to end and killing it
+TRIES = 3  # to start an etcd that never answered; the last one without the old records
+PAUSE_S, PAUSE_S_MAX = 0.1, 10.0  # before etcd is started again; doubles while its lives are short
+SHORT_LIFE_S = 10.0
+GAVE_UP, TAKEN = 1, 3  # exit statuses of the process that starts the supervisor
 QUOTA_BYTES = 1 << 30
 LOG_BYTES_MAX = 16 << 20
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+WAKERS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +67,58 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
 
-def ensure() -> str:
+def ensure(timeout_s: float = START_S) -> str:
     """Where this user's etcd on this host is, "127.0.0.1:port"; starts it if it does not run.
 
-    Any number of processes may call this at once; one of them starts it.
+    Any number of processes may call this at once; one of them starts it. One that runs and does not
+    answer yet is waited for: others use it, and lose their records with it.
 
     Raises:
         UsageError: There is no etcd to start, or its directory is not this user's alone.
-        StoreUnavailable: It was started and does not answer; the reason has its last words.
+        StoreUnavailable: It did not answer within `timeout_s`, or cannot be started; the reason
+            then has its last words.
     """
+    from torch_ros.errors import StoreUnavailable
+
     directory = _place()
     _prepare(directory)
-    running = find(directory)
-    if running is None:
-        with _locked(directory):
-            running = find(directory) or _start(directory)
-    return running.host
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if not _is_supervised(directory):
+            reason = _start(directory, deadline)
+        elif running := find(directory):
+            return running.host
+        else:
+            reason = _why_not(directory)
+        if time.monotonic() > deadline:
+            raise StoreUnavailable("local", timeout_s, reason)
+        time.sleep(POLL_S)
 
 
 def find(directory: Path) -> Running | None:
     """The etcd in `directory`, if it runs and answers."""
     running = _read_state(directory)
-    if running and _is_alive(running, directory) and _is_healthy(running):
+    if running and _is_alive(running, directory) and _is_healthy(running.host):
         return running
     return None
 
 
 def stop(directory: Path) -> Running | None:
     """End what runs in `directory`, and say what it was."""
-    running = _read_state(directory)
-    if running is None or not _is_any_left(running, directory):
+    stopped = _read_state(directory)
+    if stopped is None or not _is_any_left(stopped, directory):
         return None
-    _signal(running.supervisor_pid, directory, signal.SIGTERM)
+    is_supervised = _is_ours(stopped.supervisor_pid, directory)
+    first = stopped.supervisor_pid if is_supervised else stopped.etcd_pid
+    _signal(first, directory, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
-    while _is_any_left(running, directory):
+    # Until the supervisor hears of it, it may start another etcd.
+    while (running := _read_state(directory)) and _is_any_left(running, directory):
         if time.monotonic() > deadline:
             _signal(running.supervisor_pid, directory, signal.SIGKILL)
             _signal(running.etcd_pid, directory, signal.SIGKILL)
         time.sleep(POLL_S)
-    return running
+    return stopped
 
 
 # The directory
@@ -134,12 +152,11 @@ def _prepare(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, name: str = "lock", within_s: float | None = None) -> Iterator[None]:
+def _locked(directory: Path, deadline: float) -> Iterator[None]:
     from torch_ros.errors import StoreUnavailable
 
-    patience_s = LOCK_S if within_s is None else within_s
-    lock = _open_lock(directory / name)
-    deadline = time.monotonic() + patience_s
+    patience_s = max(0.0, deadline - time.monotonic())
+    lock = _open_lock(directory / "lock")
     try:
         while True:
             try:
@@ -147,7 +164,7 @@ def _locked(directory: Path, name: str = "lock", within_s: float | None = None) 
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    reason = f"another process holds {directory / name}"
+                    reason = f"another process holds {directory / 'lock'}"
                     raise StoreUnavailable("local", patience_s, reason) from error
             time.sleep(POLL_S)
         yield
@@ -178,9 +195,13 @@ def _write_state(directory: Path, running: Running) -> None:
 
 def _is_alive(running: Running, directory: Path) -> bool:
     is_here = f"http://{running.host}" in _arguments(running.etcd_pid)
-    return is_here and all(
-        _is_ours(pid, directory) for pid in (running.supervisor_pid, running.etcd_pid)
-    )
+    return is_here and _is_ours(running.etcd_pid, directory)
+
+
+def _is_supervised(directory: Path) -> bool:
+    """Whether somebody starts etcd, or starts it again; not whether it runs."""
+    running = _read_state(directory)
+    return running is not None and _is_ours(running.supervisor_pid, directory)
 
 
 def _is_any_left(running: Running, directory: Path) -> bool:
@@ -207,8 +228,8 @@ def _signal(pid: int, directory: Path, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _is_healthy(running: Running) -> bool:
-    connection = http.client.HTTPConnection(running.host, timeout=2.0)
+def _is_healthy(host: str) -> bool:
+    connection = http.client.HTTPConnection(host, timeout=HEALTH_S)
     try:
         connection.request("GET", "/health")
         health = json.loads(connection.getresponse().read(1000))
@@ -222,36 +243,54 @@ def _is_healthy(running: Running) -> bool:
 # Starting
 
 
-def _start(directory: Path) -> Running:
-    """Start an etcd and wait for its first answer. The caller holds the lock."""
+def _start(directory: Path, deadline: float) -> str:
+    """Have etcd supervised, and started if it does not run. Why not, if it could not be yet."""
     from torch_ros.errors import StoreUnavailable
 
-    old = _read_state(directory)
-    if old and _is_alive(old, directory):
-        if _await_health(directory):
-            return old
-        stop(directory)
-    binary, version = _newest_binary()
-    # On its old port, the clients of an etcd that died find it again.
-    port = _free_port(old.port if old else 0)
-    for wipe in (False, False, True):
-        if wipe:  # an etcd that lost its host cannot always read what it left
-            # Of one that lives and whose state cannot be read from here, they are not ours.
-            with _locked(directory, "supervisor.lock", STOP_S):  # one that ends lets it go last
-                shutil.rmtree(directory / "records", ignore_errors=True)
-        with contextlib.suppress(subprocess.SubprocessError):  # the log has why
-            _spawn_supervisor(directory, binary, version, port)
-        if running := _await_health(directory):
-            log.info(
-                "started etcd %s at %s, with its records in %s; it serves this user until "
-                "`python -m torch_ros.store.local stop`, or until that directory is removed",
-                *(running.version, running.host, directory),
-            )
-            return running
-        stop(directory)
-        port = _free_port()
-    words = (directory / "etcd.log").read_text(errors="replace")[-2000:]
-    raise StoreUnavailable("local", HEALTHY_S, f"it was started, and its log ends with: {words}")
+    with _locked(directory, deadline):
+        if _is_supervised(directory):
+            return "another process starts it"
+        old = _read_state(directory)
+        if old and _is_alive(old, directory):  # its supervisor was killed
+            arguments = _arguments(old.etcd_pid)
+            binary, version = arguments[arguments.index("--name") - 1], old.version
+        else:
+            binary, version = _newest_binary()
+        began = time.monotonic()
+        try:
+            # On its old port, the clients of an etcd that died find it again.
+            port = old.port if old else 0
+            status = _spawn_supervisor(directory, binary, version, port, deadline)
+        except subprocess.TimeoutExpired:
+            return _why_not(directory)
+    if status == TAKEN:  # by one that ends just now, or whose state cannot be read from here
+        time.sleep(min(SUPERVISE_S, max(0.0, deadline - time.monotonic())))
+        return f"another process holds {directory / 'supervisor.lock'}"
+    if status:
+        words = (directory / "etcd.log").read_text(errors="replace")[-2000:]
+        raise StoreUnavailable(
+            "local",
+            round(time.monotonic() - began, 1),
+            f"it was started, and its log ends with: {words}",
+        )
+    if running := _read_state(directory):
+        log.info(
+            "started etcd %s at %s, with its records in %s; it serves this user until "
+            "`python -m torch_ros.store.local stop`, or until that directory is removed",
+            *(running.version, running.host, directory),
+        )
+    return "it was started and ended again"
+
+
+def _why_not(directory: Path) -> str:
+    """Why an etcd that has a supervisor does not answer."""
+    running = _read_state(directory)
+    if running and _is_alive(running, directory):
+        return (
+            f"process {running.etcd_pid} at {running.host} runs and does not answer; if it never "
+            "will, `python -m torch_ros.store.local stop` ends it, for all who use it"
+        )
+    return f"it ended and is started again; {directory / 'etcd.log'} has the reasons"
 
 
 def _newest_binary() -> tuple[str, str]:
@@ -287,7 +326,7 @@ def _version(binary: str | None) -> tuple[int, ...]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=VERSION_S,
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
@@ -309,95 +348,181 @@ def _free_port(wanted: int = 0) -> int:
     return 0
 
 
-def _spawn_supervisor(directory: Path, binary: str, version: str, port: int) -> None:
-    """Returns once it is there; it then goes its own way.
+def _spawn_supervisor(
+    directory: Path, binary: str, version: str, port: int, deadline: float
+) -> int:
+    """Returns once etcd has answered, with 0; or GAVE_UP, or TAKEN if there is a supervisor.
 
-    Nothing of the caller's goes with it: no descriptors, terminal, directory or PYTHON settings.
+    The supervisor goes its own way, also when `deadline` ends this: nothing of the caller's goes
+    with it, no descriptors, terminal, directory or PYTHON settings.
     """
     command = [
         *(sys.executable, "-IS", __file__, "supervise", str(directory)),
-        *(binary, version, str(port), str(_free_port())),
+        *(binary, version, str(port)),
     ]
     with (directory / "etcd.log").open("ab") as words:
-        words.truncate(0)
-        subprocess.run(
+        return subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=words,
             stderr=words,
             cwd="/",
             start_new_session=True,
-            timeout=HEALTHY_S,
-            check=True,
-        )
-
-
-def _await_health(directory: Path) -> Running | None:
-    """What answers in `directory`; None when it ended, or does not within `HEALTHY_S`."""
-    deadline = time.monotonic() + HEALTHY_S
-    while time.monotonic() < deadline:
-        running = _read_state(directory)
-        if running and not _is_alive(running, directory):
-            return None
-        if running and _is_healthy(running):
-            return running
-        time.sleep(POLL_S)
-    return None
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+        ).returncode
 
 
 # The supervisor
 
 
-def _supervise(directory: Path, binary: str, version: str, port: int, peer_port: int) -> None:
-    """Run etcd until it ends, we are told to, or `directory` is gone."""
-    # Whoever started another one may have died before it could say so.
-    fcntl.flock(_open_lock(directory / "supervisor.lock"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (directory / "state.json").unlink(missing_ok=True)
-    if os.fork():
-        os._exit(0)  # the caller has nobody to wait for; init adopts the child
-    # As long as it is open, no other directory can look like this one.
-    held = os.fstat(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
-    wakers = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, wakers)
+class _ToldToEnd(Exception):
+    """By a signal, or because the directory is gone."""
 
-    etcd = _spawn_etcd(directory, binary, port, peer_port)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    _write_state(directory, Running(os.getpid(), etcd.pid, port, version, started))
 
-    while etcd.poll() is None and _is_same(directory, held):
-        woken = signal.sigtimedwait(wakers, SUPERVISE_S)
-        if woken is not None and woken.si_signo != signal.SIGCHLD:
-            break
+class _Supervisor:
+    """Keeps one etcd running until it is told to end, or `directory` is gone.
+
+    If it is killed itself, etcd goes on without it: the next `ensure` starts another supervisor,
+    which finds that etcd and takes it over.
+    """
+
+    def __init__(self, directory: Path, binary: str, version: str, port: int) -> None:
+        self._directory, self._binary, self._version = directory, binary, version
+        self._port, self._pid = port, 0
+        self._is_child, self._has_ended = False, True
+        # As long as it is open, no other directory can look like this one.
+        self._held = os.fstat(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+    def run(self, say_it_answers: Callable[[], None]) -> None:
+        """Returns when it was told to end, or etcd never answered; etcd has ended then."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, WAKERS)
+        try:
+            self._keep_running(say_it_answers)
+        except _ToldToEnd:
+            pass
+        finally:
+            self._end_etcd()
+
+    def _keep_running(self, say_it_answers: Callable[[], None]) -> None:
+        is_known = self._take_over()  # its users look for it on its port
+        unanswered = short_lives = 0
+        while is_known or unanswered < TRIES:
+            began = time.monotonic()
+            if self._has_ended:
+                port = _free_port(self._port)
+                if is_known and port != self._port:
+                    _note(f"port {self._port} is taken by another process; etcd waits for it")
+                else:
+                    self._port = port
+                    self._spawn()
+            answers = False
+            while self._is_running():
+                if not answers and _is_healthy(f"127.0.0.1:{self._port}"):
+                    answers = is_known = True
+                    say_it_answers()
+                self._nap(SUPERVISE_S if answers else POLL_S)
+            if self._pid or not is_known:
+                unanswered = 0 if answers else unanswered + 1
+            if self._pid:
+                _note(f"etcd, process {self._pid}, has ended")
+                if unanswered == TRIES - 1:
+                    # An etcd that lost its host cannot always read what it left.
+                    shutil.rmtree(self._directory / "records", ignore_errors=True)
+            is_short = time.monotonic() - began < SHORT_LIFE_S
+            short_lives = short_lives + 1 if is_short else 0
+            self._pid, self._has_ended = 0, True
+            self._pause(min(PAUSE_S_MAX, PAUSE_S * 2 ** min(short_lives, 10)))
+
+    def _take_over(self) -> bool:
+        """The etcd of a supervisor that was killed, if there is one."""
+        old = _read_state(self._directory)
+        if old is None or not _is_alive(old, self._directory):
+            return False
+        self._pid, self._port, self._has_ended = old.etcd_pid, old.port, False
+        self._write(old.started)
+        return True
+
+    def _spawn(self) -> None:
+        """etcd as a child; it logs where we do."""
+        client, peer = f"http://127.0.0.1:{self._port}", f"http://127.0.0.1:{_free_port()}"
+        command = [
+            *(self._binary, "--name", "local", "--data-dir", str(self._directory / "records")),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"local={peer}", "--log-level", "warn"),
+            # Everything in it ends with the processes that wrote it: nothing to keep safe.
+            *("--unsafe-no-fsync", "--quota-backend-bytes", str(QUOTA_BYTES)),
+            *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1m"),
+        ]
+        try:
+            self._pid = os.posix_spawn(self._binary, command, _environment(), setsigmask=[])
+            self._is_child, self._has_ended = True, False
+        except OSError as error:  # it was there a moment ago; a new environment may bring it back
+            _note(f"{self._binary} cannot be run: {error.strerror}")
+            return
+        self._write(time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    def _write(self, started: str) -> None:
+        _write_state(
+            self._directory,
+            Running(os.getpid(), self._pid, self._port, self._version, started),
+        )
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            self._nap(min(left_s, SUPERVISE_S))
+
+    def _nap(self, seconds: float) -> None:
+        """Until `seconds` are over or a child has ended."""
+        woken = signal.sigtimedwait(WAKERS, seconds)
+        is_told = woken is not None and woken.si_signo != signal.SIGCHLD
+        if is_told or not _is_same(self._directory, self._held):
+            raise _ToldToEnd
         if os.fstat(sys.stderr.fileno()).st_size > LOG_BYTES_MAX:
             os.ftruncate(sys.stderr.fileno(), 0)
-    etcd.terminate()
-    try:
-        etcd.wait(ETCD_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        etcd.kill()
-        etcd.wait()
+
+    def _is_running(self) -> bool:
+        """Of a child, only its parent knows: what /proc says is empty for a moment at first."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                self._has_ended |= ended == self._pid
+        return not self._has_ended and (self._is_child or _is_ours(self._pid, self._directory))
+
+    def _end_etcd(self) -> None:
+        deadline = time.monotonic() + ETCD_PATIENCE_S
+        number = signal.SIGTERM
+        while self._is_running():
+            os.kill(self._pid, number)
+            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
+            if time.monotonic() > deadline:
+                number = signal.SIGKILL
 
 
-def _spawn_etcd(directory: Path, binary: str, port: int, peer_port: int) -> subprocess.Popen[bytes]:
-    """etcd as a child; it logs where we do."""
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
-    prctl = ctypes.CDLL(None).prctl
+def _supervise(directory: Path, binary: str, version: str, port: int) -> int:
+    """Fork the supervisor, and see whether it brings etcd to answer."""
+    # Whoever started another one may have died before it could say so.
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(_open_lock(directory / "supervisor.lock"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        told, tell = os.pipe()
+        if os.fork():
+            os.close(tell)
+            return 0 if os.read(told, 1) else GAVE_UP  # init adopts the child
+        os.close(told)
+        os.ftruncate(sys.stderr.fileno(), 0)
+        _Supervisor(directory, binary, version, port).run(lambda: _tell(tell))
+        os._exit(0)
+    return TAKEN
 
-    def before_exec() -> None:
-        # A killed supervisor takes etcd with it: nobody else would end it.
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    command = [
-        *(binary, "--name", "local", "--data-dir", str(directory / "records")),
-        *("--listen-client-urls", client, "--advertise-client-urls", client),
-        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-        *("--initial-cluster", f"local={peer}", "--log-level", "warn"),
-        # Everything in it ends with the processes that wrote it: nothing to keep safe.
-        *("--unsafe-no-fsync", "--quota-backend-bytes", str(QUOTA_BYTES)),
-        *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1m"),
-    ]
-    # The supervisor has one thread, so code may run between fork and exec.
-    return subprocess.Popen(command, env=_environment(), preexec_fn=before_exec)  # noqa: PLW1509
+def _tell(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # nobody may listen any more
+        os.write(descriptor, b"!")
+
+
+def _note(words: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), "supervisor:", words, file=sys.stderr, flush=True)
 
 
 def _is_same(directory: Path, held: os.stat_result) -> bool:
@@ -412,10 +537,8 @@ def _is_same(directory: Path, held: os.stat_result) -> bool:
 
 def main(arguments: list[str]) -> int:
     match arguments:
-        case ["supervise", directory, binary, version, port, peer_port]:
-            with contextlib.suppress(BlockingIOError):  # there is one already
-                _supervise(Path(directory), binary, version, int(port), int(peer_port))
-            return 0
+        case ["supervise", directory, binary, version, port]:
+            return _supervise(Path(directory), binary, version, int(port))
         case ["start"]:
             return _start_and_say()
         case ["status"]:
@@ -449,7 +572,9 @@ def _print_status(running: Running | None) -> int:
     print(f"endpoint   etcd://{running.host}")
     print(f"directory  {_place()}")
     print(f"version    {running.version}")
-    print(f"processes  {running.etcd_pid} (supervisor {running.supervisor_pid})")
+    is_supervised = _is_ours(running.supervisor_pid, _place())
+    supervisor = running.supervisor_pid if is_supervised else "killed; the next open starts one"
+    print(f"processes  {running.etcd_pid} (supervisor {supervisor})")
     print(f"started    {running.started}")
     return 0
 

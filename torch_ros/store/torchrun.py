@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from torch_ros.errors import UsageError
+from torch_ros.errors import StoreUnavailable, UsageError
 from torch_ros.store import local
 from torch_ros.store.rendezvous import URL_VARIABLE, url_of
 from torch_ros.store.torch_store import EtcdStore
@@ -83,11 +83,11 @@ def create_handler(parameters: RendezvousParameters) -> RosRendezvousHandler:
         raise UsageError(
             f"--rdzv-backend={BACKEND} without --rdzv-id: the jobs of one etcd are told apart by it"
         )
-    endpoint = _endpoint(parameters.endpoint)
     read_timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or READ_TIMEOUT_S)
     try:
+        endpoint = _endpoint(parameters.endpoint, read_timeout.total_seconds())
         store = EtcdStore(endpoint, f"torchrun/{parameters.run_id}", timeout=read_timeout)
-    except DistNetworkError as error:
+    except (DistNetworkError, StoreUnavailable) as error:
         raise RendezvousConnectionError(str(error)) from error
     # Else torch hands the workers the address of a TCPStore that it made for the first round, also
     # when the node that has it is gone, and never tells it to nodes that join later.
@@ -109,10 +109,10 @@ def create_handler(parameters: RendezvousParameters) -> RosRendezvousHandler:
     return handler
 
 
-def _endpoint(given: str) -> str:
+def _endpoint(given: str, timeout_s: float) -> str:
     chosen = given or os.environ.get(ENDPOINT_VARIABLE) or "local"
     if chosen == "local":
-        return f"etcd://{local.ensure()}"
+        return f"etcd://{local.ensure(timeout_s)}"
     return chosen if "://" in chosen else f"etcd://{chosen}"
 
 
