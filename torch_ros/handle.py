@@ -45,7 +45,7 @@ from torch_ros.store.records import Call, Kind, Version, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.seat import Seat, own_group
-from torch_ros.store.txn import Unseen, View
+from torch_ros.store.txn import Unseen, View, whole
 from torch_ros.store.versions import (
     Spec,
     check_version,
@@ -179,6 +179,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     arguments.check(locals(), OPTIONS)
     if digests not in get_args(Depth):
         raise UsageError(f"digests={digests!r}: expected one of {', '.join(get_args(Depth))}")
+    if isinstance(retain, str) or not isinstance(retain, Sequence):
+        raise UsageError(f"retain={retain!r}: expected a list, such as ('latest',)")
     retained = tuple(str(Spec.parse(version)) for version in retain)
     wanted = os.environ.get(TRANSPORT_VARIABLE)
     way = transport or wanted or "auto"
@@ -1033,23 +1035,24 @@ class ShardHandle:
     ) -> dict[int, set[str]]:
         """Block until `predicate` of what `list` returns is true; returns that.
 
-        This process's own question; asked again at every change.
+        This process's own question; asked again at every change, at most 20 times a second.
 
         Raises:
             DeadlineExceeded: With what `list` said last.
         """
         deadline = self._deadline("wait", timeout_s)
         keys = self._group.seat.keys
+        ranges = spec_ranges(keys)
 
-        def rule(view: View) -> Step[dict[int, set[str]]]:
+        def rule(view: View) -> Done[dict[int, set[str]]] | Wait:
             there = listing(view, keys)
             if predicate(there):
                 return Done(there)
             names = {version: sorted(replicas) for version, replicas in there.items()}
-            return Wait(f"available: {names or 'nothing'}", (keys.versions(), keys.holdings()))
+            return Wait(f"available: {names or 'nothing'}", whole(ranges))
 
         self._require_usable()
-        return self._group.ask(spec_ranges(keys), rule, deadline)
+        return self._group.follow(whole(ranges), rule, deadline)
 
     # The end
 

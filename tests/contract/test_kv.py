@@ -18,6 +18,7 @@ from torch_ros.store.txn import (
     Delete,
     Empty,
     Entry,
+    Follow,
     Get,
     NoneNewer,
     Part,
@@ -498,6 +499,35 @@ def test_wait_sees_a_deletion_in_the_past(store):
     rev = store.put("a")
     store.delete("a")
     assert store.wait(rev)
+
+
+def test_follow_tells_all_that_changed_in_its_ranges_as_of_one_revision(store, threads):
+    ranges = (under(store.key("a/")), under(store.key("c/")))
+    store.put("a/gone")
+    view = store.read(*ranges)
+
+    def follow(rev, timeout_s=5.0):
+        return store.kv.follow(Follow(ranges, rev, ""), timeout_s=timeout_s)
+
+    nothing = follow(view.rev, timeout_s=0.2)
+    assert (nothing.rev, nothing.entries) == (view.rev, {})
+    following = threads.submit(follow, view.rev)
+    store.put("b/between")
+    store.delete("a/gone")
+    view = view.after(following.result(timeout=5))
+    while view.entries:  # it may have been told in pieces
+        view = view.after(follow(view.rev))
+    last = [store.put(name) for name in ["a/x", "b/y", "c/z", "a/x"]][-1]
+    while view.rev < last:
+        view = view.after(follow(view.rev))
+    assert view.entries == store.read(*ranges).entries
+    assert view.entries.keys() == {store.key("a/x"), store.key("c/z")}
+
+
+def test_follow_cannot_tell_what_a_wiped_store_has_lost(store):
+    ranges = (under(store.key("a/")), under(store.key("c/")))
+    ahead = store.put("a/x") + 1000
+    assert store.kv.follow(Follow(ranges, ahead, ""), timeout_s=5) is None
 
 
 @pytest.mark.parametrize("name", ["a/x", "b", "c/y"])

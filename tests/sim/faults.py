@@ -406,6 +406,32 @@ def _(rule):
     return lambda *args: Wait(rule(*args).reason, ())
 
 
+@fault(
+    "who completes a call relies on another to offer the version",
+    (rules, "complete"),
+    scenario="last offer",
+)
+def _(rule):
+    def faulty(view, *, seat, **kwargs):
+        own = lambda guard: "/holdings/" not in str(guard) or seat.inst in str(guard)
+        return edited(guards=own)(rule)(view, seat=seat, **kwargs)
+
+    return faulty
+
+
+@fault(
+    "of what has changed while somebody waits one thing is seen",
+    (View, "after"),
+    scenario="last change",
+)
+def _(after):
+    def faulty(view, changes):
+        one_thing = dict(list(changes.entries.items())[:1])
+        return after(view, msgspec.structs.replace(changes, entries=one_thing))
+
+    return faulty
+
+
 def awake(op):
     return None if isinstance(op, Put) and "/versions/" in op.key else op
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 
 from checks import Broken, demand
 from replicas import TTL_S, Process, Start
@@ -168,6 +169,13 @@ def deletes(part: str) -> Callable[[object], bool]:
     return lambda what: (
         isinstance(what, Commit)
         and any(isinstance(op, Delete) and part in op.range.start for op in what.txn.ops)
+    )
+
+
+def makes_full(what: object) -> bool:
+    """A commit that completes a call."""
+    return puts("/holdings/")(what) and any(
+        isinstance(op, Put) and b'"full"' in op.value for op in what.txn.ops
     )
 
 
@@ -670,6 +678,73 @@ def claimed_meanwhile(scene: Scene) -> None:
     scene.play()
 
 
+ORDERS = [
+    order
+    for order in permutations(("sees", "completes", "leaves", "looks"))
+    if order.index("sees") < order.index("completes")
+]
+
+
+def last_offer(scene: Scene) -> None:
+    """I6: whenever the last holder leaves, the version is heard of from who has just read it."""
+    order = scene.rng.choice(ORDERS)
+    before = {step: {"has read", *order[: order.index(step)]} for step in order}
+
+    def has_turn(step: str) -> bool:
+        return before[step] <= scene.reached
+
+    def read(me: Process) -> None:
+        if me.rank == 1:  # the last to be ready; so it sees who else offers the version
+            both_read = lambda: any("/ready/" in key for key in scene.store._entries)
+            sees = lambda: both_read() and has_turn("sees")
+            scene.hold("has read", me, puts("/ready/"), sees)
+            scene.hold("sees", me, makes_full, lambda: has_turn("completes"))
+        replicate(me)
+        scene.reach("completes")
+        scene.until("told")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until(*before["leaves"])
+        me.handle.close()
+        scene.reach("leaves")
+
+    def look(me: Process) -> None:
+        scene.until(*before["looks"])
+        scene.at(scene.now_s + 0.5, scene.reach, "looks")
+        replicate(me)
+        scene.reach("told")
+
+    scene.start("r0", read)
+    scene.start("t", train, size=1)
+    scene.start("r1", look, size=1)
+    scene.play()
+
+
+def last_change(scene: Scene) -> None:
+    """I6: `wait` hears of the change that it waits for, also if others come with it."""
+    count = 4
+
+    def look(me: Process) -> None:
+        scene.until("published")
+        scene.reach("waits")
+        me.handle.wait(lambda there: len(there.get(1, ())) > count, timeout_s=100)
+        scene.reach("told")
+        demand(scene.now_s < scene.full_s + 3, "I6: nobody told")
+
+    def read(me: Process) -> None:
+        scene.until("waits")
+        replicate(me)
+        scene.full_s = scene.now_s
+        scene.until("told")
+
+    scene.start("r", look, size=1)
+    scene.start("t", lambda me: (publish(me, 1), scene.reach("published"), scene.until("told")))
+    for number in range(count):
+        scene.start(f"r{number}", read, size=1)
+    scene.play()
+
+
 def _anchor_and_other(me: Process) -> tuple[Process, Process]:
     """The two processes of a replica, once both have their seats."""
     world, both = me.world, me.start.processes
@@ -1030,6 +1105,8 @@ SCENES = {
     "few, not whole": few_not_whole,
     "freed meanwhile": freed_meanwhile,
     "claimed meanwhile": claimed_meanwhile,
+    "last offer": last_offer,
+    "last change": last_change,
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,
     "same nonce": same_nonce,

@@ -98,6 +98,10 @@ class Connection:
         self._check()
         return woken is not None
 
+    def follow(self, request, *, timeout_s):
+        self.wait(Watch(request.ranges, request.after_rev, request.reason), timeout_s=timeout_s)
+        return self.world.store.changes(request) if self.is_reachable else None
+
     def close(self):
         self.is_closed = True
         for actor, (token, _, connection) in list(self.world.watchers.items()):

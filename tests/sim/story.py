@@ -41,4 +41,4 @@ def _op(op: object) -> str:
             return f"put {_key(name)} {cut} ({lease_id})"
         case Delete(range_):
             return f"delete {_key(range_.start)}"
-    return f"{type(op).__name__.lower()} {_key(op.range.start)}"
+    return f"{type(op).__name__.lower()} {_part(op.range)}"

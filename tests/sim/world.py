@@ -458,6 +458,14 @@ class World(Scheduler):
             finally:  # of one that was given up, whenever that is
                 loops_in[:] = [one for one in loops_in if one is not mine]
 
+        def follow(ranges, rule):
+            mine, loops_in = (ranges, rule), world.current.loops
+            loops_in.append(mine)
+            try:
+                return (yield from loops.follow(ranges, rule))
+            finally:
+                loops_in[:] = [one for one in loops_in if one is not mine]
+
         class Copy(HostCopy):
             def __init__(self, transport, *args) -> None:
                 super().__init__(transport, *args)
@@ -486,6 +494,7 @@ class World(Scheduler):
             "time": time,
             "secrets": SimpleNamespace(token_hex=self.token),
             "settle": settle,
+            "follow": follow,
             "Deadline": self.deadline,
             "HostCopy": Copy,
             "identify": identify,

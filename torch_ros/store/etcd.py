@@ -24,11 +24,13 @@ from pyetcd import etcdrpc as rpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.txn import (
+    Changes,
     Count,
     Created,
     Delete,
     Empty,
     Entry,
+    Follow,
     Get,
     Guard,
     NoneNewer,
@@ -180,21 +182,58 @@ class EtcdKV:
         )
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
+        # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
+        # So each range is watched from now on too; and what is in between is asked for.
+        starts = (NOW, watch.after_rev + 1)
+        requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
+        return self._watched(watch, requests, timeout_s, lambda _: True)
+
+    def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
+        ranges, rev = request.ranges, request.after_rev
+        news: dict[str, Entry | None] = {}
+
+        def is_news(events: Sequence[Any]) -> bool:
+            nonlocal rev
+            for event in events:
+                key, rev = _text(event.kv.key), event.kv.mod_revision
+                if any(key in range_ for range_ in ranges):
+                    news[key] = None if event.type == event.DELETE else _entry(event.kv)
+            return bool(news)
+
+        # One watch, over all that lies between them: the events of several have no common order.
+        # Those of one revision come together.
+        all_ = Range(min(r.start for r in ranges), max(r.end for r in ranges))
+        watch = Watch((all_,), rev, request.reason)
+        is_over = self._watched(watch, [_watch(all_, rev + 1)], timeout_s, is_news)
+        return None if is_over and not news else Changes(rev, news)
+
+    def _watched(
+        self,
+        watch: Watch,
+        requests: Sequence[Any],
+        timeout_s: float,
+        is_enough: Callable[[Sequence[Any]], bool],
+    ) -> bool:
+        """Until some events are enough, or for a reason to look again; False: time is over."""
         self._check_open()
         watching = _Watching()
+        wait = partial(self._wait, watch, requests, timeout_s, is_enough, watching)
         try:
-            return self._aside.run(partial(self._wait, watch, timeout_s, watching))
+            return self._aside.run(wait)
         except BaseException as error:
             if not isinstance(error, Exception):  # raised by a signal handler, here
                 self._aside.leave(watching.end)
             raise
 
-    def _wait(self, watch: Watch, timeout_s: float, watching: _Watching) -> bool:
+    def _wait(
+        self,
+        watch: Watch,
+        requests: Sequence[Any],
+        timeout_s: float,
+        is_enough: Callable[[Sequence[Any]], bool],
+        watching: _Watching,
+    ) -> bool:
         deadline = time.monotonic() + timeout_s
-        # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
-        # So each range is watched from now on too; and what is in between is asked for.
-        starts = (NOW, watch.after_rev + 1)
-        requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
         index, created = self._current, 0
         try:
             token = self._log_in(deadline)
@@ -205,10 +244,12 @@ class EtcdKV:
                     self._has_newer(watch, timeout_s=max(1.0, deadline - time.monotonic()))
                     return True
                 # A store that was wiped counts from 1 again: its events would come much too late.
-                if not reply.created or reply.canceled or rev < watch.after_rev:
+                is_over = reply.canceled or rev < watch.after_rev
+                if is_over or (not reply.created and is_enough(reply.events)):
                     return True
-                created += 1
-                is_late = created == len(requests) and rev > watch.after_rev
+                created += reply.created
+                is_last = reply.created and 1 < created == len(requests)
+                is_late = is_last and rev > watch.after_rev
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
                     return True
         except grpc.RpcError as error:
@@ -664,7 +705,9 @@ def _op(op: Op) -> Any:
         case Delete(range_):
             delete = rpc.DeleteRangeRequest(**_bounds(range_))
             return rpc.RequestOp(request_delete_range=delete)
-        case Get(range_, keys_only):
+        case Get(Part() as part):
+            return _get(part)
+        case Get(Range() as range_, keys_only):
             get = rpc.RangeRequest(**_bounds(range_), keys_only=keys_only)
             return rpc.RequestOp(request_range=get)
         case Count(range_):
@@ -729,10 +772,11 @@ def _view(ranges: Sequence[Range | Part], reply: Any) -> View:
 
 
 def _entries(reply: Any) -> dict[str, Entry]:
-    return {
-        _text(kv.key): Entry(kv.value, kv.create_revision, kv.mod_revision, kv.lease)
-        for kv in reply.kvs
-    }
+    return {_text(kv.key): _entry(kv) for kv in reply.kvs}
+
+
+def _entry(kv: Any) -> Entry:
+    return Entry(kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def _reason(error: Any) -> str:

@@ -35,7 +35,7 @@ from torch_ros.store import membership, rules, sources
 from torch_ros.store.keys import Keys, family, replica_of
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
-from torch_ros.store.loops import Act, Done, Step, looking_ahead, settle
+from torch_ros.store.loops import Act, Done, Step, Wait, follow, looking_ahead, settle
 from torch_ros.store.membership import Applicant
 from torch_ros.store.records import (
     Call,
@@ -55,7 +55,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.sources import Source
 from torch_ros.store.survey import other_models
 from torch_ros.store.txn import Part, Put, Range, Steps, Txn, View, Watch, one, some
-from torch_ros.store.versions import Spec, spec_ranges
+from torch_ros.store.versions import Spec, first_holders, spec_ranges
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -435,6 +435,12 @@ class Group:
         keys = self.seat.keys
         return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
 
+    def follow(
+        self, ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait], deadline: Deadline
+    ) -> T:
+        """As `ask`, of a question that every change may answer."""
+        return run(follow(ranges, rule), self.kv, deadline, check=self.check_open)
+
     def make(self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]) -> T:
         """The group's next call. `body` makes it, and makes it again if the seat was lost.
 
@@ -621,7 +627,7 @@ class GroupCall:
         self,
         ranges: tuple[Range | Part, ...],
         effects: Callable[[View, Seat, Call], Step[Call]],
-        ahead: tuple[Range, ...] = (),
+        ahead: tuple[Range | Part, ...] = (),
     ) -> None:
         """What the group does in this call; the first rank that asks decides.
 
@@ -665,7 +671,7 @@ class GroupCall:
         keys, run = self.seat.keys, self.seat.run
         effects = partial(rules.publish, version=version, fresh_uid=self.fresh_uid)
         own = keys.holding(run, version, self.seat.inst)
-        ahead = (one(keys.version(run, version)), one(own))
+        ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide((keys.versions(run), keys.holdings(run)), effects, ahead)
 
     def decide_to_read(
@@ -746,7 +752,7 @@ class GroupCall:
         rule = partial(sources.attach, seat=self.seat, call=self._call, source=inst)
         ranges = sources.attach_ranges(self.seat, self._call, inst)
         mine = one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
-        return self._settle(ranges, rule, (*self._ends_at(self._call), mine))
+        return self._settle(ranges, rule, (*rules.end_ranges(self.seat, self._call), mine))
 
     def _detach(self, inst: str, lost: SourceLost) -> None:
         assert self._call is not None
@@ -815,9 +821,13 @@ class GroupCall:
             alone = partial(
                 rules.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
             )
-            return self._settle(self._ends_at(call), alone, first=self._seen)
+            return self._settle(rules.end_ranges(seat, call), alone, first=self._seen)
         everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
-        ahead = (*self._ends_at(call), everyone[-1], *rules.outcome_ranges(seat, call)[-1:])
+        ahead = (
+            *rules.end_ranges(seat, call),
+            everyone[-1],
+            *rules.outcome_ranges(seat, call)[-1:],
+        )
         count = self._settle((*seat.own, mine), ready, ahead, self._seen)
         if isinstance(count, Outcome):
             return count
@@ -830,7 +840,7 @@ class GroupCall:
                 end = partial(
                     rules.complete, seat=seat, call=call, layout=summarise(said), whole=whole
                 )
-                return self._settle(self._ends_at(call), end, first=self._seen)
+                return self._settle(rules.end_ranges(seat, call), end, first=self._seen)
         # Not `_settle`: if a peer closed after the call's good end, that end still counts.
         ended = settle(
             self._asked,
@@ -839,12 +849,6 @@ class GroupCall:
             self._seen,
         )
         return run(ended, self._group.kv, self.deadline, check=self._group.check_open)
-
-    def _ends_at(self, call: Call) -> tuple[Range, ...]:
-        if call.ref is None:
-            return self.seat.own
-        version = self.seat.keys.version(call.ref.run, call.ref.version)
-        return (*self.seat.own, one(version), one(self.seat.holding(call.ref)))
 
     def unpublish(self, ref: VersionRef, copy: Callable[[str], Shard]) -> None:
         """Returns once nobody reads `ref` from this replica.
@@ -939,7 +943,7 @@ class GroupCall:
         self,
         ranges: tuple[Range | Part, ...],
         rule: Callable[[View], Step[T]],
-        ahead: tuple[Range, ...] = (),
+        ahead: tuple[Range | Part, ...] = (),
         first: View | None = None,
     ) -> T:
         if ahead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch_ros.store.txn import Read, Reply, Txn, View, Watch
+from torch_ros.store.txn import Changes, Follow, Read, Reply, Txn, View, Watch
 
 
 class KV(Protocol):
@@ -35,6 +35,14 @@ class KV(Protocol):
         May return True early, never late: after a lost connection or a compacted revision, or
         when the store is behind `after_rev` because it was wiped, it returns True, so that the
         caller looks again. It does not raise for those.
+        """
+        ...
+
+    def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
+        """Block until something in the ranges has changed; then all that has, as of one revision.
+
+        Without entries: nothing has, within `timeout_s`. None where `wait` would be early: what
+        has changed cannot be told, so the caller reads. It does not raise for that.
         """
         ...
 

@@ -18,6 +18,7 @@ from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
     Entry,
+    Follow,
     Get,
     Part,
     Range,
@@ -117,7 +118,7 @@ def _look(
 ) -> Steps[tuple[View, Step[T]]]:
     """A view in which the rule sees enough, and what it says."""
     asked, looks, view = ranges, 1, first
-    if first is not None and first.asked != ranges and not all(map(first.shows, whole(ranges))):
+    if first is not None and not all(map(first.has, ranges)):
         view = None
     while True:
         if view is None:
@@ -134,8 +135,21 @@ def _look(
             view, looks = None, looks + 1
 
 
+def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) -> Steps[T]:
+    """As `settle`, for a mere question that is asked again at every change.
+
+    What changes is applied to the view. To read it anew each time would cost everyone who waits as
+    much as there is, as often as anybody moves.
+    """
+    view: View = yield Read(ranges)
+    while isinstance(step := rule(view), Wait):
+        changes = yield Follow(ranges, view.rev, step.reason)
+        view = view.after(changes) if changes is not None else (yield Read(ranges))
+    return step.value
+
+
 def looking_ahead(
-    rule: Callable[[View], Step[T]], ahead: tuple[Range, ...], keep: Callable[[View], None]
+    rule: Callable[[View], Step[T]], ahead: tuple[Range | Part, ...], keep: Callable[[View], None]
 ) -> Callable[[View], Step[T]]:
     """`rule`, whose last step also reads what the next loop starts from: a round trip less."""
 
@@ -151,7 +165,8 @@ def looking_ahead(
             for found in reply.results[-len(ahead) :]:
                 assert not isinstance(found, int)
                 entries.update(found)
-            keep(View(reply.rev, entries, ahead, ahead))
+            shown = tuple(range_ for range_ in ahead if isinstance(range_, Range))
+            keep(View(reply.rev, entries, shown, ahead))
             return then(reply)
 
         return Act(replace(step.txn, ops=(*step.txn.ops, *map(Get, ahead))), kept)

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 
 from torch_ros.errors import ClosedError, UsageError
 from torch_ros.store.txn import (
+    Changes,
     Count,
     Created,
     Delete,
     Empty,
     Entry,
+    Follow,
     Get,
     Guard,
     NoneNewer,
@@ -97,6 +99,14 @@ class Space:
                 return True
         return len(self._changes) == CHANGES_MAX
 
+    def changes(self, request: Follow) -> Changes | None:
+        """What `request` asks for, if it may be told by now."""
+        if request.after_rev > self.rev or self.has_changed(Watch((), request.after_rev, "")):
+            return None  # wiped, or compacted
+        new = itertools.takewhile(lambda c: c[0] > request.after_rev, reversed(self._changes))
+        keys = {key for _, key in new if any(key in range_ for range_ in request.ranges)}
+        return Changes(self.rev, {key: self._entries.get(key) for key in keys})
+
     def grant(self, ttl_s: int) -> int:
         lease_id = next(self._lease_ids)
         self._leases[lease_id] = (self._clock() + ttl_s, ttl_s)
@@ -172,8 +182,9 @@ class Space:
         self._changes.append((rev, key))
         self.changed.notify_all()
 
-    def _get(self, range_: Range, *, keys_only: bool = False) -> dict[str, Entry]:
-        entries = {key: self._entries[key] for key in self._keys_in(range_)}
+    def _get(self, range_: Range | Part, *, keys_only: bool = False) -> dict[str, Entry]:
+        keys = self._part(range_) if isinstance(range_, Part) else self._keys_in(range_)
+        entries = {key: self._entries[key] for key in keys}
         if not keys_only:
             return entries
         return {
@@ -226,6 +237,11 @@ class MemoryKV:
                     return False
                 # Nobody else may be there to notice that a lease ends.
                 space.changed.wait(min(remaining_s, space.next_end_s()))
+
+    def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
+        self.wait(Watch(request.ranges, request.after_rev, ""), timeout_s=timeout_s)
+        with self._open() as space:
+            return space.changes(request)
 
     def would_answer(self, watch: Watch) -> bool:
         """Whether `wait` would return True at once."""

@@ -76,6 +76,7 @@ from torch_ros.store.txn import (
 )
 from torch_ros.store.versions import (
     Spec,
+    first_holders,
     keeping,
     keeping_ranges,
     newer,
@@ -272,7 +273,8 @@ def replicate(
         if not shows_all(view, seat.keys, offer):
             raise Unseen
         reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
-        return Wait(reason, (seat.keys.versions(), seat.keys.holdings()))
+        holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
+        return Wait(reason, (seat.keys.versions(), holders))
     _refuse_second(view, seat)
     ref = offer.ref
     held = _held(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
@@ -456,7 +458,7 @@ def complete(
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
         raise CallAborted(seat.replica, call.number, seat.rank, reason)
     expected = record.layout
-    guards = (view.unchanged(key), view.unchanged(seat.holding(ref)))
+    guards: tuple[Guard, ...] = (view.unchanged(key), view.unchanged(seat.holding(ref)))
     dropped = (Delete(one(seat.holding(ref))), *read)
     if expected and expected != layout:
         if call.kind == "replicate" and not whole.is_required:
@@ -468,10 +470,33 @@ def complete(
     held = Holding.decode(own.value, seat.holding(ref))
     full = msgspec.structs.replace(held, state="full")
     ops: list[Op] = [_held(view, seat, ref, full)]
-    if not expected:
+    # Whatever makes a version available writes its record: nothing else wakes who waits for it.
+    others = _offers(view, seat, ref)
+    if expected and others:
+        guards = (*guards, view.unchanged(others[0]))
+    else:
         ops.append(Put(key, Version(ref.uid, layout).encode()))
     outcome = Outcome(is_source=True, said=layout)
     return _end(view, seat, current, outcome, guards, (*ops, *read))
+
+
+def end_ranges(seat: Seat, call: Call) -> tuple[Range | Part, ...]:
+    """What `complete` is decided from."""
+    if call.ref is None:
+        return seat.own
+    run, version = call.ref.run, call.ref.version
+    own = (one(seat.keys.version(run, version)), one(seat.holding(call.ref)))
+    return (*seat.own, *own, first_holders(seat.keys, run, version))
+
+
+def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
+    """Other holdings, of those that were seen, by which the version is available."""
+    there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
+    return [
+        key
+        for key, _, holding, _ in readable(there, k.parse_holding, Holding)
+        if key != seat.holding(ref) and holding.state == "full" and holding.uid == ref.uid
+    ]
 
 
 def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:

@@ -7,11 +7,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from torch_ros.errors import DeadlineExceeded, StoreUnavailable
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import UNKNOWN, Commit, Read, Reply, Request, Steps, View, Watch
+from torch_ros.store.txn import (
+    UNKNOWN,
+    Changes,
+    Commit,
+    Follow,
+    Read,
+    Reply,
+    Steps,
+    View,
+    Watch,
+)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -20,6 +31,7 @@ REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about
 RETRY_S = 0.2
 LOOK_S = 2.0  # a wait asks this often whether this process may still go on
 REMIND_S = 10.0  # a wait looks again this often, whatever it hears
+FOLLOW_S = 0.05  # between two looks at what changes all the time
 PATIENCE_S = 10.0  # a wait of this length is worth a warning
 LINES_S = 60.0  # what lasts for longer than this is said again this often
 
@@ -87,7 +99,7 @@ def run(
         DeadlineExceeded: With the last reason for waiting.
         StoreUnavailable: etcd did not answer before the deadline.
     """
-    reply: View | Reply | float | None = None
+    reply: View | Reply | Changes | float | None = None
     reminder = Reminder(PATIENCE_S)
     while True:
         if check is not None:
@@ -96,18 +108,19 @@ def run(
             request = steps.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
-        reply = _perform(request, kv, deadline, check, reminder)
+        match request:
+            case Watch():
+                wait = partial(kv.wait, request)
+                reply = _wait(request, wait, kv.endpoint, deadline, check, reminder)
+            case Follow():
+                reply = _follow(request, kv, deadline, check, reminder)
+            case Read() | Commit():
+                reply = _perform(request, kv, deadline, check)
 
 
 def _perform(
-    request: Request,
-    kv: KV,
-    deadline: Deadline,
-    check: Callable[[], None] | None,
-    reminder: Reminder,
-) -> View | Reply | float:
-    if isinstance(request, Watch):
-        return _wait(request, kv, deadline, check, reminder)
+    request: Read | Commit, kv: KV, deadline: Deadline, check: Callable[[], None] | None
+) -> View | Reply:
     outage = False
     while True:
         # At least one try, and a short one at that, even when the time is over: what a call
@@ -132,9 +145,31 @@ def _perform(
                 return UNKNOWN
 
 
+def _follow(
+    request: Follow,
+    kv: KV,
+    deadline: Deadline,
+    check: Callable[[], None] | None,
+    reminder: Reminder,
+) -> Changes | None:
+    """What has changed. None: read again, as one does from time to time whatever happened."""
+    changes: Changes | None = None
+
+    def is_told(*, timeout_s: float) -> bool:
+        nonlocal changes
+        changes = kv.follow(request, timeout_s=timeout_s)
+        return changes is None or bool(changes.entries)
+
+    time.sleep(min(FOLLOW_S, max(0.0, deadline.left_s())))
+    watch = Watch(request.ranges, request.after_rev, request.reason)
+    _wait(watch, is_told, kv.endpoint, deadline, check, reminder)
+    return changes if changes and changes.entries else None
+
+
 def _wait(
     watch: Watch,
-    kv: KV,
+    wait: Callable[..., bool],
+    endpoint: str,
     deadline: Deadline,
     check: Callable[[], None] | None,
     reminder: Reminder,
@@ -154,12 +189,12 @@ def _wait(
                 "%s: waiting for %.0f s, with etcd at %s: %s%s",
                 deadline.what,
                 reminder.lasts_s,
-                kv.endpoint,
+                endpoint,
                 watch.reason,
                 deadline.hint(watch),
             )
         slice_s = min(deadline.left_s(), watch.limit_s - waited_s, look_s)
-        if slice_s <= 0 or kv.wait(watch, timeout_s=slice_s):
+        if slice_s <= 0 or wait(timeout_s=slice_s):
             return time.monotonic() - started_s
         if check is not None:
             check()

@@ -110,7 +110,7 @@ class Delete(Struct, frozen=True):
 class Get(Struct, frozen=True):
     """Sees the operations that stand before it in the same transaction."""
 
-    range: Range
+    range: Range | Part
     keys_only: bool = False
 
 
@@ -157,6 +157,16 @@ class View(Struct, frozen=True):
         """Whether all records of `range_` are here."""
         return any(all_.start <= range_.start and range_.end <= all_.end for all_ in self.shown)
 
+    def has(self, range_: Range | Part) -> bool:
+        """Whether it shows as much of `range_` as was asked for."""
+        return range_ in self.asked or all(map(self.shows, whole((range_,))))
+
+    def after(self, changes: Changes) -> View:
+        """The view at a later revision, of the ranges that it shows."""
+        entries = {**self.entries, **changes.entries}
+        there = {key: entry for key, entry in entries.items() if entry is not None}
+        return View(changes.rev, there, self.shown, self.asked)
+
     def get(self, key: str) -> Entry | None:
         """The record, or None if there is none.
 
@@ -188,6 +198,13 @@ class View(Struct, frozen=True):
         start, end = range_.start, range_.end
         keys = sorted(key for key in self.entries if start <= key < end)
         return ((key, self.entries[key]) for key in keys)
+
+
+class Changes(Struct, frozen=True):
+    """All that was written in some ranges, until `rev`; None: deleted."""
+
+    rev: int
+    entries: Mapping[str, Entry | None] = field(default_factory=dict)
 
 
 class Reply(Struct, frozen=True):
@@ -228,6 +245,16 @@ class Watch(Struct, frozen=True):
     limit_s: float = math.inf
 
 
-Request = Read | Commit | Watch
+class Follow(Struct, frozen=True):
+    """Request. Reply: `Changes` in `ranges` after `after_rev`, once there are some; None: they
+    cannot be told, or it has waited for long, so read again.
+    """
+
+    ranges: tuple[Range, ...]
+    after_rev: int
+    reason: str
+
+
+Request = Read | Commit | Watch | Follow
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]  # a loop that asks for its I/O

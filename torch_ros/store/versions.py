@@ -19,6 +19,7 @@ from torch_ros.store.txn import (
     Range,
     Unseen,
     View,
+    one,
     some,
 )
 
@@ -65,6 +66,11 @@ class Offer:
 def shows_all(view: View, keys: Keys, offer: Offer) -> bool:
     """Whether nobody else has the version."""
     return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
+
+
+def first_holders(keys: Keys, run: str, version: int) -> Part:
+    """The holdings that came first, which are the first to be full."""
+    return Part(keys.holdings_of(run, version), HOLDERS_MAX, is_oldest=True)
 
 
 def spec_ranges(keys: Keys) -> tuple[Range | Part, ...]:
@@ -127,7 +133,7 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
     runs = offered(view, keys)
     newest = next(iter(runs), [])
     if spec.absolute is None:
-        return _relative(view, keys, spec, runs, floor)
+        return _relative(keys, spec, runs, floor)
     for offer in newest:
         if offer.ref.version == spec.absolute:
             return offer
@@ -136,14 +142,14 @@ def resolve(view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None)
     if entry := view.get(asked):
         Version.decode(entry.value, asked)  # what is asked for cannot be passed over
     there = published(view, keys, run)
-    is_coming = any(
-        where.version == spec.absolute and holding.state == "filling"
-        for _, where, holding, _ in readable(
-            view.within(keys.holdings(run)), k.parse_holding, Holding
-        )
-    )
-    if is_coming or spec.absolute > max(there, default=-1):
-        return _wait_for_version(view, keys, runs, _not_yet(spec))
+    holders = view.within(keys.holdings_of(run, spec.absolute))
+    filling = [
+        key
+        for key, _, holding, _ in readable(holders, k.parse_holding, Holding)
+        if holding.state == "filling"
+    ]
+    if filling or spec.absolute > max(there, default=-1):
+        return _wait_for_version(keys, runs, _not_yet(spec), *filling[:1])
     available = sorted(offer.ref.version for offer in newest)
     found = available or "none"
     reason = f"it was published before and no replica holds it now; available: {found}"
@@ -182,7 +188,7 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> Offer | Wait | None:
         if holding.state == "full" and holding.uid == ref.uid
     }
     if not holdings and not view.shows(holders):
-        raise Unseen(Part(holders, HOLDERS_MAX, is_oldest=True))
+        raise Unseen(first_holders(keys, ref.run, ref.version))
     return Offer(ref, holdings) if holdings else None
 
 
@@ -196,29 +202,29 @@ def published(view: View, keys: Keys, run: str) -> list[int]:
 
 
 def _relative(
-    view: View, keys: Keys, spec: Spec, runs: list[list[Offer]], floor: VersionRef | None
+    keys: Keys, spec: Spec, runs: list[list[Offer]], floor: VersionRef | None
 ) -> Offer | Wait:
     newest = next(iter(runs), [])
     if len(newest) <= spec.back:
         have = f"{len(newest)} available" if newest else "none is available yet"
-        return _wait_for_version(view, keys, runs, f"{spec} of model {keys.model!r}: {have}")
+        return _wait_for_version(keys, runs, f"{spec} of model {keys.model!r}: {have}")
     offer = newest[spec.back]
     if floor is not None and offer.ref.order < floor.order:
         reason = f"{spec}: version {floor.version} is not available again"
-        return _wait_for_version(view, keys, runs, reason)
+        return _wait_for_version(keys, runs, reason)
     return offer
 
 
-def _wait_for_version(view: View, keys: Keys, runs: list[list[Offer]], reason: str) -> Wait:
-    # Every publication writes its version's record when it begins. Holdings change far more
-    # often; they matter only while somebody fills one, which may make a version available, and
-    # while the newest run may lose its last one, so that an older run counts.
-    is_filling = any(
-        holding.state == "filling"
-        for _, _, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding)
-    )
-    is_watched = is_filling or len(runs) > 1
-    return Wait(reason, (keys.versions(), *((keys.holdings(),) if is_watched else ())))
+def _wait_for_version(keys: Keys, runs: list[list[Offer]], reason: str, *because: str) -> Wait:
+    """Whatever makes a version available writes its record, so that is what is watched.
+
+    Args:
+        because: Holdings without which there were nothing to wait for.
+    """
+    if len(runs) > 1:  # the newest run counts for as long as it has this one
+        offer = runs[0][0]
+        because = (*because, keys.holding(offer.ref.run, offer.ref.version, min(offer.holdings)))
+    return Wait(reason, (keys.versions(), *map(one, because)))
 
 
 def _newest_run(view: View, keys: Keys) -> str:

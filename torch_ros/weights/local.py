@@ -19,7 +19,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ros.errors import UsageError
 from torch_ros.weights.columns import Ints
-from torch_ros.weights.manifest import OBJECT, ChunkRecord, Layout, TensorRecord, dtype_name
+from torch_ros.weights.manifest import (
+    DIMENSIONS_MAX,
+    OBJECT,
+    ChunkRecord,
+    Layout,
+    TensorRecord,
+    dtype_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,11 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
         if isinstance(tensor, Mapping):
             advice = "; flatten it, with keys joined by dots as torch.distributed.checkpoint does"
         raise UsageError(f"{fqn!r} is a {type(tensor).__name__}, not a tensor{advice}")
+    if tensor.ndim > DIMENSIONS_MAX:
+        raise UsageError(
+            f"{fqn!r} has {tensor.ndim} dimensions: expected at most {DIMENSIONS_MAX}; reshape it"
+        )
+    _require_writable(fqn)
     if isinstance(tensor, DTensor):
         chunks = tuple(_shard_chunks(fqn, tensor))
     else:
@@ -140,7 +152,15 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
     )
 
 
+def _require_writable(fqn: str) -> None:
+    try:
+        fqn.encode()
+    except UnicodeEncodeError as error:  # a manifest is UTF-8
+        raise UsageError(f"name {fqn!r}: expected text that UTF-8 can write; {error}") from error
+
+
 def _object(fqn: str, pickled: torch.Tensor) -> LocalTensor:
+    _require_writable(fqn)
     chunks = (LocalChunk((0,), pickled),) if pickled.numel() else ()
     return LocalTensor(fqn, torch.uint8, tuple(pickled.shape), chunks, spread=False)
 
