@@ -92,6 +92,23 @@ while True:
 """
 
 
+# Begins with SIGHUP ignored, as under nohup.
+SIGNALS = """
+def signals():
+    with open("/proc/self/status") as status:
+        return [line.split()[1] for line in status if line[:6] in ("SigIgn", "SigCgt")]
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+before = signals()
+transport = nixl.NixlTransport()
+say(before == signals())
+os.kill(os.getpid(), signal.SIGHUP)
+registration = transport.register([region(np.zeros(8, np.uint8))])
+transport.close()
+say("closed")
+"""
+
+
 @pytest.fixture(params=["shared memory", "tcp"])
 def environment(request):
     return TCP if request.param == "tcp" else {}
@@ -99,6 +116,12 @@ def environment(request):
 
 def failed_in_time(answer):
     return answer[0] == "TransferFailed" and float(answer[1]) < 10
+
+
+def test_signals_stay_as_they_were(spawn):
+    process = spawn(SIGNALS)
+    assert process.hear() == ["True"]
+    assert process.hear() == ["closed"]
 
 
 def test_a_source_killed_before_the_connection_is_a_failed_transfer(spawn, environment):

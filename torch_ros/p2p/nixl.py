@@ -43,6 +43,11 @@ from torch_ros.p2p.transport import HOST, Region, Spans
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
 
+# Signals are the user's. UCX takes SIGHUP, even if it is ignored (nohup), to print all that it does
+# from then on, and those of a crash, where Python's faulthandler may wait for them.
+os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
+
 import nixl._bindings as bindings  # type: ignore[import-untyped]
 
 logger = logging.getLogger(__name__)
