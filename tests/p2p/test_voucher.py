@@ -255,6 +255,18 @@ def test_memory_that_was_let_go_of_is_not_copied_any_more(spawn, reader):
 # Within this process
 
 
+def test_two_agents_of_one_process_talk_without_a_warning(pair, caplog):
+    caplog.set_level(logging.INFO)
+    pair[1].never = os.getpid()
+    weights = np.full(SIZE, 7, np.uint8)
+    registration = pair[0].register([Region(weights.ctypes.data, SIZE)])
+    where = pair[0].connection, registration.descriptor, weights.ctypes.data
+    got, is_copied = fetched(pair[1], *where)
+    assert not is_copied
+    assert (got == 7).all()
+    assert [each.levelno for each in caplog.records] == [logging.INFO]
+
+
 @pytest.fixture
 def pair():
     """A source and a reader that copies."""
@@ -371,6 +383,15 @@ def test_a_process_of_another_user_is_not_believed():
     with in_child(65534) as child, pytest.raises(Unproven, match="another user"):
         # The kernel says that it is root's, since a debugger may not read it.
         Neighbour("a", Process(child, 0, NUMBER + 1)).vouched()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to give a file away, one has to be root")
+def test_a_voucher_that_another_user_has_made_is_refused():
+    own = Voucher("a")
+    os.fchown(own.process.voucher, 65534, -1)
+    with pytest.raises(Unproven, match="made by another user"):
+        vouched(own)
+    os.close(own.process.voucher)
 
 
 def is_same(*fds):

@@ -76,6 +76,9 @@ for _each in (_move, _move_at_once):
     _each.argtypes, _each.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 
+_agents = set[str]()  # of this process
+
+
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     host: str  # of the process; empty if it is left to the other transport
     bounds: bytes  # the starts, then the ends, of all that is registered in host memory
@@ -289,6 +292,9 @@ class SharedPeer:
             log.info("agent %s: its process number is of another namespace", self.agent)
             return
         if process.pid == transport.never:
+            if self.agent in _agents:
+                log.info("agent %s: it is in this process; NIXL reads it", self.agent)
+                return
             raise Unproven("it names this process")
         if self._process is None:
             self._process = Neighbour(self.agent, process)
@@ -461,6 +467,7 @@ class SharedTransport:
 
     def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
         self._base, self.agent, self.is_used, self.threads = base, base.agent, is_used, threads
+        _agents.add(self.agent)
         self._voucher = _voucher(agent=base.agent) if is_used else None
         self.host = mapped.host() if self._voucher else ""
         self.process = self._voucher.process if self._voucher else Process()
@@ -561,6 +568,7 @@ class SharedTransport:
             if self._voucher:
                 self._voucher.close()
                 self._voucher = None
+            _agents.discard(self.agent)
             reads = tuple(self.reads)
         self._base.close()
         for read in reads:
