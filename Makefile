@@ -5,8 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DEMO := $(VENV)/.installed-demo
+INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help demo test sim sim-faults history lint bench bench-control clean
+# Of `make test-matrix`: Python:torch, see tests/matrix.py. 3.11 with the torch of constraints.txt is
+# what `make test` runs.
+ROWS ?= 3.11:2.13.0 3.11:lowest 3.11:newest 3.12:newest 3.13:newest
+
+.PHONY: help demo test test-matrix sim sim-faults history lint bench bench-control clean
 
 # Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
 FAULTS ?= 20
@@ -21,8 +27,11 @@ SIZE_MIB ?= 1024
 REPEAT ?= 5
 
 help:
-	@echo "make demo   train a small model and follow it with two rollouts; about a minute"
+	@echo "make demo   train a small model and follow it with two rollouts; about a minute, and the"
+	@echo "            first time some more to install torch"
 	@echo "make test   the whole test suite"
+	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
+	@echo "            tests that start no torchrun, with other Pythons and torches; 6 GB and an hour"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
 	@echo "            the same code on simulated threads, time, etcd and wires; seeds choose faults"
 	@echo "make sim-faults"
@@ -36,16 +45,26 @@ help:
 	@echo "            what the calls cost in etcd, and bursts of up to 128 replicas"
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable '.[local,demo,bench,test,lint]'
+	$(INSTALL) '.[local,demo,bench,test,lint]'
+	@touch $@ $(INSTALLED_DEMO)
+
+# The demo does without what tests and benchmarks need.
+$(INSTALLED_DEMO): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[local,demo]'
 	@touch $@
 
-demo: $(INSTALLED)
+demo: $(INSTALLED_DEMO)
 	$(BIN)/python examples/fsdp2_to_rollouts.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-matrix:
+	$(PYTHON) tests/matrix.py $(ROWS)
 
 sim: $(INSTALLED)
 	$(BIN)/python tests/sim/sim.py --seeds $(SEEDS) --first $(FIRST_SEED) $(if $(STORY),--story)

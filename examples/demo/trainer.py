@@ -52,7 +52,9 @@ def main() -> None:
         publish_s = time.perf_counter() - began_s
 
         dist.all_reduce(mean_loss := loss.detach() / dist.get_world_size())
-        scaffold.say(f"step {step}: loss {mean_loss:.2f}, published in {1e3 * publish_s:.0f} ms")
+        scaffold.say(
+            f"step {step}: loss {mean_loss:.2f}, published in {1e3 * publish_s:.0f} ms (rank 0)"
+        )
         scaffold.report(
             handle.replica,
             step,
