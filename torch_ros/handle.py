@@ -37,6 +37,7 @@ from torch_ros.reading import Reading
 from torch_ros.registered import LocalState, Named, Registered, finish_kernels, memory_of
 from torch_ros.staged import Copying, StagingBuffers
 from torch_ros.store import rules
+from torch_ros.store.aside import Aside
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
 from torch_ros.store.keys import Keys, replica_of
@@ -99,6 +100,7 @@ COPY_THREADS_MAX = 4  # a few fill the memory's channels
 # Strong references: a handle that is dropped without close() goes on serving what it published,
 # so its tensors must stay.
 _open_handles: set[ShardHandle] = set()
+_aside = Aside("torch_ros closes")
 
 
 def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
@@ -194,6 +196,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
     kv = connect_store(endpoint, timeout_s=timeout_s)
     ways: Transport | None = None
+    group: Group | None = None
+    depth: Depth = "full" if check_contract and digests == "off" else digests
     try:
         ways = _transport(endpoint, way, reason)
         offer = Offer(ways)
@@ -212,24 +216,25 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             shard=shard_of(offer),
         )
         group = Group.join(kv, seat, deadline)
+        handle = ShardHandle(
+            model,
+            group,
+            ways,
+            offer,
+            timeout_s=timeout_s,
+            staging_bytes=staging_bytes,
+            costs=(costs, costs) if costs else COSTS[way],
+            depth=depth,
+            check_contract=check_contract,
+            relay=relay,
+        )
     except BaseException:
+        if group is not None:
+            group.close()
         if ways is not None:
             ways.close()
         kv.close()
         raise
-    depth: Depth = "full" if check_contract and digests == "off" else digests
-    handle = ShardHandle(
-        model,
-        group,
-        ways,
-        offer,
-        timeout_s=timeout_s,
-        staging_bytes=staging_bytes,
-        costs=(costs, costs) if costs else COSTS[way],
-        depth=depth,
-        check_contract=check_contract,
-        relay=relay,
-    )
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle
 
@@ -326,6 +331,7 @@ class ShardHandle:
         self._copies = Copies(group, transport)
         self._staging = StagingBuffers()
         self._lock = threading.RLock()
+        self._ending = threading.Lock()
         self._caller = 0  # the thread that is in a call
         self._pid = os.getpid()
         self._is_closed = False
@@ -1065,22 +1071,29 @@ class ShardHandle:
         Raises:
             UsageError: By a signal handler, within a call of this handle.
         """
-        if self._is_closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         self._refuse_nested("closed")
         self._is_closed = True
-        try:
-            self._group.close()
-        finally:
-            self._copies.close()
-            with self._lock:  # a call in another thread ends first
-                self._offer.void()  # readers in the middle notice; then the memory may go
-                self._reading.close()
-                self._intake.close()
-                self._offer.close()
-                self._registered = self._named = None
-                self._transport.close()
-            _open_handles.discard(self)
+        # Ctrl-C ends the wait for it, and not the closing; who calls again waits on.
+        _aside.run(self._end)
+
+    def _end(self) -> None:
+        with self._ending:
+            if self not in _open_handles:
+                return
+            try:
+                self._group.close()
+            finally:
+                self._copies.close()
+                with self._lock:  # a call in another thread ends first
+                    self._offer.void()  # readers in the middle notice; then the memory may go
+                    self._reading.close()
+                    self._intake.close()
+                    self._offer.close()
+                    self._registered = self._named = None
+                    self._transport.close()
+                _open_handles.discard(self)
 
     def __enter__(self) -> Self:
         return self

@@ -491,6 +491,7 @@ class World(Scheduler):
         everywhere = {
             "threading": threads,
             "Latch": threads.Event,
+            "_aside": SimpleNamespace(run=lambda job: job()),
             "time": time,
             "secrets": SimpleNamespace(token_hex=self.token),
             "settle": settle,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import re
 import ssl
 import threading
@@ -17,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 from pyetcd import etcdrpc as rpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
+from torch_ros.store.aside import Aside
 from torch_ros.store.txn import (
     Changes,
     Count,
@@ -46,7 +46,6 @@ from torch_ros.store.txn import (
     Watch,
 )
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
@@ -155,7 +154,7 @@ class EtcdKV:
         self._is_closed = False
         self._token: str | None = None  # "": etcd has no users
         self._login = threading.Lock()
-        self._aside = _Aside(f"torch_ros asks {self.endpoint}")
+        self._aside = Aside(f"torch_ros asks {self.endpoint}")
         # A channel each: grpc would check the certificates of all for the name of one of them,
         # and would stay with a member that answers but has lost the others.
         self._members = self._aside.run(partial(_members, hosts, tls))
@@ -451,82 +450,6 @@ class EtcdKV:
 
 class _LeaseEndedError(Exception):
     """The lease that a request names has ended; nothing was applied."""
-
-
-class _Aside:
-    """Threads that signals do not reach, in which grpc is called.
-
-    Python runs signal handlers in the main thread, between any two steps of the code that is there.
-    A handler that raises, as that of Ctrl-C does, between two steps of grpc's leaves locks of the
-    channel taken for good, or calls for which its close waits for ever. So what the main thread
-    asks, another one asks, and what is left alone by an exception ends in peace.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._idle: list[_Worker] = []
-
-    def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. By the calling thread, unless that is the main one."""
-        if threading.current_thread() is not threading.main_thread():
-            return job()
-        try:
-            worker = self._idle.pop()
-        except IndexError:  # at first; after Ctrl-C; for a signal handler, within a request
-            worker = _Worker(self._name)
-        try:
-            worker.jobs.put(job)
-            result, error = worker.replies.get()
-        except BaseException:
-            worker.jobs.put(None)
-            raise
-        self._idle.append(worker)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
-
-    def leave(self, job: Callable[[], object]) -> None:
-        """Have `job` done, and do not wait for it."""
-        worker = _Worker(self._name)
-        worker.jobs.put(job)
-        worker.jobs.put(None)
-
-    def close(self, job: Callable[[], object], timeout_s: float) -> bool:
-        """Do `job`, the last one; False: it is not done within `timeout_s`, and goes on."""
-        worker = _Worker(self._name)
-        worker.jobs.put(job)
-        worker.jobs.put(None)
-        while self._idle:
-            with contextlib.suppress(IndexError):
-                self._idle.pop().jobs.put(None)
-        try:
-            worker.replies.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
-        return True
-
-
-class _Worker:
-    """One of those threads. What it shares with who asks are queues in C: no signal tears them."""
-
-    def __init__(self, name: str) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self.replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        try:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-        except BaseException:
-            self.jobs.put(None)
-            raise
-
-    def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            reply: tuple[Any, BaseException | None]
-            try:
-                reply = job(), None
-            except BaseException as error:  # noqa: BLE001  # raised where it was asked
-                reply = None, error
-            self.replies.put(reply)
-            del job, reply  # a list of tensors, say, in the frames of an error
 
 
 class _Watching:

@@ -12,8 +12,10 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.store.aside import Aside
 from torch_ros.store.txn import (
     Changes,
     Count,
@@ -36,6 +38,8 @@ from torch_ros.store.txn import (
     View,
     Watch,
 )
+
+T = TypeVar("T")
 
 # etcd's own limits, so that what works here works there.
 OPS_MAX = 128
@@ -219,14 +223,15 @@ class MemoryKV:
         self._is_closed = False
 
     def read(self, request: Read, *, timeout_s: float) -> View:
-        with self._open() as space:
-            return space.read(request)
+        return self._ask(lambda space: space.read(request))
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
-        with self._open() as space:
-            return space.commit(txn)
+        return self._ask(lambda space: space.commit(txn))
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
+        return _aside.run(lambda: self._wait(watch, timeout_s))
+
+    def _wait(self, watch: Watch, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._open() as space:
@@ -245,29 +250,35 @@ class MemoryKV:
 
     def would_answer(self, watch: Watch) -> bool:
         """Whether `wait` would return True at once."""
-        with self._open() as space:
-            return space.has_changed(watch)
+        return self._ask(lambda space: space.has_changed(watch))
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
-        with self._open() as space:
-            return space.grant(ttl_s), ttl_s
+        return self._ask(lambda space: space.grant(ttl_s)), ttl_s
 
     def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
-        with self._open() as space:
-            return space.keep_alive(lease_id)
+        return self._ask(lambda space: space.keep_alive(lease_id))
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         self.expire(lease_id)
 
     def expire(self, lease_id: int) -> None:
         """End a lease now, as when its time is over."""
-        with self._open() as space:
-            space.expire(lease_id)
+        self._ask(lambda space: space.expire(lease_id))
 
     def close(self) -> None:
+        _aside.run(self._close)
+
+    def _close(self) -> None:
         with self._space.changed:
             self._is_closed = True
             self._space.changed.notify_all()
+
+    def _ask(self, request: Callable[[Space], T]) -> T:
+        def answer() -> T:
+            with self._open() as space:
+                return request(space)
+
+        return _aside.run(answer)
 
     @contextmanager
     def _open(self) -> Iterator[Space]:
@@ -279,6 +290,7 @@ class MemoryKV:
 
 
 _spaces: dict[str, Space] = {}
+_aside = Aside("torch_ros asks memory")
 
 
 def named(name: str) -> MemoryKV:
