@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
@@ -28,7 +29,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.errors import DeadlineExceeded, PeerError, TransferFailed
+from torch_ros.errors import SourceLost, TorchRosError, TransferFailed, UsageError
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
 from torch_ros.store.run import Deadline
 from torch_ros.weights.columns import distinct
@@ -46,7 +47,9 @@ ATTACHED_MAX = 256  # registrations known of one peer
 POSTED_MAX = 2  # manifests: of each of two buffers that are published in turn
 READ_BYTES = 32 << 20  # of one read: on one host a read is a copy that this process waits for
 FLIGHT = 2  # reads in flight at a time
+MANIFEST_BYTES_MAX = 1 << 30  # some million chunks
 POLL_S = 0.0002
+ADDRESS_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,7 @@ class Shown:
     mailbox_address: int
     word: Word
     manifest: Manifest | None
+    problem: str = ""  # why there is no manifest
 
 
 @dataclass(slots=True)
@@ -242,14 +246,17 @@ class _KeptRead:
     read: Read
     is_late: bool = False  # in flight still, since nobody waited for it any longer
 
-    def ask(self, deadline: Deadline) -> bytes:
+    def ask(self, deadline: Deadline, still: Callable[[], None]) -> bytes:
         while self.is_late and not self.read.is_done():  # what that brings is of no use
             deadline.check("what was asked for earlier is still to be read")
+            still()
             time.sleep(POLL_S)
         self.is_late = False
         try:
-            perform([self.read], deadline, pause_s=0.0)
-        except DeadlineExceeded:
+            perform([self.read], deadline, still=lambda _: still(), pause_s=0.0)
+        except TransferFailed:
+            raise
+        except TorchRosError:
             self.is_late = True
             raise
         return self.buffer.tobytes()
@@ -271,6 +278,11 @@ class _Mailbox:
             raise
         self.whole, self.word = self._kept
 
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer is due that nobody waits for any more."""
+        return any(kept.is_late for kept in self._kept)
+
     def close(self) -> None:
         close_all([kept.read for kept in self._kept])
         self._registration.close()
@@ -288,78 +300,108 @@ class Intake:
         self.before_forget: Callable[[str], None] = lambda _: None
         """Called before a peer is disconnected: whoever has reads from it closes them."""
 
-    def shown(self, card: bytes, deadline: Deadline) -> Shown:
+    def shown(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> Shown:
         """What the process behind `card` shows now; it is connected from then on.
 
         Without a manifest if it shows none, or rewrote it while it was read.
 
+        Args:
+            still: Called while its answer is waited for.
+
         Raises:
-            TransferFailed: It is gone.
+            TransferFailed: It is gone, or shows what cannot be read.
         """
-        try:
+        with _believing("?", "its card"):
             where = msgspec.msgpack.decode(card, type=Card)
-        except msgspec.DecodeError as error:
-            raise PeerError(f"a shard record that this release cannot read: {error}") from error
+        if not 0 <= where.mailbox_address <= ADDRESS_MAX - MAILBOX_BYTES:
+            raise TransferFailed(where.agent, f"no mailbox can be at {where.mailbox_address}")
         if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
             self.forget(where.agent)  # it registers anew all the time; only a new start forgets
-        peer = self._peer(where)
+        with _believing(where.agent, "its card"):
+            peer = self._peer(where)
         mailbox = where.agent, where.mailbox_address
         if where.mailbox not in self._attached.get(where.agent, ()) and mailbox in self._mailboxes:
             self._mailboxes.pop(mailbox).close()  # an earlier one, of an offer that is gone
         self._attach(peer, where.mailbox)
         # First: who serves something has shown it before, and nothing says in which order the
         # bytes of one read are fetched.
-        word = self._word(*mailbox, deadline)
-        box = self._ask(*mailbox, "whole", deadline)
+        word = self._word(*mailbox, deadline, still)
+        box = self._ask(*mailbox, "whole", deadline, still)
         length, digest = int.from_bytes(box[8:16], "little"), box[16:HEADER_BYTES]
         content = box[HEADER_BYTES : HEADER_BYTES + length]
         if length == 0 or _digest(content) != digest:
-            return Shown(where.agent, where.mailbox_address, word, None)
-        notice = msgspec.msgpack.decode(content, type=Notice)
+            problem = "its mailbox does not fit its digest" if length else "it shows no tensors"
+            return Shown(*mailbox, word, None, problem)
+        with _believing(where.agent, "its notice"):
+            notice = msgspec.msgpack.decode(content, type=Notice)
         known = self._manifests.setdefault(where.agent, {})
         if notice.digest not in known:
-            manifest = self._read_bytes(
-                peer, notice.descriptor, notice.address, notice.size_bytes, deadline
-            )
+            manifest = self._read_bytes(peer, notice, deadline, still)
             if _digest(manifest) != notice.digest:
-                return Shown(where.agent, where.mailbox_address, word, None)
+                return Shown(*mailbox, word, None, "its manifest does not fit its digest")
+            with _believing(where.agent, "its manifest"):
+                decoded = Manifest.decode(manifest)
             if len(known) == POSTED_MAX:
                 del known[next(iter(known))]
-            known[notice.digest] = Manifest.decode(manifest)
-        return Shown(where.agent, where.mailbox_address, word, known[notice.digest])
+            known[notice.digest] = decoded
+        return Shown(*mailbox, word, known[notice.digest])
 
-    def manifest(self, card: bytes, deadline: Deadline) -> tuple[str, Manifest]:
+    def manifest(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> tuple[str, Manifest]:
         """The agent behind `card`, connected, and the tensors that it shows now.
 
         Raises:
             TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
         """
-        shown = self.shown(card, deadline)
+        shown = self.shown(card, deadline, still)
         if shown.manifest is None:
-            raise TransferFailed(shown.agent, "it shows no tensors (unregistered meanwhile?)")
+            raise TransferFailed(shown.agent, f"{shown.problem} (unregistered meanwhile?)")
         return shown.agent, shown.manifest
 
-    def word(self, shown: Shown, deadline: Deadline) -> Word:
+    def word(
+        self, shown: Shown, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> Word:
         """What that process serves now.
+
+        Args:
+            still: Called while its answer is waited for.
 
         Raises:
             TransferFailed: It is gone.
         """
-        return self._word(shown.agent, shown.mailbox_address, deadline)
+        return self._word(shown.agent, shown.mailbox_address, deadline, still)
 
-    def _word(self, agent: str, address: int, deadline: Deadline) -> Word:
-        return Word.unpack(int.from_bytes(self._ask(agent, address, "word", deadline), "little"))
+    def _word(
+        self, agent: str, address: int, deadline: Deadline, still: Callable[[], None]
+    ) -> Word:
+        answer = self._ask(agent, address, "word", deadline, still)
+        return Word.unpack(int.from_bytes(answer, "little"))
 
     def _ask(
-        self, agent: str, address: int, what: Literal["word", "whole"], deadline: Deadline
+        self,
+        agent: str,
+        address: int,
+        what: Literal["word", "whole"],
+        deadline: Deadline,
+        still: Callable[[], None],
     ) -> bytes:
         key = (agent, address)
         if key not in self._mailboxes:
-            self._mailboxes[key] = _Mailbox(self._transport, self._peers[agent], address)
+            with _believing(agent, "its mailbox"):
+                self._mailboxes[key] = _Mailbox(self._transport, self._peers[agent], address)
         mailbox = self._mailboxes[key]
         try:
-            return (mailbox.word if what == "word" else mailbox.whole).ask(deadline)
-        except DeadlineExceeded:
+            return (mailbox.word if what == "word" else mailbox.whole).ask(deadline, still)
+        except SourceLost:
+            self.forget(agent)
+            raise
+        except TransferFailed:
+            self._mailboxes.pop(key).close()
+            raise
+        except TorchRosError:  # its answer, if one comes, goes where nothing else does
             raise
         except BaseException:
             self._mailboxes.pop(key).close()
@@ -379,6 +421,17 @@ class Intake:
         target_device: int = HOST,
     ) -> list[Read]:
         """Reads of `spans` from `agent`, each of about `READ_BYTES`. The caller closes them."""
+        with _believing(agent, "its memory"):
+            return self._prepared(agent, manifest, spans, source_device, target_device)
+
+    def _prepared(
+        self,
+        agent: str,
+        manifest: Manifest,
+        spans: Spans,
+        source_device: int,
+        target_device: int,
+    ) -> list[Read]:
         peer = self._peers[agent]
         self._attach(peer, manifest.descriptor)
         spans = _cut(joined(spans))
@@ -397,6 +450,8 @@ class Intake:
 
     def forget(self, agent: str) -> None:
         """Disconnect from an agent, so that the next `manifest` starts afresh."""
+        if any(box.is_late for (owner, _), box in self._mailboxes.items() if owner == agent):
+            self._peers[agent].cut()
         self.before_forget(agent)
         self._attached.pop(agent, None)
         self._manifests.pop(agent, None)
@@ -404,6 +459,12 @@ class Intake:
             self._mailboxes.pop(key).close()
         if peer := self._peers.pop(agent, None):
             peer.close()
+
+    def leave(self, agent: str) -> None:
+        """Disconnect from one that does not answer, and end what is read from it."""
+        if peer := self._peers.get(agent):
+            peer.cut()
+        self.forget(agent)
 
     def close(self) -> None:
         for agent in list(self._peers):
@@ -424,21 +485,47 @@ class Intake:
             attached.add(descriptor)
 
     def _read_bytes(
-        self, peer: Peer, descriptor: bytes, address: int, size_bytes: int, deadline: Deadline
+        self, peer: Peer, notice: Notice, deadline: Deadline, still: Callable[[], None]
     ) -> bytes:
-        self._attach(peer, descriptor)
+        address, size_bytes = notice.address, notice.size_bytes
+        if not (0 < size_bytes <= MANIFEST_BYTES_MAX and 0 <= address <= ADDRESS_MAX - size_bytes):
+            reason = f"its manifest cannot be {size_bytes} bytes at {address}"
+            raise TransferFailed(peer.agent, reason)
         buffer = np.empty(size_bytes, np.uint8)
         registration = self._transport.register([_region(buffer)])
         try:
             spans = np.array([[address, buffer.ctypes.data, size_bytes]], np.uint64)
-            read = peer.prepare(spans)
+            with _believing(peer.agent, "its manifest"):
+                self._attach(peer, notice.descriptor)
+                read = peer.prepare(spans)
             try:
-                perform([read], deadline)
+                perform([read], deadline, still=lambda _: still())
+            except TransferFailed:
+                raise
+            except TorchRosError:
+                self.leave(peer.agent)
+                raise
             finally:
                 read.close()
         finally:
             registration.close()
         return buffer.tobytes()
+
+
+@contextmanager
+def _believing(agent: str, what: str) -> Iterator[None]:
+    """What a peer shows and nothing can be done with is that peer's failure, whatever it raises."""
+    try:
+        yield
+    except (
+        msgspec.MsgspecError,
+        UsageError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+        MemoryError,
+    ) as error:
+        raise TransferFailed(agent, f"{what} cannot be used: {error}") from error
 
 
 def joined(spans: Spans) -> Spans:
@@ -479,6 +566,7 @@ def perform(
     may_post: Callable[[Read], bool] = lambda _: True,
     landed: Callable[[Read], None] = lambda _: None,
     blocked: Callable[[], None] = lambda: None,
+    still: Callable[[Sequence[Read]], None] = lambda _: None,
     flight: int = FLIGHT,
     pause_s: float = POLL_S,
 ) -> None:
@@ -488,6 +576,7 @@ def perform(
         may_post: Whether what this read is after is there.
         landed: Called with each read that has.
         blocked: Called when nothing is in flight and the next read may not be posted: waits.
+        still: Called again and again with those that are in flight.
         flight: How many are in flight at a time.
 
     Raises:
@@ -506,6 +595,7 @@ def perform(
             landed(read)
         left = sum(read.size_bytes for read in (*waiting, *flying))
         deadline.check(f"{left} bytes are still to be read")
+        still(flying)
         if not done and flying:
             time.sleep(pause_s)
         elif not done and waiting:

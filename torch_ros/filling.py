@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch_ros.errors import (
     ManifestMismatch,
     SourceLost,
     TransferFailed,
+    UsageError,
 )
 from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
 from torch_ros.progress import ProgressLine
@@ -26,14 +28,24 @@ from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.keys import parse_rank, replica_of
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.readable import keyed
-from torch_ros.store.records import Outcome, Shard, VersionRef
+from torch_ros.store.records import Outcome, Shard, Version, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.sources import Source
-from torch_ros.store.txn import View
+from torch_ros.store.txn import View, one
 from torch_ros.store.versions import Spec
 from torch_ros.weights.digest import Depth, first_difference, totals
-from torch_ros.weights.manifest import Layout, Logical, Manifest, logical, require_all
+from torch_ros.weights.manifest import (
+    OBJECT,
+    ChunkRecord,
+    Layout,
+    Logical,
+    Manifest,
+    TensorRecord,
+    logical,
+    require_all,
+)
+from torch_ros.weights.pieces import matched
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -111,15 +123,27 @@ class Filling:
             self.watch.lap("read")
 
 
-@contextmanager
-def _of_a_part(feed: Feed) -> Iterator[None]:
-    """A source that reads a part only, of another version than it thought: the next has it all."""
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _is_whole(layouts: Sequence[Layout]) -> bool:
+    """Whether these hold every element of every tensor that they name."""
     try:
-        yield
-    except ManifestMismatch as error:
-        if feed.is_full:
-            raise
-        raise SourceLost(feed.replica, f"it has a part only: {error}", 0, 0) from error
+        everything = logical(layouts)
+        tensors = [(f, t) for f, t in sorted(everything.items()) if t.dtype != OBJECT]
+        whole = Layout(
+            tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+            tuple(
+                ChunkRecord(number, (0,) * len(shape), shape, _dense(shape), spread=False)
+                for number, (_, (_, shape)) in enumerate(tensors)
+            ),
+        )
+        matched(layouts, whole, target_rank=0)
+    except UsageError:
+        return False
+    return True
 
 
 class Filler:
@@ -216,6 +240,7 @@ class Filler:
                 mark=source.mark,
                 is_full=source.is_full,
                 is_there=partial(call.is_there, source),
+                has_other=partial(call.has_other, source),
                 check=self._group.check,
             )
             for source in sources
@@ -228,17 +253,19 @@ class Filler:
         )
         filling.sources += [source.inst for source in sources]
         if filling.registered is None:
-            with _of_a_part(feeds[0]):
+            with self._as_published(feeds[0], call.ref, deadline):
                 filling.registered = filling.register(feeds[0].layouts)
             filling.progress = Progress(self._offer, filling.registered)
             finish_kernels(filling.registered)  # those that still use the old content
-            filling.expected = self._expected(feeds[0], sources[0].inst)
-            filling.wanted = logical(feeds[0].layouts) if feeds[0].is_full else None
+            with self._as_published(feeds[0], call.ref, deadline):
+                filling.expected = self._expected(feeds[0], sources[0].inst)
+                filling.wanted = logical(feeds[0].layouts) if feeds[0].is_full else None
             self._offer.show_digests(filling.expected)
         registered, progress = filling.registered, filling.progress
         assert progress is not None
         supplies = [
-            [self._supply(feed, part.layout) for feed in feeds] for part in registered.parts
+            [self._supply(feed, part.layout, call.ref, deadline) for feed in feeds]
+            for part in registered.parts
         ]
         filling.watch.lap("plan")
         progress.serve(call.mark)
@@ -248,9 +275,38 @@ class Filler:
             self._reading.read(some, part, progress, deadline)
             filling.landed()
 
-    def _supply(self, feed: Feed, target: Layout) -> Supply:
+    @contextmanager
+    def _as_published(self, feed: Feed, ref: VersionRef, deadline: Deadline) -> Iterator[None]:
+        """Tensors do not fit: this rank's are wrong only if the source shows what was published.
+
+        A relay may be one that reads a part only.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if self._is_published(feed, ref, deadline):
+                raise
+            reason = f"it does not show the version: {error}"
+            raise SourceLost(feed.replica, reason, 0, 0) from error
+
+    def _is_published(self, feed: Feed, ref: VersionRef, deadline: Deadline) -> bool:
+        key = self._group.seat.keys.version(ref.run, ref.version)
+
+        def rule(view: View) -> Step[str]:
+            entry = view.get(key)
+            return Done("" if entry is None else Version.decode(entry.value).layout)
+
+        layout = self._group.ask((one(key),), rule, deadline)
+        try:
+            return not layout or (
+                logical(feed.layouts).digest == layout and _is_whole(feed.layouts)
+            )
+        except ManifestMismatch:
+            return False
+
+    def _supply(self, feed: Feed, target: Layout, ref: VersionRef, deadline: Deadline) -> Supply:
         is_near = self._intake.is_near([agent for agent, _ in feed.manifests])
-        with _of_a_part(feed):
+        with self._as_published(feed, ref, deadline):
             made = self._reading.plan(feed.layouts, target, self._rank, is_near=is_near)
         return Supply(made, feed)
 

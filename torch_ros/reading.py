@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -18,7 +19,16 @@ import numpy.typing as npt
 import torch
 
 from torch_ros.errors import SourceLost, TransferFailed
-from torch_ros.exchange import EVERYTHING, FLIGHT, Intake, Offer, Shown, close_all, perform
+from torch_ros.exchange import (
+    EVERYTHING,
+    FLIGHT,
+    READ_BYTES,
+    Intake,
+    Offer,
+    Shown,
+    close_all,
+    perform,
+)
 from torch_ros.p2p.transport import HOST, Read, Region, Registration, Spans, Transport
 from torch_ros.registered import Part, Registered
 from torch_ros.store.run import Deadline
@@ -42,6 +52,11 @@ ALIGNMENT_BYTES = 64
 BATCH_BYTES = 64 << 20  # read between two questions whether it counts
 POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
 STALL_S = 1.0  # without progress, until the store is asked whether the source is there at all
+SILENCE_S = 4.0  # without an answer, until another source is better
+# Until what is in flight has come from a source that is slow; its word is answered behind it.
+SLOW_BYTES_PER_S = 20e6
+BLINK_S = 0.1  # of a wait counts at most: this process may have been stopped meanwhile
+TORN_S = 1.0  # that a process may show what does not fit together: to rewrite it takes microseconds
 
 
 class Progress:
@@ -88,6 +103,8 @@ class Feed:
     is_full: bool
     shown: Sequence[Shown]
     is_there: Callable[[], bool]
+    has_other: Callable[[], bool]
+    """Whether somebody else has the version too."""
     check: Callable[[], None]
     """Raises if it is of no use to go on: this process has lost its seat, or closes."""
 
@@ -117,19 +134,24 @@ def connect(
     mark: int,
     is_full: bool,
     is_there: Callable[[], bool],
+    has_other: Callable[[], bool],
     check: Callable[[], None],
 ) -> Feed:
     """Reach the processes of a source; wait for those of a relay that have not begun.
 
     Raises:
-        SourceLost: One is gone, or serves something else.
+        SourceLost: One is gone or mute, serves something else, or shows what it should not.
     """
     shown = []
     for rank, card in enumerate(cards):
-        patience = _Patience(replica, deadline, is_there)
+        silence, patience, torn = (
+            Patience(replica, deadline, is_there, has_other)
+            for has_other in (has_other, None, None)
+        )
         while True:
+            silence.reset()
             try:
-                now = intake.shown(card, deadline)
+                now = intake.shown(card, deadline, partial(silence.look, _mute(rank, replica)))
             except TransferFailed as error:
                 intake.forget(error.agent)
                 raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
@@ -138,26 +160,66 @@ def connect(
                 break
             if now.word.mark != mark and (is_full or now.word.mark):
                 raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
-            patience.wait(f"rank {rank} of {replica!r} does not show it yet")
-    return Feed(replica, mark, is_full, shown, is_there, check)
+            if now.word.mark != mark:
+                torn.reset()
+            elif torn.still_s > TORN_S:
+                raise SourceLost(replica, f"rank {rank}: {now.problem}", 0, 0)
+            reason = f"rank {rank} of {replica!r} does not show it yet"
+            torn.look(reason)
+            patience.wait(reason)
+    return Feed(replica, mark, is_full, shown, is_there, has_other, check)
 
 
-class _Patience:
-    """Waiting for a source that is filling itself."""
+def _mute(rank: int, replica: str) -> str:
+    return f"rank {rank} of {replica!r} does not answer"
 
-    def __init__(self, replica: str, deadline: Deadline, is_there: Callable[[], bool]) -> None:
-        self._replica, self._deadline, self._is_there = replica, deadline, is_there
+
+class Patience:
+    """Waiting for a source.
+
+    Args:
+        is_there: Asked every `STALL_S` while nothing comes.
+        has_other: Asked then too, after `limit_s`; None: it answers, and so is not left for others.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        deadline: Deadline,
+        is_there: Callable[[], bool],
+        has_other: Callable[[], bool] | None = None,
+        limit_s: float = SILENCE_S,
+    ) -> None:
+        self._replica, self._deadline, self._limit_s = replica, deadline, limit_s
+        self._is_there, self._has_other = is_there, has_other
         self.reset()
 
     def reset(self) -> None:
-        self._pause_s, self._looked_s = POLL_S_MIN, time.monotonic()
+        """Something came."""
+        self._pause_s, self.still_s = POLL_S_MIN, 0.0
+        self._ask_s, self._looked_s = STALL_S, time.monotonic()
+
+    def look(self, reason: str) -> None:
+        """Nothing has come since the last look.
+
+        Raises:
+            SourceLost: The source is gone; or it is mute, and another one is not.
+        """
+        now_s = time.monotonic()
+        self.still_s += min(now_s - self._looked_s, BLINK_S)
+        self._looked_s = now_s
+        self._deadline.check(reason)
+        if self.still_s < self._ask_s:
+            return
+        self._ask_s = self.still_s + STALL_S
+        if not self._is_there():
+            raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0)
+        if self._has_other and self.still_s > self._limit_s and self._has_other():
+            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.0f} s", 0, 0)
+        self._looked_s = time.monotonic()
 
     def wait(self, reason: str) -> None:
-        self._deadline.check(reason)
-        if time.monotonic() - self._looked_s > STALL_S:
-            if not self._is_there():
-                raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0)
-            self._looked_s = time.monotonic()
+        self.look(reason)
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, POLL_S_MAX)
 
@@ -489,7 +551,14 @@ class _Run:
         self._reading, self._intake = reading, reading.intake
         self._supplies, self._part, self._memory = supplies, part, part.memory
         self._progress, self._deadline = progress, deadline
-        self._patience = [_Patience(r.feed.replica, deadline, r.feed.is_there) for r in supplies]
+        feeds = [supply.feed for supply in supplies]
+        self._patience = [Patience(each.replica, deadline, each.is_there) for each in feeds]
+        in_flight = min(FLIGHT * READ_BYTES, sum(tensor.nbytes for tensor in part.memory))
+        limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
+        self._silence = [
+            Patience(each.replica, deadline, each.is_there, each.has_other, limit_s)
+            for each in feeds
+        ]
         # By supply and source rank, when it was last asked.
         self._there = [
             [EVERYTHING if supply.feed.is_full else 0] * len(supply.feed.shown)
@@ -540,11 +609,31 @@ class _Run:
             may_post=lambda read: self._is_there(self._batch_of[read]),
             landed=self._landed,
             blocked=self._blocked,
+            still=self._still,
             flight=FLIGHT * len(self._supplies),
         )
 
+    def _still(self, flying: Sequence[Read]) -> None:
+        waited_for = {self._batch_of[read].supply for read in flying}
+        for number, silence in enumerate(self._silence):
+            if number in waited_for:
+                self._look(number)
+            else:
+                silence.reset()
+
+    def _look(self, number: int) -> None:
+        feed = self._supplies[number].feed
+        try:
+            self._silence[number].look(f"{feed.replica!r} does not answer")
+        except SourceLost as lost:
+            for shown in feed.shown:
+                self._intake.leave(shown.agent)
+            done, total = self._progress.bytes_read, self._supplies[number].plan.bytes_read
+            raise SourceLost(lost.replica, lost.what, done, total) from lost
+
     def _landed(self, read: Read) -> None:
         batch = self._batch_of[read]
+        self._silence[batch.supply].reset()
         self._reads_left[batch] -= 1
         if not self._reads_left[batch]:
             self._end(batch)
@@ -582,7 +671,8 @@ class _Run:
 
     def _ask(self, number: int, rank: int) -> None:
         feed = self._supplies[number].feed
-        word = self._intake.word(feed.shown[rank], self._deadline)
+        word = self._intake.word(feed.shown[rank], self._deadline, partial(self._look, number))
+        self._silence[number].reset()
         if word.mark != feed.mark:
             raise self._lost(number, rank, "it does not serve it any more")
         self._there[number][rank] = word.position
@@ -605,7 +695,8 @@ class _Run:
 
     def _read_staged(self, batch: _Batch) -> int:
         for group in batch.staged:
-            perform(group.reads, self._deadline)
+            self._silence[batch.supply].reset()
+            perform(group.reads, self._deadline, still=lambda _: self._look(batch.supply))
             if batch.is_repeated:  # it must not be written over with what does not count
                 for rank in sorted({piece.source_rank for _, piece in group.pieces}):
                     self._ask(batch.supply, rank)

@@ -33,6 +33,8 @@ while True:
     match hear():
         case ["linger", seconds]:
             nixl._LINGER_S = float(seconds)
+        case ["blind"]:
+            nixl.sockets.silence = lambda *_: 0
         case ["connect", connection, descriptor, address, size]:
             target = np.zeros(int(size), np.uint8)
             transport.register([region(target)])
@@ -185,13 +187,29 @@ def test_a_reader_killed_during_a_read_does_not_harm_its_source(spawn, environme
 def test_nothing_lands_once_a_read_from_a_stuck_source_was_closed(spawn):
     source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
     reader.tell("linger", 0.2)
-    assert reader.ask("connect", *source.hear()) == ["connected"]
+    where = source.hear()
+    assert reader.ask("connect", *where) == ["connected"]
     source.signal(signal.SIGSTOP)
     assert reader.ask("post") == ["posted"]
     assert reader.ask("close") == ["closed"]
     source.signal(signal.SIGCONT)
-    source.tell("cpu", 1)
-    source.hear()  # what was to come has come by now
+    assert source.ask("cpu", 1)  # what was to come has come by now; and it lives
+    assert reader.ask("landed") == ["0"]
+    assert reader.ask("connect", *where) == ["connected"]
+    assert reader.ask("post") == ["posted"]
+    assert reader.ask("wait")[::2] == ["done", "True"]
+    assert source.ask("close") == ["closed"]
+
+
+def test_a_read_that_cannot_be_ended_ends_its_transport(spawn):
+    source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
+    reader.tell("linger", 0.2)
+    reader.tell("blind")
+    assert reader.ask("connect", *source.hear()) == ["connected"]
+    source.signal(signal.SIGSTOP)
+    assert reader.ask("post") == ["posted"]
+    assert reader.ask("close") == ["closed"]
+    source.signal(signal.SIGKILL)
     assert reader.ask("landed") == ["0"]
     assert reader.ask("register")[0] == "ClosedError"
 

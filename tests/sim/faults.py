@@ -654,6 +654,12 @@ fault(
     scenario="late landing",
 )(lambda close_all: lambda reads: None)
 
+fault(
+    "a source that does not answer is waited for",
+    (sources, "has_other"),
+    scenario="stands still",
+)(lambda rule: lambda *args, **options: Done(False))
+
 
 # Unpublishing
 

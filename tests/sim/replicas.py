@@ -96,6 +96,7 @@ class Process:
         self.actors: list = []
         self.held_up: list = []
         self.suspended_until_s = self.cut_until_s = self.unlinked_until_s = 0.0
+        self.mute_until_s = 0.0  # what is read of it comes then
         self.unsure_until_s = 0.0
         self.hindered_s = 0.0  # how long it was suspended or cut off, in all
         self.died_s: float | None = None

@@ -334,6 +334,40 @@ def late_landing(
     scene.play()
 
 
+def stands_still(scene: Scene) -> None:
+    """A source that does not answer is left for one that does, and what it answers later is lost.
+
+    It is alive, and holds its lease: only who reads from it can know.
+    """
+
+    def read(me: Process) -> None:
+        scene.until("t", "u")
+        scene.slow_s[me] = 0.5
+        began_s = scene.now_s
+        replicate(me)
+        took_s = scene.now_s - began_s
+        demand(took_s < 20, f"I6: a mute source held its reader up for {took_s:.0f} s")
+        scene.sleep(60)
+        scene.checks.returned(me, 1)
+        scene.reach(str(me.rank))
+
+    def train(me: Process) -> None:
+        name = me.start.replica
+        scene.until(*(("t",) if name == "u" else ()))
+        publish(me, 1)
+        scene.reach(name)
+        if name == "t":
+            _await_reader(me)
+            scene.sleep(scene.random())
+            me.mute_until_s = scene.now_s + 50
+        scene.until("0", "1")
+
+    scene.start("t", train, size=1)
+    scene.start("u", train, size=1)
+    scene.start("r", read)
+    scene.play()
+
+
 def staged_landing(scene: Scene) -> None:
     """What is read by way of a buffer counts only if its source served it to the end."""
     scene.shapes = SHAPES[-1]
@@ -1093,6 +1127,7 @@ SCENES = {
     "earlier readers": earlier_readers,
     "stuck reader": stuck_reader,
     "late landing": late_landing,
+    "stands still": stands_still,
     "relay dies": relay_dies,
     "only fillers": only_fillers,
     "comes back": comes_back,

@@ -16,6 +16,7 @@ from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p.transport import HOST
 
 LOOK_S = 1.0  # a reader looks again after that, so that its deadlines count
+LATE_S = 1e-6  # after a process that was mute is not any more
 ABSENT = "it is gone"
 
 
@@ -28,6 +29,7 @@ class Wire:
         self.registrations: dict[int, list] = {}
         self._keys = itertools.count(1)
         self.is_closed = False
+        self.flying: set = set()
         self.landed = 0  # reads of this process of which something has landed
         self.waiting: tuple | None = None
         world.wires[self.agent] = self
@@ -90,13 +92,17 @@ class _Peer:
     def prepare(self, spans, *, source_device=HOST, target_device=HOST):
         return _Read(self, [tuple(map(int, span)) for span in spans])
 
+    def cut(self) -> None:
+        for read in [each for each in self.wire.flying if each.agent == self.agent]:
+            read.cut()
+
     def close(self) -> None:
         pass
 
 
 class _Read:
     def __init__(self, peer: _Peer, spans: list) -> None:
-        self._wire, self._agent, self._spans = peer.wire, peer.agent, spans
+        self._wire, self.agent, self._spans = peer.wire, peer.agent, spans
         self.size_bytes = sum(size for _, _, size in spans)
         self._flight = 0  # which posting of it
         self._left = 0
@@ -106,7 +112,7 @@ class _Read:
     def post(self) -> None:
         world, wire = self._wire.world, self._wire
         world.pause("posts a read")
-        wire.reach(self._agent)
+        wire.reach(self.agent)
         self._flight += 1
         self._error, self._is_posted = "", True
         pieces = []
@@ -117,6 +123,7 @@ class _Read:
             pieces += [(source, target, half)] if half else []
             pieces.append((source + half, target + half, size - half))
         self._left = len(pieces)
+        wire.flying.add(self)
         self._error = world.read_error()
         for piece in pieces:
             delay_s = world.read_delay_s()
@@ -130,9 +137,14 @@ class _Read:
         world, wire = self._wire.world, self._wire
         if flight != self._flight or wire.is_closed:
             return
+        mute_until_s = world.wires[self.agent].process.mute_until_s
+        if mute_until_s > world.now_s:  # it is asked, and does not answer yet
+            land = partial(self._land, flight, source, target, size)
+            world.at(mute_until_s + LATE_S, land)
+            return
         self._left -= 1
         try:
-            peer = wire.reach(self._agent)
+            peer = wire.reach(self.agent)
         except TransferFailed as error:
             self._error = error.reason
         else:
@@ -144,9 +156,23 @@ class _Read:
                 world.saw("garbage read")
                 ctypes.memset(target, 0x5A, size)
             world.checks.landed(wire.process, target, size)
-        if not self._left and wire.waiting is not None:
-            world.wake(*wire.waiting, None)
+        if not self._left:
+            wire.flying.discard(self)
+            self._wake()
+
+    def _wake(self) -> None:
+        wire = self._wire
+        if wire.waiting is not None:
+            wire.world.wake(*wire.waiting, None)
             wire.waiting = None
+
+    def cut(self) -> None:
+        """Nothing of it lands any more."""
+        self._wire.world.saw("read cut")
+        self._wire.flying.discard(self)
+        self._flight += 1
+        self._left, self._error = 0, "the connection was ended"
+        self._wake()
 
     def is_done(self) -> bool:
         world, wire = self._wire.world, self._wire
@@ -158,7 +184,7 @@ class _Read:
         self._is_posted = False
         if self._error:
             world.saw("read failed")
-            raise TransferFailed(self._agent, self._error)
+            raise TransferFailed(self.agent, self._error)
         return True
 
     def close(self) -> None:
@@ -168,6 +194,7 @@ class _Read:
             if world.random() < 0.5:  # it is seen through, as when it cannot be cancelled
                 while self._left:
                     self.is_done_or_failed()
+        self._wire.flying.discard(self)
         self._flight += 1
         self._left = 0
 

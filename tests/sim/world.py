@@ -22,7 +22,7 @@ from replicas import BLOCK_CELLS, PROBE, RELEASE_S, TTL_S, Process, Start, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
 from story import short
-from wires import Wire
+from wires import LOOK_S, Wire
 
 from torch_ros import copies, exchange, filling, handle, reading
 from torch_ros.copies import HostCopy
@@ -506,6 +506,7 @@ class World(Scheduler):
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,
+            "BLINK_S": LOOK_S,  # a wait for a read is as long
         }
         with ExitStack() as stack:
             modules = (copies, exchange, filling, group, handle, manifest, reading, run, session)

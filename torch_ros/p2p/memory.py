@@ -103,6 +103,9 @@ class MemoryPeer:
             self.source()
             return MemoryRead(self, cut(self.agent, spans, self._attached, self.transport.covers()))
 
+    def cut(self) -> None:
+        pass  # nothing is ever in flight
+
     def close(self) -> None:
         self._is_closed = True
 

@@ -36,6 +36,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
+from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import HOST, Region, Spans
 
@@ -68,6 +69,7 @@ _POLL_S = 0.0002
 # better than that, so it assumes a very slow network.
 _LINGER_S = 10.0
 _LINGER_BYTES_PER_S = 50e6
+_CUT_S = 2.0  # until UCX has noticed that a connection has ended
 
 _CONNECTION, _DESCRIPTOR = b"connection", b"descriptor"
 
@@ -85,6 +87,7 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
 )
 
+_making = threading.Lock()  # one backend at a time, to see which descriptors it has opened
 _transports: weakref.WeakSet[NixlTransport] = weakref.WeakSet()
 _inherited: list[str] = []  # agents that were open when this process was forked off
 
@@ -143,6 +146,7 @@ class NixlRead:
         self._link, self._handle = link, handle
         self.size_bytes, self.targets = size_bytes, targets
         self._state: Literal["idle", "in flight", "done", "released"] = "idle"
+        self.posted_s = 0.0
         link.reads.add(self)
 
     def post(self) -> None:
@@ -153,6 +157,7 @@ class NixlRead:
                 raise UsageError("this read is still in flight; post it again when it is done")
             if not all(registration.is_open for registration in self.targets):
                 raise TransferFailed(self._link.agent, "the memory it lands in was unregistered")
+            self.posted_s = time.monotonic()
             self._follow(nixl.postXferReq, b"")
 
     def is_done(self) -> bool:
@@ -185,10 +190,12 @@ class NixlRead:
         transport = self._link.transport
         wait_s = _LINGER_S + self.size_bytes / _LINGER_BYTES_PER_S
         deadline = time.monotonic() + wait_s
-        while self._is_landing() and time.monotonic() < deadline:
+        while self.is_landing() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        if self.is_landing():
+            self._link.cut()
         with transport.lock:
-            if self._is_landing():
+            if self.is_landing():
                 reason = f"agent {self._link.agent!r} did not end a read within {wait_s:.0f} s"
                 logger.error("%s; closing the transport, so that no byte lands later", reason)
                 transport.end(reason)
@@ -200,7 +207,7 @@ class NixlRead:
             self._link.reads.discard(self)
             self._link.transport.nixl.releaseXferReq(self._handle)
 
-    def _is_landing(self) -> bool:
+    def is_landing(self) -> bool:
         try:
             return self._state == "in flight" and not self.is_done()
         except TransferFailed:
@@ -275,6 +282,24 @@ class _Link:
             handle = nixl.createXferReq(bindings.NIXL_READ, landing, sources, self.agent, b"", [])
             return NixlRead(self, handle, int(pieces[:, 2].sum()), targets)
 
+    def cut(self) -> None:
+        """End the connection below reads that are in flight, and so these; over TCP only."""
+        with self.transport.lock:
+            flying = [read for read in self.reads if read.is_landing()]
+            if not flying:
+                return
+            asked_s = time.monotonic() - max(read.posted_s for read in flying)
+            count = sockets.silence(self.transport.epolls, asked_s)
+        logger.warning(
+            "agent %r does not answer: ending %d connections on which nothing came for %.1f s",
+            self.agent,
+            count,
+            asked_s,
+        )
+        deadline = time.monotonic() + (_CUT_S if count else 0.0)
+        while any(read.is_landing() for read in flying) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
     def end(self, reason: str) -> None:
         """Disconnect, with the lock held; no read is in flight, or none can land any more."""
         if self.failure:
@@ -341,6 +366,10 @@ class NixlPeer:
             if not link.peers:
                 link.end("the connection was closed")
 
+    def cut(self) -> None:
+        if not self._link.transport.is_foreign:
+            self._link.cut()
+
     def _refuse_closed(self) -> None:
         self._link.transport.refuse_closed()
         if self not in self._link.peers:
@@ -385,7 +414,10 @@ class NixlTransport:
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # our lock is around every call
         self.nixl: Any = bindings.nixlAgent(self.agent, config)
         ucx = f"TLS=tcp,{_UCX_CONFIG}" if tcp_only else _UCX_CONFIG
-        self.nixl.createBackend("UCX", {"engine_config": ucx})
+        with _making:
+            others = sockets.epolls()
+            self.nixl.createBackend("UCX", {"engine_config": ucx})
+            self.epolls = sockets.nested(sockets.epolls() - others)
         _transports.add(self)
 
         # Peers read the first byte, to see that this agent is there; the second takes theirs.

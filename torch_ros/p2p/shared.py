@@ -440,6 +440,9 @@ class SharedPeer:
         for mapping in gone:
             mapping.close()
 
+    def cut(self) -> None:
+        self._base.cut()
+
     def close(self) -> None:
         if self.transport.is_foreign:
             return

@@ -98,6 +98,14 @@ class Peer(Protocol):
         """
         ...
 
+    def cut(self) -> None:
+        """Have reads in flight end, if there is a way: it does not answer.
+
+        The connection may be of no use afterwards: close it. Others of this process on which an
+        answer is due may end too.
+        """
+        ...
+
     def close(self) -> None:
         """Disconnect, so that the peer does not keep state for this process. Idempotent.
 

@@ -64,6 +64,7 @@ NOTE_TTL_S = 10  # time enough for every peer to read it
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 CLOSE_S = 2.0  # for its threads, which are told at once, to end
 LEAVE_S = 1.0  # for telling the peers; they notice anyway
+GLANCE_S = 2.0  # for a question whose answer nobody depends on
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 RETRY_S = 0.5  # between tries to come back, or to read from a source that failed before
 
@@ -581,6 +582,7 @@ class GroupCall:
         self._asked, self.deadline = asked, deadline
         self.start(group.seat, group.session)
         self._call: Call | None = None
+        self._tried = Counter[str]()  # how often each source was lost
         self._sources: set[str] = set()  # for which a reader record may be there
         self._failure: Failure | None = None
         self.reroutes = 0
@@ -718,7 +720,7 @@ class GroupCall:
             SourceLost: The last source; no other is left.
         """
         assert self._call is not None
-        tried = Counter[str]()
+        tried = self._tried = Counter[str]()
         insts, attached = list(self._call.sources), dict[str, Source]()
         while True:
             try:
@@ -780,7 +782,26 @@ class GroupCall:
         assert self._call is not None
         key = self.seat.keys.holding(self.ref.run, self.ref.version, source.inst)
         rule = partial(sources.is_there, seat=self.seat, call=self._call, source=source)
-        return self._settle((*self.seat.own, one(key)), rule)
+        return self._glance((*self.seat.own, one(key)), rule, unknown=True)
+
+    def has_other(self, source: Source) -> bool:
+        """Whether there is another source for what is read from one that does not answer."""
+        assert self._call is not None
+        rule = partial(
+            sources.has_other, seat=self.seat, call=self._call, source=source, tried=self._tried
+        )
+        return self._glance(sources.source_ranges(self.seat, self.ref), rule, unknown=False)
+
+    def _glance(
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
+    ) -> bool:
+        """What the store says; `unknown` if it does not answer soon: the bytes may come first."""
+        within_s = min(GLANCE_S, max(0.0, self.deadline.left_s()))
+        brief = Deadline(self._asked, within_s, check_open=self.deadline.check_open)
+        try:
+            return self._group.run(settle(self._asked, ranges, rule), brief)
+        except (DeadlineExceeded, StoreUnavailable):
+            return unknown
 
     def finish(
         self,

@@ -384,6 +384,17 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     return Done(entry is not None and entry.create_rev == source.born)
 
 
+def has_other(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+) -> Step[bool]:
+    """Whether somebody else has the version, and failed this rank no more often than `source`."""
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    others = _candidates(view, seat, call.ref).keys() - {source.inst} - _suspected(view, seat)
+    return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
+
+
 def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:
     """Leave a source that failed: others shall prefer another one for a while (I8, load only)."""
     ref, keys = call.ref, seat.keys

@@ -36,6 +36,7 @@ UNIONS_MAX = 8  # kept of what ranks hold together: a handful of versions that a
 _Elements = Annotated[int, msgspec.Meta(ge=0, le=_ELEMENTS_MAX)]
 _PerDimension = Annotated[tuple[_Elements, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
 _Device = Annotated[int, msgspec.Meta(ge=HOST, le=2**15)]
+_Digest = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has none above 2^64 - 1
 _T = TypeVar("_T")
 
 
@@ -192,8 +193,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     devices: tuple[_Device, ...]  # of each chunk
     descriptor: bytes  # p2p's; opaque here
     depth: Literal["off", "sampled", "full"] = "off"  # of the digests
-    digests: tuple[int, ...] = ()  # of each chunk, if they were computed here
-    totals: dict[str, int] = {}  # of each whole tensor, by fqn, if they are known here
+    digests: tuple[_Digest, ...] = ()  # of each chunk, if they were computed here
+    totals: dict[str, _Digest] = {}  # of each whole tensor, by fqn, if they are known here
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -1,0 +1,161 @@
+"""Ends UCX's TCP connections to a peer that does not answer, which neither NIXL nor UCX can.
+
+UCX waits for the answer to what it asked for, however long that takes, and would write it into
+memory that is somebody else's by then. A socket on which nothing can be received any more makes it
+end the connection, and every read of it with an error.
+
+The peer must not notice. UCX at a source that goes on after a pause may abort its whole process if
+what it sends meets a closed connection (`docs/OPERATIONS.md`). So the connection stays open behind
+UCX's back, and what still comes is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_KEPT_MAX = 64  # connections kept open; the oldest is closed first
+_QUIET_S = 10.0  # after the last byte that came, the source has sent it all, and one is closed
+_BUSY_S, _IDLE_S = 0.02, 0.2  # between two looks at them, while something comes and before
+_INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
+_LAST_SENT, _LAST_RECEIVED = 8 + 9, 8 + 11  # in it: milliseconds since then
+_ESTABLISHED = 1
+
+
+def epolls() -> set[int]:
+    """The descriptors of this process that are epolls."""
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(each.readlink()) == "anon_inode:[eventpoll]":
+                found.add(int(each.name))
+    return found
+
+
+def nested(among: Iterable[int]) -> tuple[int, ...]:
+    """Those epolls that are watched by another of them: UCX's worker watches its transports'."""
+    known = set(among)
+    return tuple(sorted({fd for each in known for fd, _ in _watched(each)} & known))
+
+
+def silence(epolls: Iterable[int], asked_s: float) -> int:
+    """End those connections on which nothing has come for `asked_s`, though something was sent.
+
+    Returns how many that were. All sockets that these epolls watch must be UCX's.
+    """
+    found = [_opened(fd, inode) for epoll in epolls for fd, inode in _watched(epoll)]
+    opened = [connection for connection in found if connection is not None]
+    own = {connection.getsockname() for connection in opened}
+    ended = 0
+    for connection in opened:
+        if _is_silent(connection, asked_s) and connection.getpeername() not in own:
+            connection.shutdown(socket.SHUT_RD)
+            _drain.keep(connection)
+            ended += 1
+        else:
+            connection.close()
+    return ended
+
+
+def _watched(epoll: int) -> Iterator[tuple[int, int]]:
+    """What an epoll watches: descriptors, and the inodes behind them."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        words = line.replace(":", " ").split()
+        if words[:1] == ["tfd"] and "ino" in words:
+            yield int(words[1]), int(words[words.index("ino") + 1], 16)
+
+
+def _opened(fd: int, inode: int) -> socket.socket | None:
+    """Another descriptor of the same TCP socket; UCX's threads may close theirs at any time."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
+        return None
+    is_tcp = found.type == socket.SOCK_STREAM and found.proto == socket.IPPROTO_TCP
+    if os.fstat(copy).st_ino == inode and is_tcp:
+        return found
+    found.close()
+    return None
+
+
+def _info(connection: socket.socket) -> tuple[int, ...]:
+    raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    return _INFO.unpack(raw)
+
+
+def _is_silent(connection: socket.socket, asked_s: float) -> bool:
+    try:
+        info = _info(connection)
+    except (OSError, struct.error):
+        return False
+    sent_ms, received_ms = info[_LAST_SENT], info[_LAST_RECEIVED]
+    return info[0] == _ESTABLISHED and sent_ms <= received_ms >= 1000 * asked_s
+
+
+class _Drain:
+    """Throws away what comes on connections that nobody reads, as long as there are any.
+
+    After a fork the child has the descriptors and no thread: it keeps them until it ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[socket.socket, float | None] = OrderedDict()  # when some came
+        self._is_running = False
+
+    def keep(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept.popitem(last=False)[0].close()
+            self._kept[connection] = None
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="torch_ros drain", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                for connection in list(self._kept):
+                    self._look(connection)
+                if not self._kept:
+                    self._is_running = False
+                    return
+                is_busy = any(map(_is_recent, self._kept.values()))
+            time.sleep(_BUSY_S if is_busy else _IDLE_S)
+
+    def _look(self, connection: socket.socket) -> None:
+        """A socket that is shut down returns nothing at once where others would block."""
+        has_ended = False
+        try:
+            while connection.recv(1 << 20, socket.MSG_DONTWAIT):
+                self._kept[connection] = time.monotonic()
+            has_ended = _info(connection)[0] != _ESTABLISHED
+        except OSError:
+            has_ended = True
+        came_s = self._kept[connection]
+        if has_ended or (came_s is not None and time.monotonic() - came_s > _QUIET_S):
+            del self._kept[connection]
+            connection.close()
+
+
+def _is_recent(came_s: float | None) -> bool:
+    return came_s is not None and time.monotonic() - came_s < 1.0
+
+
+_drain = _Drain()
