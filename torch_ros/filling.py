@@ -294,7 +294,7 @@ class Filler:
 
         def rule(view: View) -> Step[str]:
             entry = view.get(key)
-            return Done("" if entry is None else Version.decode(entry.value).layout)
+            return Done("" if entry is None else Version.decode(entry.value, key).layout)
 
         layout = self._group.ask((one(key),), rule, deadline)
         try:
