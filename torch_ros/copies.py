@@ -15,10 +15,11 @@ from torch_ros.errors import BackendError, ClosedError, SelfFenced
 from torch_ros.exchange import EVERYTHING, Digests, Offer
 from torch_ros.p2p.transport import HOST, Region, Transport
 from torch_ros.registered import Registered
-from torch_ros.store.group import Group, GroupCall
+from torch_ros.store.group import Group
 from torch_ros.store.keys import copy_of
+from torch_ros.store.patience import Patience
 from torch_ros.store.records import Kept, Shard, mark
-from torch_ros.store.run import Deadline
+from torch_ros.store.run import Deadline, Reminder
 from torch_ros.store.seat import Seat
 from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import Layout
@@ -92,15 +93,19 @@ class Copies:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def make(self, call: GroupCall, registered: Registered, digests: Digests) -> Shard:
-        """This rank's part of a copy in host memory, of the last that counts of a version."""
-        if call.number not in self._copies:
+    def make(self, number: int, registered: Registered, digests: Digests) -> Shard:
+        """This rank's part of a copy in host memory, of the last that counts of a version.
+
+        Args:
+            number: Of the call that gives the version up.
+        """
+        if number not in self._copies:
             kept = self._group.holds
             assert kept is not None
-            self._copies[call.number] = HostCopy(
-                self._transport, registered.layout, registered.memory, kept, call.number, digests
+            self._copies[number] = HostCopy(
+                self._transport, registered.layout, registered.memory, kept, number, digests
             )
-        return shard_of(self._copies[call.number].offer)
+        return shard_of(self._copies[number].offer)
 
     def keep(self) -> None:
         """Offer what was made, in threads, for as long as it is needed."""
@@ -127,7 +132,7 @@ class Copies:
         copy, group = self._copies[number], self._group
         version = copy.kept.ref.version
         forever = Deadline(f"keeping version {version}", math.inf)
-        shard = shard_of(copy.offer)
+        shard, reminder = shard_of(copy.offer), Reminder()
         while True:
             inst, session = copy_of(seat.inst, copy.call), group.session
             try:
@@ -137,12 +142,13 @@ class Copies:
             except SelfFenced as lost:
                 group.fence(lost, session)
             except BackendError as error:
-                log.warning("keeping version %d: %s", version, error)
+                if reminder.is_due():
+                    log.warning("keeping version %d: %s", version, error)
                 group.pause()
             except ClosedError:
                 break
             try:
-                group.await_seat(forever, peers_s=math.inf)
+                group.await_seat(forever, Patience(peers_s=math.inf))
             except (SelfFenced, ClosedError):
                 break
             seat = group.seat

@@ -169,12 +169,20 @@ class Filler:
 
     def publish(self, call: GroupCall, registered: Registered, deadline: Deadline) -> None:
         """Show the tensors as what was decided on, and say so."""
+        self._show(call, registered)
+        if not call.has_ended:
+            self.finish(call, registered, deadline)
+
+    def publish_without_store(self, call: GroupCall, version: int, registered: Registered) -> None:
+        """Show the tensors as what is offered when all ranks are back."""
+        call.go_on_without(version, registered.digest)
+        self._show(call, registered)
+
+    def _show(self, call: GroupCall, registered: Registered) -> None:
         finish_kernels(registered)
         self.digests = Digests(self._depth, registered.digests(self._depth))
         self._offer.show_digests(self.digests)
         self._offer.serve(call.mark, EVERYTHING)
-        if not call.has_ended:
-            self.finish(call, registered, deadline)
 
     def fill(
         self,

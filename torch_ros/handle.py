@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ros import arguments
 from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
+    BackendError,
     ClosedError,
     ContractBroken,
     PeerError,
@@ -42,6 +43,7 @@ from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
 from torch_ros.store.keys import Keys, replica_of
 from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.patience import Patience
 from torch_ros.store.records import Call, Kind, Version, VersionRef
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
@@ -479,7 +481,13 @@ class ShardHandle:
 
     # Publishing
 
-    def publish(self, version: int, *, timeout_s: float | None = None) -> None:
+    def publish(
+        self,
+        version: int,
+        *,
+        timeout_s: float | None = None,
+        store_wait_s: float | None = None,
+    ) -> bool:
         """Offer the registered tensors as `version`. No bytes move.
 
         Collective. Returns on each rank once the whole replica is offered. The tensors are read
@@ -487,6 +495,15 @@ class ShardHandle:
 
         Args:
             version: Not below the newest of the run; gaps are fine.
+            store_wait_s: How long to wait for etcd once it has been away for longer than `ttl_s`,
+                and for ranks from which it is. The same on all ranks. None: until `timeout_s`
+                are over, which is an error. 0: return at once; what is held by all ranks when
+                etcd is back is offered then, in the order of their calls.
+
+        Returns:
+            Whether it is offered now. False: not yet, as far as this rank knows. `version` is
+            what it holds all the same, and `list` does not show that. Should the run have gone
+            on without it by the time etcd is back, a warning says so, and nothing is held.
 
         Raises:
             UsageError: Nothing is registered, or a version is held. Nothing was published.
@@ -498,14 +515,20 @@ class ShardHandle:
 
         Cost: 3 round trips to etcd, with several ranks up to 6 each; no copy.
         """
-        deadline = self._deadline(f"publish {version}", timeout_s)
+        asked = f"publish {version}"
+        deadline = self._deadline(asked, timeout_s)
+
+        def body(call: GroupCall) -> bool:
+            if self._held is None and call.may_hold is None:
+                self._offer.void()  # the last call's end may have been a bad one
+            self._publish(call, version, self._ready("publish"), deadline)
+            return True
+
+        def unseated(call: GroupCall) -> bool:
+            return self._publish_without_store(call, version, self._ready("publish"))
+
         with self._busy():
-            self._catch_up(deadline)
-
-            def body(call: GroupCall) -> None:
-                self._publish(call, version, self._ready("publish"), deadline)
-
-            self._make("publish", f"publish {version}", deadline, body)
+            return self._make("publish", asked, deadline, body, unseated, store_wait_s)
 
     def publish_copy(
         self,
@@ -516,7 +539,8 @@ class ShardHandle:
         keep_dtype: Sequence[str] = (),
         staging_bytes: int | None = None,
         timeout_s: float | None = None,
-    ) -> None:
+        store_wait_s: float | None = None,
+    ) -> bool:
         """Copy these tensors and offer the copy as `version`, in place of what is held.
 
         Collective. For tensors that are cast on the way (fp32 masters to bf16), are not
@@ -531,6 +555,10 @@ class ShardHandle:
             dtype: What floating-point tensors are cast to; None: they are copied as they are.
             keep_dtype: Names of tensors that are not cast, as patterns ("*.norm.*").
             staging_bytes: Bound on the two buffers together; None: twice the shard.
+            store_wait_s: As for `publish`.
+
+        Returns:
+            As `publish`.
 
         Raises:
             As `publish`; and UsageError: The copy does not fit into `staging_bytes`.
@@ -538,32 +566,56 @@ class ShardHandle:
         Cost: As unpublish and publish, and one copy on each rank.
         """
         copying = Copying(dtype, keep_dtype, staging_bytes)
-        self._save(
+        return self._save(
             version,
             lambda: LocalState(local_chunks(named_tensors), {}, {}),
             is_staged=False,
             copying=copying,
             timeout_s=timeout_s,
+            store_wait_s=store_wait_s,
         )
 
     def _make(
-        self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]
+        self,
+        kind: Kind,
+        asked: str,
+        deadline: Deadline,
+        body: Callable[[GroupCall], T],
+        unseated: Callable[[GroupCall], T] | None = None,
+        store_wait_s: float | None = None,
     ) -> T:
         """The group's next call. Whoever reads from here learns if nothing is held after it."""
+        if store_wait_s is None:
+            unseated = None
+        else:
+            arguments.seconds("store_wait_s", store_wait_s)
         try:
-            return self._group.make(kind, asked, deadline, body)
+            return self._group.make(
+                kind, asked, deadline, body, unseated=unseated, store_wait_s=store_wait_s
+            )
         finally:
             if self._held is None:
                 self._offer.void()
 
-    def _catch_up(self, deadline: Deadline) -> None:
+    def _catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how the last call ended, before the next one or before the tensors are given back.
 
         Its end may have been a bad one, and readers still believe what this process shows.
         """
-        self._group.catch_up(deadline)
+        self._group.catch_up(deadline, patience)
         if self._held is None:
             self._offer.void()
+
+    def _begin(
+        self, kind: Kind, asked: str, deadline: Deadline, store_wait_s: float | None = None
+    ) -> None:
+        """`_catch_up`, by a call that is made of several; its number is used in any case."""
+        try:
+            self._catch_up(deadline, Patience(store_wait_s=store_wait_s))
+        except SelfFenced as lost:
+            if store_wait_s is None or not lost.may_return:
+                self._group.pass_over(kind, asked, deadline)
+                raise
 
     def _publish(
         self, call: GroupCall, version: int, registered: Registered, deadline: Deadline
@@ -571,6 +623,11 @@ class ShardHandle:
         call.decide_to_publish(check_version(version))
         self._filler.publish(call, registered, deadline)
         log.info("published version %d of %r", version, self.model)
+
+    def _publish_without_store(self, call: GroupCall, version: int, registered: Registered) -> bool:
+        self._filler.publish_without_store(call, check_version(version), registered)
+        log.info("version %d of %r is held, and offered when etcd is back", version, self.model)
+        return False
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
@@ -591,24 +648,31 @@ class ShardHandle:
         Collective, but it waits for readers only, not for the peers' calls: the first rank's call
         counts for all. From then on the tensors may be written. Holding nothing, it does nothing.
         Readers that are not done after the handle's `drain_s` are left behind: what they still
-        read does not count for them.
+        read does not count for them. So are all when etcd is away: it waits for that no longer
+        than the lease lasts, at most `ttl_s` and once in an outage. What the memory says to
+        readers needs no etcd.
 
         If this is the last copy of a retained version, it is copied to host memory first, by all
-        ranks, and so waits for all.
+        ranks, and so waits for all. While etcd is away, it is copied if it may be the last,
+        and offered when etcd is back.
 
         Raises:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and
                 calling again goes on waiting. The tensors must not be written yet.
-            StoreUnavailable: Likewise.
+            StoreUnavailable: Likewise, before the lease is over.
             ContractBroken: With `check_contract`: they were written to. It is unpublished.
         """
         with self._busy(is_member=False):
             self._unpublish(self._deadline("unpublish", timeout_s))
 
-    def _unpublish(self, deadline: Deadline) -> None:
+    def _unpublish(self, deadline: Deadline, *, may_forget: bool = True) -> None:
+        """
+        Args:
+            may_forget: Whether to go on without etcd.
+        """
         held = self._held
         try:
-            self._catch_up(deadline)
+            self._catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self._held) is None:
                 return
             try:
@@ -621,20 +685,34 @@ class ShardHandle:
             finally:
                 self._copies.keep()
         except SelfFenced as lost:
+            if lost.may_return and not may_forget:
+                raise
+            self._copy_without_store()
             if not self._group.forget():
-                self._unpublish(deadline)
+                self._unpublish(deadline, may_forget=may_forget)
                 return
             # The store has forgotten this replica; readers ask the memory, which now says no.
-            log.warning("%s; its tensors are taken back without the store", lost)
             self._offer.void()
+            self._copies.keep()
+            log.info("%s; its tensors are taken back without the store", lost)
         if self._checks_contract and held is not None:
             self._check_contract(held)
+
+    def _copy_without_store(self) -> None:
+        """Copy what is retained, and may be nowhere else; it is offered when etcd is back."""
+        number, registered = self._group.must_copy(), self._registered
+        if number is None or registered is None:
+            return
+        try:
+            self._copies.make(number, registered, self._filler.digests)
+        except (BackendError, RuntimeError, MemoryError) as error:
+            log.warning("version %d may be lost, it cannot be copied: %s", self.version, error)
 
     def _unpublish_held(self, call: GroupCall, held: VersionRef) -> None:
         registered = self._registered
         assert registered is not None
         digests = self._filler.digests
-        call.unpublish(held, lambda _: self._copies.make(call, registered, digests))
+        call.unpublish(held, lambda _: self._copies.make(call.number, registered, digests))
 
     def _check_contract(self, held: VersionRef) -> None:
         registered, known = self._registered, self._filler.digests
@@ -695,11 +773,11 @@ class ShardHandle:
         """
         deadline = self._deadline(f"update {version}", timeout_s)
         with self._busy():
-            self._catch_up(deadline)
+            self._begin("update", deadline.what, deadline)
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
-            self._unpublish(deadline)
+            self._unpublish(deadline, may_forget=False)
             self._replicate(version, ref, deadline)
             return True
 
@@ -790,7 +868,8 @@ class ShardHandle:
         is_staged: bool,
         copying: Copying | None = None,
         timeout_s: float | None,
-    ) -> None:
+        store_wait_s: float | None = None,
+    ) -> bool:
         """dcp.save: give up what is held, register and publish. Checked before anything changes.
 
         Args:
@@ -822,31 +901,54 @@ class ShardHandle:
                 )
             return ""
 
-        def body(call: GroupCall) -> None:
+        def register() -> Registered:
             nonlocal state, registered
             state = state or gather()
             if registered is None:
                 registered = self._register(state)
-            self._publish(call, version, registered, deadline)
+            return registered
+
+        def body(call: GroupCall) -> bool:
+            self._publish(call, version, register(), deadline)
+            return True
+
+        def unseated(call: GroupCall) -> bool:
+            return self._publish_without_store(call, version, register())
 
         with self._busy():
-            self._catch_up(deadline)
-            if self._held is not None:
-                effects = partial(rules.check_publishable, version=version)
-                try:
-                    self._agree(f"check before {asked}", deadline, check, effects)
-                except ContractBroken:
-                    self._unpublish(deadline)
-                    raise
-                self._unpublish(deadline)
+            self._give_way(asked, version, check, deadline, store_wait_s)
             try:
-                self._make("publish", asked, deadline, body)
+                is_offered = self._make("publish", asked, deadline, body, unseated, store_wait_s)
                 assert state is not None
                 self._staged = memory_of(state) if is_staged else set()
+                return is_offered
             finally:
                 if copying is not None and self._held is not None:
                     self._staging.turn()
                 self._unregister_unless_held()
+
+    def _give_way(
+        self,
+        asked: str,
+        version: int,
+        check: Callable[[], str],
+        deadline: Deadline,
+        store_wait_s: float | None,
+    ) -> None:
+        """Unpublish what is held for what is saved, if that can succeed on every rank."""
+        if self._held is None:
+            self._begin("publish", asked, deadline, store_wait_s)
+        else:
+            self._begin("agree", f"check before {asked}", deadline, store_wait_s)
+        if self._held is None:
+            return
+        effects = partial(rules.check_publishable, version=version)
+        try:
+            self._agree(f"check before {asked}", deadline, check, effects, store_wait_s)
+        except ContractBroken:
+            self._unpublish(deadline)
+            raise
+        self._unpublish(deadline)
 
     def _check_load(
         self,
@@ -923,7 +1025,7 @@ class ShardHandle:
             return self._register(state)
 
         with self._busy():
-            self._catch_up(deadline)
+            self._begin("agree", f"check before {asked}", deadline)
             if fit is not None:
                 checked, said = fit
             elif self.world_size > 1:
@@ -933,7 +1035,7 @@ class ShardHandle:
             if said == "held":
                 assert checked is not None
                 return self._already_held(checked, vet)
-            self._unpublish(deadline)
+            self._unpublish(deadline, may_forget=False)
             spec = Spec.parse(version)
             whole = Whole(is_required=False, is_served=is_served, is_relayed=said == "whole")
 
@@ -1008,6 +1110,7 @@ class ShardHandle:
         deadline: Deadline,
         check: Callable[[], str],
         effects: Callable[[View, Seat, Call], Step[Call]],
+        store_wait_s: float | None = None,
     ) -> str:
         """Go on only if the check passes on every rank. What all say; "" if they differ."""
         keys, run = self._group.seat.keys, self._group.seat.run
@@ -1019,7 +1122,7 @@ class ShardHandle:
                 call.finish(value, lambda said: unanimous(said.values()))
             return call.said
 
-        return self._make("agree", asked, deadline, body)
+        return self._make("agree", asked, deadline, body, lambda _: check(), store_wait_s)
 
     # Looking around
 

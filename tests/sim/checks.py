@@ -70,7 +70,7 @@ class Checks:
         group = process.handle._group
         make = group.make
 
-        def spied_make(kind, asked, deadline, body):
+        def spied_make(kind, asked, deadline, body, **options):
             calls = []
 
             def spied_body(call):
@@ -83,12 +83,13 @@ class Checks:
                 return body(call)
 
             try:
-                result = make(kind, asked, deadline, spied_body)
+                result = make(kind, asked, deadline, spied_body, **options)
             except Exception as error:
                 if calls:
                     self._answered(process, calls[0], kind, error)
                 raise
-            self._answered(process, calls[0], kind, None)
+            if calls and calls[0].has_ended:  # else it was not waited for
+                self._answered(process, calls[0], kind, None)
             return result
 
         def spied_fetch(call, fetch, sources, known):
@@ -413,6 +414,9 @@ class Checks:
                 is_same = known == said and (old.ref == call.ref or known.failure is not None)
                 demand(is_same, f"I3: {start} ended {old}, then {call}")
             if call.kind == "publish" and call.ref is not None and call.ref.uid not in self.truth:
+                if call.outcome is not None and call.outcome.failure is None:
+                    self.world.saw("offered when back")
+                    self._newest(self.world.keys.holding(call.ref.run, call.ref.version, inst))
                 self.truth[call.ref.uid] = self.world.content(call.ref.version)
                 self.world.versions[call.ref.uid] = call.ref.version
             if call.ref is not None and call.ref.uid in self.truth:

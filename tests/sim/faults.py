@@ -910,6 +910,78 @@ def _(forget):
     return faulty
 
 
+@fault(
+    "the only copy is given up while etcd is away",
+    (group_module.Group, "must_copy"),
+    scenario="retained meanwhile",
+)
+def _(must_copy):
+    return lambda self: None
+
+
+@fault(
+    "a copy at each unpublish while etcd is away",
+    (group_module.Group, "must_copy"),
+    scenario="retained meanwhile",
+)
+def _(must_copy):
+    def faulty(self):
+        if self.unfinished is not None:
+            self.unfinished.was_ready = True
+        return must_copy(self)
+
+    return faulty
+
+
+@fault(
+    "a call that was not waited for uses no number",
+    (group_module.Group, "_goes_on_without"),
+    scenario="half cut off",
+)
+def _(goes_on_without):
+    def faulty(self, call):
+        made = self.calls_made
+        is_done = goes_on_without(self, call)
+        if is_done:
+            self.calls_made, call.is_recorded = made, False
+        return is_done
+
+    return faulty
+
+
+@fault(
+    "what was not waited for is not brought along",
+    (membership, "not_waited_for"),
+    scenario="held when back",
+)
+def _(rule):
+    return lambda shards: None
+
+
+@fault(
+    "what is published again without etcd has the number of before",
+    (group_module.Group, "_unbegun"),
+    scenario="trains on",
+)
+def _(unbegun):
+    def faulty(self, kind, asked, deadline):
+        call = unbegun(self, kind, asked, deadline)
+        same = (one.number for one in self._ended if (one.kind, one.asked) == (kind, asked))
+        call.number = next(same, call.number)
+        return call
+
+    return faulty
+
+
+@fault(
+    "what one rank alone did not wait for is offered",
+    (membership, "not_waited_for"),
+    scenario="who is believed",
+)
+def _(rule):
+    return lambda shards: next((shard.ready for shard in shards if shard.ready), None)
+
+
 @fault("an end is learned without a seat", (group_module.Group, "learn"), scenario="late answer")
 def _(learn):
     def faulty(self, call, outcome, seat):

@@ -56,6 +56,7 @@ class Start:
     drain_s: float = 60.0
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
+    store_wait_s: float | None = None  # of what it publishes
     script: Callable | None = None  # instead of tasks: what each of its processes does
     tasks: list[Task] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
@@ -277,10 +278,22 @@ class Process:
             return  # it would publish the old content again
         if self.start.loads:
             state = lambda: LocalState(self.tensors, {}, {})
-            self.handle._save(task.version, state, is_staged=False, timeout_s=task.timeout_s)
+            is_offered = self.handle._save(
+                task.version,
+                state,
+                is_staged=False,
+                timeout_s=task.timeout_s,
+                store_wait_s=self.start.store_wait_s,
+            )
         else:
-            self.handle.publish(task.version, timeout_s=task.timeout_s)
-        self.world.checks.returned(self, task.version)
+            is_offered = self.handle.publish(
+                task.version, timeout_s=task.timeout_s, store_wait_s=self.start.store_wait_s
+            )
+        if is_offered:
+            self.world.checks.returned(self, task.version)
+        else:
+            assert self.handle.version == task.version, "it returned, and nothing is held"
+            self.world.saw("not waited for")
 
     def unpublish(self, task: Task) -> None:
         self.handle.unpublish(timeout_s=task.timeout_s)

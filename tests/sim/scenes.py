@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 
+import msgspec
 from checks import Broken, demand
 from replicas import TTL_S, Process, Start
 from story import short
@@ -20,10 +21,11 @@ from torch_ros.errors import (
     TorchRosError,
     VersionConflict,
 )
+from torch_ros.exchange import Word
 from torch_ros.registered import LocalState
 from torch_ros.store import keys as k
 from torch_ros.store import membership
-from torch_ros.store.records import Call, Kept, Outcome, Shard, VersionRef
+from torch_ros.store.records import Call, Failure, Kept, Outcome, Shard, VersionRef
 from torch_ros.store.txn import Commit, Delete, Put, Read
 
 SIZE = 2  # ranks of a replica
@@ -179,10 +181,16 @@ def makes_full(what: object) -> bool:
     )
 
 
-def publish(process: Process, version: int, content: int = 7, timeout_s: float = 100) -> None:
+def publish(
+    process: Process,
+    version: int,
+    content: int = 7,
+    timeout_s: float = 100,
+    store_wait_s: float | None = None,
+) -> bool:
     process.world.contents[version] = content
     process.fill(content)
-    process.handle.publish(version, timeout_s=timeout_s)
+    return process.handle.publish(version, timeout_s=timeout_s, store_wait_s=store_wait_s)
 
 
 def replicate(process: Process, version: int | str = "latest", timeout_s: float = 100) -> None:
@@ -987,6 +995,113 @@ def took_back(scene: Scene) -> None:
     scene.play()
 
 
+def trains_on(scene: Scene, *, cut_off: tuple[int, ...] = (0, 1)) -> None:
+    """A trainer steps on while etcd is away from some of its ranks; then what it holds is there."""
+    steps, away_s, pause_s = 40, 6 * TTL_S, 2.0
+    came: list[int] = []
+    waited_s = dict.fromkeys(range(SIZE), 0.0)
+    marks: dict[int, list] = {rank: [] for rank in range(SIZE)}
+
+    def train(me: Process) -> None:
+        for step in range(1, steps + 1):
+            came.append(step)  # the ranks meet in each step
+            scene.when(lambda s=step: came.count(s) == SIZE, f"the ranks meet in step {step}")
+            began_s = scene.now_s
+            unpublish(me)
+            # Every other version is published twice, with other bytes.
+            publish(me, step // 2, 100 + step, store_wait_s=0)
+            waited_s[me.rank] += scene.now_s - began_s
+            demand(me.handle.version == step // 2, "it returned, and nothing is held")
+            marks[me.rank].append(Word.unpack(int(me.handle._offer._word[0])).mark)
+            scene.sleep(pause_s)
+            if step == 3 and me.rank == 0:
+                for process in me.start.processes:
+                    if process.rank in cut_off:
+                        scene._cut(process, away_s)
+        demand(waited_s[me.rank] < 4 * TTL_S, f"I6: a trainer waits for etcd: {waited_s}")
+        demand(len({*marks[me.rank]}) == steps, "I1: one mark for two contents")
+        demand(not me.handle._group.is_fenced, "I6: it does not come back")
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.when(lambda: len(came) == SIZE * steps, "the trainer's last step")
+        scene.sleep(3 * TTL_S)
+        got = me.handle.replicate("latest", timeout_s=TTL_S)
+        demand(got == steps // 2, f"I6: latest is {got}")
+        scene.checks.returned(me, got)
+        scene.reach("read")
+
+    scene.start("t", train)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def half_cut_off(scene: Scene) -> None:
+    """Ranks that are cut off from etcd count as those that are not."""
+    trains_on(scene, cut_off=(0,))
+
+
+def held_when_back(scene: Scene) -> None:
+    """What was published without etcd is offered when it is back, without another call."""
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        scene.reach(f"{me} holds 1")
+        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        scene._cut(me, 3 * TTL_S)
+        unpublish(me)
+        demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
+        scene.until("read")
+        unpublish(me)
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        try:
+            replicate(me, 2, timeout_s=6 * TTL_S)
+        except DeadlineExceeded as error:
+            raise Broken(f"I6: all ranks hold it, and it is not offered: {error}") from error
+        scene.reach("read")
+
+    scene.start("t", train)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def retained_meanwhile(scene: Scene) -> None:
+    """I4: the only copy of what is retained is put aside before it is given up without etcd."""
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        unpublish(me)  # it sees what others retain
+        publish(me, 2, 12)
+        scene.reach(f"{me} holds 2")
+        scene.until("t.1/0 holds 2", "t.1/1 holds 2")
+        scene.when(lambda: not me.handle._copies, "the copy of version 1 released")
+        scene.reach(f"{me} lets go of 1")
+        scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
+        scene._cut(me, 3 * TTL_S)
+        unpublish(me)
+        for step in range(3):
+            publish(me, 3, 13 + step, store_wait_s=0)
+            unpublish(me)
+        demand(len(me.handle._copies) == 1, f"I4: {len(me.handle._copies)} copies of an outage")
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
+        scene.sleep(2 * TTL_S)
+        try:
+            replicate(me, timeout_s=6 * TTL_S)
+        except DeadlineExceeded as error:
+            raise Broken(f"I4: what it retains was given up: {error}") from error
+        demand(me.handle.version == 2, f"I4: {me.handle.version} is the latest")
+        scene.reach("read")
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train)
+    scene.play()
+
+
 def late_answer(scene: Scene) -> None:
     """The end of a call is not learned from the store any more once the seat is lost."""
 
@@ -1105,6 +1220,14 @@ def who_is_believed(_: Scene) -> None:
     in_it = back(pid=2, pending=3)
     elsewhere = back(pid=3, pending=2)
     gave_up = back(pid=4, ended=[publish_3, unpublish_4])
+    nobody_waits = Outcome(Failure("CallAborted", {}, 0))
+    cut_off = back(pid=5, ended=[msgspec.structs.replace(publish_3, outcome=nobody_waits)])
+    calls, _ = membership.adopted([cut_off, holder, cut_off])
+    demand(calls == [publish_3], "I3: who gave a call up is believed, not who knows its end")
+    ready = back(pid=6, pending=3, ready=publish_3)
+    demand(membership.not_waited_for([ready, ready]) == publish_3, "I6: nobody offers it")
+    for other in (holder, in_it, gave_up, cut_off):
+        demand(not membership.not_waited_for([ready, other]), f"I1: {other.pid} has no part in it")
     for shards, expected in (
         ([holder, holder], held),
         ([in_it, holder], held),
@@ -1151,6 +1274,10 @@ SCENES = {
     "closed meanwhile": closed_meanwhile,
     "closed coming back": closed_coming_back,
     "took back": took_back,
+    "trains on": trains_on,
+    "half cut off": half_cut_off,
+    "held when back": held_when_back,
+    "retained meanwhile": retained_meanwhile,
     "late answer": late_answer,
     "both drain": both_drain,
     "half dead": half_dead,

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
+from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -54,6 +55,8 @@ EVENTS = (
     "full to draining",
     "garbage read",
     "loaded",
+    "not waited for",
+    "offered when back",
     "other bytes under an old number",
     "race lost",
     "re-routed",
@@ -92,7 +95,7 @@ def planned(sources, target, **options) -> ReadPlan:
 class World(Scheduler):
     def __init__(self, seed: int, *, story: int = STORY) -> None:
         super().__init__(seed)
-        rng = self.rng
+        self.seed, rng = seed, self.rng
         self.seen: Counter[str] = Counter()
         self.told: deque = deque(maxlen=story)
         self.store = Store(self)
@@ -184,6 +187,8 @@ class World(Scheduler):
             made.loads = rng.random() < 0.15
             if self.is_retaining and rng.random() < 0.4:
                 made.retain = rng.choice([("latest",), ("latest-1",), ("latest", "1")])
+            # Drawn apart, so that each seed stays what it was.
+            made.store_wait_s = Random(f"{self.seed}/{made.number}").choice([None, None, 0, 3.0])
         if self.is_in_datacenters:
             made.datacenter = rng.choice(["east", "west"])
         made.is_probe = is_probe

@@ -48,6 +48,8 @@ class ROSWriter(StorageWriter):
         mode: "copy": publish a copy, so that the tensors may be written to at once; see
             `ShardHandle.publish_copy`.
         dtype, keep_dtype, staging_bytes: Of the copy; likewise.
+        store_wait_s: How long the save waits for etcd when that is away; see
+            `ShardHandle.publish`. 0: what is saved is offered when etcd is back.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
         UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SelfFenced,
@@ -64,6 +66,7 @@ class ROSWriter(StorageWriter):
         dtype: torch.dtype | None = None,
         keep_dtype: Sequence[str] = (),
         staging_bytes: int | None = None,
+        store_wait_s: float | None = None,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
@@ -71,6 +74,7 @@ class ROSWriter(StorageWriter):
             raise UsageError("dtype, keep_dtype and staging_bytes are of mode='copy'")
         self._copying = Copying(dtype, keep_dtype, staging_bytes) if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
+        self._store_wait_s = store_wait_s
         self._handle: ShardHandle | None = None
         self._plan = SavePlan([])
         self._is_collective = True
@@ -135,6 +139,7 @@ class ROSWriter(StorageWriter):
             is_staged=is_staged and self._copying is None,
             copying=self._copying,
             timeout_s=self._timeout_s,
+            store_wait_s=self._store_wait_s,
         )
         memo = memos(self._handle).get("save")
         if memo is not None and self._seen is not None and in_place:

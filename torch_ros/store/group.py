@@ -22,6 +22,7 @@ import msgspec
 
 from torch_ros.errors import (
     BackendError,
+    CallAborted,
     ClosedError,
     Contention,
     DeadlineExceeded,
@@ -37,6 +38,7 @@ from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, Wait, follow, looking_ahead, settle
 from torch_ros.store.membership import Applicant
+from torch_ros.store.patience import Outage, Patience
 from torch_ros.store.records import (
     Call,
     Failure,
@@ -49,13 +51,20 @@ from torch_ros.store.records import (
     mark,
 )
 from torch_ros.store.rules import Whole
-from torch_ros.store.run import Deadline, run
+from torch_ros.store.run import Deadline, Reminder, run
 from torch_ros.store.seat import CALLS_KEPT, CLOSED, Seat
 from torch_ros.store.session import Session
 from torch_ros.store.sources import Source
 from torch_ros.store.survey import other_models
 from torch_ros.store.txn import Part, Put, Range, Steps, Txn, View, Watch, one, some
-from torch_ros.store.versions import Spec, first_holders, spec_ranges
+from torch_ros.store.versions import (
+    Spec,
+    as_spec,
+    first_holders,
+    may_cover,
+    retentions,
+    spec_ranges,
+)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -111,7 +120,14 @@ class Group:
         self._alone_since_s: float | None = None  # etcd answers, peers are missing
         self._ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self._pending = 0
-        self._times_forgotten = 0
+        self._changes = 0  # of what it brings along, while it had no seat
+        self._lost_since_s = 0.0
+        self._is_away = False  # etcd did not answer when it last tried to come back
+        self._has_failed = False  # a call waited for the seat in vain
+        self._given_up = ("", "")  # the last call, if it was given up and had done nothing
+        self._outage = Reminder()
+        self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
+        self._layout = ("", "")  # of what this rank published last, and of what its group did
         self._left_over: tuple[Range, ...] = ()
         self._surprises: set[type[Exception]] = set()
         # Guards what a rank brings along when it comes back: no end is learned while it has lost
@@ -198,28 +214,36 @@ class Group:
         if self._lost is not None and not self._lost.may_return:
             raise SelfFenced(*self._lost.args)
 
-    def await_seat(self, deadline: Deadline, *, peers_s: float | None = None) -> None:
+    def await_seat(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Wait until this rank has its seat, if it lost it and may come back.
-
-        While etcd is away, until the deadline; while only peers are missing, for `peers_s` or two
-        TTLs: a peer that lives has noticed by then, and one that died may never come.
 
         Raises:
             SelfFenced: It does not come back, or not in time.
         """
-        patience_s = 2 * self._place.ttl_s if peers_s is None else peers_s
+        patience = patience or Patience()
         while not self.is_closed:
             settled = self._settled
             with self._state:
-                lost, since_s = self._lost, self._alone_since_s
+                lost, now_s = self._lost, time.monotonic()
+                outage = Outage(
+                    self._place.ttl_s,
+                    now_s - self._lost_since_s,
+                    None if self._alone_since_s is None else now_s - self._alone_since_s,
+                    is_away=self._is_away,
+                    has_failed=self._has_failed,
+                )
             if lost is None:
                 break
-            left_s = deadline.left_s()
-            if since_s is not None:
-                left_s = min(left_s, since_s + patience_s - time.monotonic())
-            if not lost.may_return or left_s <= 0:
-                raise SelfFenced(*lost.args)
-            settled.wait(min(left_s, RETRY_S))
+            left_s = min(deadline.left_s(), patience.left_s(outage, now_s - deadline.started_s))
+            if lost.may_return and left_s > 0:
+                settled.wait(min(left_s, RETRY_S))
+                continue
+            if lost.may_return and patience.is_usual:
+                # A caller that tries again at once shall not keep a core busy.
+                if self._has_failed and settled.wait(RETRY_S):
+                    continue
+                self._has_failed = True
+            raise SelfFenced(*lost.args)
         self.check_open()
 
     @property
@@ -252,7 +276,8 @@ class Group:
                 if session is not None and session is not self.session:
                     return  # of an earlier seat
                 self._settled = Latch()
-                self._lost, self._alone_since_s = lost, None
+                self._lost = lost
+                self._outage_begins()
         finally:
             is_done.set()
         is_over = lost.reason.endswith(CLOSED)
@@ -263,6 +288,12 @@ class Group:
             self._come_back()
         else:
             self._let_go()
+
+    def _outage_begins(self) -> None:
+        self._lost_since_s, self._outage = time.monotonic(), Reminder()
+        self._outage.is_due()  # that the seat is lost is said at once
+        self._alone_since_s, self._is_away, self._has_failed = None, False, False
+        self._given_up = ("", "")
 
     def close(self) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -362,7 +393,14 @@ class Group:
                     log.warning("%s", lost)
                     return
             except (BackendError, NotAvailable) as error:
-                log.warning("replica %r cannot take its seat yet: %s", self.seat.replica, error)
+                self._is_away = True
+                if self._outage.is_due():
+                    log.warning(
+                        "replica %r cannot take its seat, for %.0f s now: %s",
+                        self.seat.replica,
+                        self._outage.lasts_s,
+                        error,
+                    )
             except ClosedError:
                 return
             except Exception as error:  # noqa: BLE001  # without this thread it never comes back
@@ -387,7 +425,7 @@ class Group:
                 raise lost[-1]
 
         with self._state:
-            self._alone_since_s = time.monotonic()
+            self._alone_since_s, self._is_away = time.monotonic(), False
             pending = self.unfinished.number if self.unfinished else self._pending
             shard = msgspec.structs.replace(
                 place.shard,
@@ -395,8 +433,9 @@ class Group:
                 kept=self.held,
                 ended=list(self._ended),
                 pending=pending,
+                ready=self.unfinished.ready if self.unfinished else None,
             )
-            times_forgotten = self._times_forgotten
+            changes = self._changes
         try:
             forever = Deadline(f"taking the seat of replica {place.replica!r} again", math.inf)
             place = dataclasses.replace(place, shard=shard)
@@ -407,8 +446,9 @@ class Group:
             session.close()
             raise
         with self._state:
-            if self._times_forgotten != times_forgotten:
-                lost.append(SelfFenced(place.replica, "it unpublished meanwhile", may_return=True))
+            if self._changes != changes and not lost:
+                lost.append(SelfFenced(place.replica, "it made calls meanwhile", may_return=True))
+                self._lost_since_s, self._has_failed = time.monotonic(), False  # it is back soon
             is_seated = not (self.is_closed or lost)
             if is_seated:
                 self.session, self.seat, self._lost = session, seat, None
@@ -416,7 +456,10 @@ class Group:
         if not is_seated:
             session.close()
             check()
-        log.warning("replica %r has its seat again, as %s", place.replica, seat.inst)
+        lasted_s = self._outage.lasts_s
+        log.warning(
+            "replica %r has its seat again, as %s, after %.1f s", place.replica, seat.inst, lasted_s
+        )
         self._watch()
 
     # Calls
@@ -442,31 +485,65 @@ class Group:
         """As `ask`, of a question that every change may answer."""
         return run(follow(ranges, rule), self.kv, deadline, check=self.check_open)
 
-    def make(self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]) -> T:
+    def make(
+        self,
+        kind: Kind,
+        asked: str,
+        deadline: Deadline,
+        body: Callable[[GroupCall], T],
+        *,
+        unseated: Callable[[GroupCall], T] | None = None,
+        store_wait_s: float | None = None,
+    ) -> T:
         """The group's next call. `body` makes it, and makes it again if the seat was lost.
 
-        An exception that it raises ends the call for all ranks.
+        An exception that it raises ends the call for all ranks. Whatever becomes of it, the call
+        has used up one number: on ranks that are cut off from etcd as on those that are not.
+
+        Args:
+            unseated: What this rank does instead, if `store_wait_s` are over and it has no seat.
         """
-        self.catch_up(deadline)
+        patience = Patience(is_unpublish=kind == "unpublish", store_wait_s=store_wait_s)
         with self._calling:
-            call = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
-            self._pending = call.number
+            call: GroupCall | None = None
             try:
-                return self._make(call, body)
+                while True:
+                    try:
+                        self.catch_up(deadline, patience)
+                        self.await_seat(deadline, patience)
+                        if call is None or not call.is_begun:
+                            call = GroupCall(self, self.calls_made + 1, kind, asked, deadline)
+                        self._pending = call.number
+                        return self._make(call, body, patience)
+                    except SelfFenced as lost:
+                        if unseated is None or not lost.may_return:
+                            raise
+                        call = call or self._unbegun(kind, asked, deadline)
+                    said = unseated(call)
+                    if self._goes_on_without(call):
+                        return said
             except BaseException as error:
-                call.give_up(error)
+                if call is not None:
+                    call.give_up(error)
+                else:
+                    self.pass_over(kind, asked, deadline)
                 raise
             finally:
-                with self._state:
-                    self.calls_made += call.is_recorded
-                    if call.is_recorded and not call.has_ended:
-                        self.unfinished = call
-                    self._pending = 0
+                self._made(call)
 
-    def _make(self, call: GroupCall, body: Callable[[GroupCall], T]) -> T:
+    def _made(self, call: GroupCall | None) -> None:
+        with self._state:
+            if call is not None and call.is_recorded:
+                self.calls_made = max(self.calls_made, call.number)
+                if not call.has_ended:
+                    self.unfinished = call
+            self._pending = 0
+
+    def _make(self, call: GroupCall, body: Callable[[GroupCall], T], patience: Patience) -> T:
         while True:
-            self.await_seat(call.deadline)
+            self.await_seat(call.deadline, patience)
             call.start(self.seat, self.session)
+            call.is_begun = True
             try:
                 return body(call)
             except SelfFenced as lost:
@@ -474,16 +551,73 @@ class Group:
                 if call.has_ended or not lost.may_return:
                     raise
 
-    def catch_up(self, deadline: Deadline) -> None:
+    def _unbegun(self, kind: Kind, asked: str, deadline: Deadline) -> GroupCall:
+        """A call for which this rank has no seat.
+
+        Made again, word for word, it is the same call, or a rank that tries again and again would
+        count further than its peers.
+        """
+        is_again = self._given_up == (kind, asked)
+        return GroupCall(self, self.calls_made + (not is_again), kind, asked, deadline)
+
+    def _goes_on_without(self, call: GroupCall) -> bool:
+        """The call is not waited for; False: this rank has its seat again, and makes it there."""
+        with self._state:
+            if self._lost is None:
+                call.ready = None
+                if not call.was_ready:
+                    call.may_hold, call.is_recorded = None, False
+                return False
+            if call.ready is None:
+                self._note_given_up(call)
+                return True
+            self.unfinished, self.calls_made, self._pending = call, call.number, 0
+            self._given_up = ("", "")
+            self._changes += 1
+            return True
+
+    def gave_up(self, call: GroupCall) -> bool:
+        """Note that a call ended for want of a seat; False: this rank has its seat again."""
+        with self._state:
+            if self._lost is None or not self._lost.may_return:
+                return False
+            self._note_given_up(call)
+            return True
+
+    def _note_given_up(self, call: GroupCall) -> None:
+        call.is_recorded = call.has_ended = True
+        if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
+            return
+        self._end_without(call)
+        self.calls_made = max(self.calls_made, call.number)
+        self._given_up = ("", "") if call.is_begun else (call.kind, call.asked)
+        self._changes += 1
+
+    def _end_without(self, call: GroupCall) -> None:
+        """It ended badly, for all that this rank knows; a peer may know better."""
+        outcome = Outcome(call.abandoned)
+        self._ended.append(
+            Call(call.number, call.kind, call.asked, self.seat.rank, outcome=outcome)
+        )
+
+    def pass_over(self, kind: Kind, asked: str, deadline: Deadline) -> None:
+        """Use up the number of a call that this rank has no seat to begin."""
+        if kind != "unpublish":  # `forget` counts those
+            self.gave_up(self._unbegun(kind, asked, deadline))
+
+    def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how a call ended that etcd's absence left open, as the peers have long known."""
         if (call := self.unfinished) is not None:
-            self.await_seat(deadline)
+            self.await_seat(deadline, patience)
             try:
-                call.end(deadline)
+                outcome = call.end(deadline)
             except SelfFenced as lost:
                 self.fence(lost, call.session)
                 raise
             self.unfinished = None
+            if call.ready is not None and outcome.failure is not None:
+                reason = outcome.failure.error()
+                log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
         self.clean_up()
 
     def clean_up(self, ranges: tuple[Range, ...] = ()) -> None:
@@ -492,7 +626,7 @@ class Group:
         Until then they hold a source up that wants to unpublish; at most until the lease ends.
         """
         self._left_over += ranges
-        if self._left_over:
+        if self._left_over and self._lost is None:  # else they go with the lease
             deadline = Deadline("cleaning up", CLEAN_UP_S)
             try:
                 run(settle("clean up", self._left_over, rules.withdraw), self.kv, deadline)
@@ -563,13 +697,48 @@ class Group:
             number = self.calls_made + 1
             if self.unfinished is not None and self.unfinished.kind == "unpublish":
                 number = self.unfinished.number
+            elif self.unfinished is not None:
+                self._end_without(self.unfinished)
             asked = f"unpublish {kept.ref.version}"
             call = Call(number, "unpublish", asked, self.seat.rank, kept.ref)
             self.calls_made = number
             self._ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
-            self._times_forgotten += 1
+            self._given_up = ("", "")
+            self._changes += 1
             return True
+
+    def must_copy(self) -> int | None:
+        """The number under which to copy what `forget` takes back: it may be retained. None: no.
+
+        Nobody can be asked, so what anybody retained when this rank last looked still is, and no
+        other replica has it. What was never offered, nobody can have meant to keep.
+        """
+        with self._state:
+            lost, kept, unfinished = self._lost, self.holds, self.unfinished
+            if lost is None or not lost.may_return or kept is None or self.seat.spot:
+                return None
+            if self.held is None and unfinished is not None and not unfinished.was_ready:
+                return None
+            own = {Spec.parse(as_spec(text)) for text in self._place.retain}
+            if self._retained is not None and not may_cover(
+                {*own, *self._retained}, kept.ref.version
+            ):
+                return None
+            if unfinished is not None and unfinished.kind == "unpublish":
+                return unfinished.number
+            return self.calls_made + 1
+
+    def look_around(self, view: View) -> None:
+        """Remember what is retained, for when nobody can be asked."""
+        self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
+
+    def layout_of(self, value: str) -> str:
+        """Of what the group publishes, when this rank's part has that layout, as far as known."""
+        return self._layout[1] if self._layout[0] == value else value
+
+    def published(self, value: str, said: str) -> None:
+        self._layout = (value, said)
 
 
 class GroupCall:
@@ -579,7 +748,7 @@ class GroupCall:
         self, group: Group, number: int, kind: Kind, asked: str, deadline: Deadline
     ) -> None:
         self._group, self.number, self.kind = group, number, kind
-        self._asked, self.deadline = asked, deadline
+        self.asked, self.deadline = asked, deadline
         self.start(group.seat, group.session)
         self._call: Call | None = None
         self._tried = Counter[str]()  # how often each source was lost
@@ -589,6 +758,10 @@ class GroupCall:
         self._said = ""
         self.is_recorded = False  # the number is used up
         self.has_ended = False  # its outcome is known
+        self.is_begun = False  # from a seat; peers may know of it
+        self.was_ready = False  # so it may have ended well
+        self.ready: Call | None = None  # a publication that was not waited for, as it would end
+        self._value = ""  # what this rank said
         self.may_hold: Kept | None = None
         """What the group may be a source of because of this call, for all that is known."""
 
@@ -606,7 +779,7 @@ class GroupCall:
     @property
     def fresh_uid(self) -> str:
         """For content that this call publishes; the same on all ranks, and if it is made again."""
-        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self._asked}"
+        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
         return blake2b(who.encode(), digest_size=8).hexdigest()
 
     @property
@@ -654,7 +827,7 @@ class GroupCall:
                 seat=seat,
                 number=self.number,
                 kind=self.kind,
-                asked=self._asked,
+                asked=self.asked,
                 effects=lambda view, call: effects(view, seat, call),
             )
             found = self._settle((*ahead, *ranges), rule, ahead)
@@ -665,7 +838,7 @@ class GroupCall:
     def _found(self, call: Call) -> None:
         self.is_recorded = True
         self._call = call  # also if it is another one: this rank learns what became of it
-        if error := rules.mismatch(self.seat, call, self._asked):
+        if error := rules.mismatch(self.seat, call, self.asked):
             raise error
 
     def decide_to_publish(self, version: int) -> None:
@@ -740,7 +913,7 @@ class GroupCall:
                 self.reroutes += 1
                 log.warning(
                     "%s: lost %r (%s); going on from %s with what there is",
-                    self._asked,
+                    self.asked,
                     lost.replica,
                     lost.what,
                     ", ".join(repr(replica_of(inst)) for inst in insts),
@@ -764,7 +937,7 @@ class GroupCall:
             txn = sources.detached(self.seat, self._call, inst, lost.what, lease_id)
             kv.commit(txn, timeout_s=timeout_s)
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
-            log.info("%s: %s was not told: %s", self._asked, inst, error)
+            log.info("%s: %s was not told: %s", self.asked, inst, error)
 
     def _elsewhere(self, tried: Counter[str], lost: SourceLost) -> str:
         assert self._call is not None
@@ -837,6 +1010,7 @@ class GroupCall:
         if call.ref is not None:
             # From here on a peer may complete the call without this rank hearing of it.
             self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
+            self._value, self.was_ready = value, True
         if seat.world_size == 1:
             layout = summarise({seat.rank: value})
             alone = partial(
@@ -864,7 +1038,7 @@ class GroupCall:
                 return self._settle(rules.end_ranges(seat, call), end, first=self._seen)
         # Not `_settle`: if a peer closed after the call's good end, that end still counts.
         ended = settle(
-            self._asked,
+            self.asked,
             rules.outcome_ranges(seat, call),
             partial(rules.await_outcome, seat=seat, call=call),
             self._seen,
@@ -878,15 +1052,18 @@ class GroupCall:
             copy: Makes this rank's part of the copy of that name in host memory, or says again
                 where it is.
         """
-        rule = partial(
-            rules.unpublish, seat=self.seat, number=self.number, asked=self._asked, ref=ref
-        )
+
+        def rule(view: View) -> Step[Call | Outcome]:
+            step = rules.unpublish(view, self.seat, self.number, self.asked, ref)
+            self._group.look_around(view)
+            return step
+
         while True:
             result = self._settle(rules.unpublish_ranges(self.seat, ref), rule)
             if isinstance(result, Outcome):
                 self.is_recorded = True
                 self._call = self._call or Call(
-                    self.number, "unpublish", self._asked, self.seat.rank, ref
+                    self.number, "unpublish", self.asked, self.seat.rank, ref
                 )
                 self._finish(result)
                 return
@@ -909,6 +1086,10 @@ class GroupCall:
         self._failure = Failure.of(
             error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
         )
+        # Nobody can have completed it without this rank, and peers that still make it should know.
+        is_done_with = self.kind != "unpublish" and not self.was_ready
+        if not self.has_ended and is_done_with and self._group.gave_up(self):
+            return
         if not self.has_ended and isinstance(error, SelfFenced):
             # Peers may have made this call, and may end it well: the number is used up, and its
             # end is learned before the next call.
@@ -919,20 +1100,45 @@ class GroupCall:
         except TorchRosError as also:
             # Perhaps the store has a decision whose reply was lost: the number is used up.
             self.is_recorded = True
-            log.warning("%s: could not tell the other ranks: %s", self._asked, also)
+            log.warning("%s: could not tell the other ranks: %s", self.asked, also)
         if self._call is not None:
             self._group.clean_up(rules.own_records(self.seat, self._call, self._sources))
 
-    def end(self, deadline: Deadline) -> None:
+    def go_on_without(self, version: int, value: str) -> None:
+        """This rank holds what it publishes; it is offered when all ranks are back.
+
+        Args:
+            value: The layout of this rank's part.
+        """
+        assert not self.has_ended
+        seat = self.seat
+        ref = self._call.ref if self._call else None
+        if ref is None:
+            ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
+            self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
+        layout = self._group.layout_of(value)
+        self.may_hold = Kept(ref, self.number, layout, is_original=True)
+        outcome = Outcome(is_source=True, said=layout)
+        self.ready = Call(self.number, self.kind, self.asked, 0, ref, outcome=outcome)
+        self._failure, self.is_recorded = self.abandoned, True
+
+    @property
+    def abandoned(self) -> Failure:
+        """How it ends for the peers when this rank does not wait for it."""
+        seat, reason = self.seat, "it is cut off from etcd, and does not wait"
+        error = CallAborted(seat.replica, self.number, seat.rank, reason)
+        return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
+
+    def end(self, deadline: Deadline) -> Outcome:
         """Learn or make the end of a call that was given up while etcd was away."""
         assert self._failure is not None
         self.seat, self.session = self._group.seat, self._group.session
-        self._end(self._failure, deadline)
+        return self._end(self._failure, deadline)
 
     def _abort(self, error: BaseException) -> Outcome:
         seat = self.seat
         failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
-        return self._end(failure, Deadline(f"giving up {self._asked}", CLEAN_UP_S))
+        return self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(
@@ -940,18 +1146,20 @@ class GroupCall:
             seat=self.seat,
             number=self.number,
             kind=self.kind,
-            asked=self._asked,
+            asked=self.asked,
             failure=failure,
         )
-        self._call = self._group.run(settle(self._asked, self.seat.own, rule), deadline)
+        self._call = self._group.run(settle(self.asked, self.seat.own, rule), deadline)
         self.is_recorded = True
         assert self._call.outcome is not None
         self._learn(self._call.outcome)
         return self._call.outcome
 
     def _learn(self, outcome: Outcome) -> None:
-        call = self._call or Call(self.number, self.kind, self._asked, self.seat.rank)
+        call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
         self._group.learn(call, outcome, self.seat)
+        if self.kind == "publish" and self._value and outcome.failure is None:
+            self._group.published(self._value, outcome.said)
         self.has_ended, self.may_hold, self._said = True, None, outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:
@@ -969,7 +1177,7 @@ class GroupCall:
     ) -> T:
         if ahead:
             rule = looking_ahead(rule, ahead, self._keep)
-        return self._group.run(settle(self._asked, ranges, rule, first), self.deadline)
+        return self._group.run(settle(self.asked, ranges, rule, first), self.deadline)
 
     def _keep(self, view: View) -> None:
         self._seen = view

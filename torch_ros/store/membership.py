@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torch_ros.errors import SelfFenced, UsageError
+from torch_ros.errors import SelfFenced, UsageError, VersionConflict
 from torch_ros.store import keys as k
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Step, Wait
@@ -20,8 +20,10 @@ from torch_ros.store.records import (
     Group,
     Holding,
     Kept,
+    Outcome,
     Run,
     Shard,
+    VersionRef,
 )
 from torch_ros.store.records import Version as VersionRecord
 from torch_ros.store.rules import DELETES_MAX
@@ -307,19 +309,51 @@ def adopted(shards: Sequence[Shard]) -> tuple[list[Call], Kept | None]:
 
     A call of which one rank knows the end has ended for all. What the ranks that know most hold
     is what the group holds, if the others hold it too or are in the middle of the call that
-    brought it: it ended well, so they had all done their parts.
+    brought it: it ended well, so they had all done their parts. A rank that gave a call up, and so
+    says that it failed, does not know its end: another that does is believed.
     """
-    calls = {call.number: call for shard in shards for call in shard.ended}
-    last = max(calls, default=0)
-    knowing = [shard for shard in shards if last in {call.number for call in shard.ended}]
+    calls: dict[int, Call] = {}
+    for call in (call for shard in shards for call in shard.ended):
+        if call.number not in calls or not _ended_well(calls[call.number]):
+            calls[call.number] = call
+    ended = [calls[n] for n in sorted(calls)][-CALLS_KEPT:]
+    last = max((n for n, call in calls.items() if _changed_holding(call)), default=0)
+    knowing = [
+        shard
+        for shard in shards
+        if any(call.number == last and _ended_well(call) for call in shard.ended)
+    ]
     kept = (knowing or shards)[0].kept
     if kept is None:
-        return [calls[n] for n in sorted(calls)][-CALLS_KEPT:], None
+        return ended, None
     agree = all(
-        shard.kept == kept or (shard not in knowing and shard.pending == kept.call)
+        shard.kept == kept
+        or (
+            shard not in knowing
+            and shard.pending == kept.call
+            and (shard.ready is None or shard.ready.ref == kept.ref)
+        )
         for shard in shards
     )
-    return [calls[n] for n in sorted(calls)][-CALLS_KEPT:], kept if agree else None
+    return ended, kept if agree else None
+
+
+def _ended_well(call: Call) -> bool:
+    return call.outcome is not None and call.outcome.failure is None
+
+
+def _changed_holding(call: Call) -> bool:
+    return call.kind in ("publish", "replicate", "unpublish") and _ended_well(call)
+
+
+def not_waited_for(shards: Sequence[Shard]) -> Call | None:
+    """A publication that nobody waited for, as it ends now: all ranks still hold what it offers."""
+    ready = shards[0].ready
+    calls = {call.number: call for shard in shards for call in shard.ended}
+    if ready is None or ready.number in calls or any(shard.ready != ready for shard in shards):
+        return None
+    is_over = any(n > ready.number and _changed_holding(call) for n, call in calls.items())
+    return None if is_over else ready
 
 
 def _strange(shards: Sequence[Shard]) -> list[int]:
@@ -343,6 +377,18 @@ def _adopt(
     inst = k.instance(who.replica, group.nonce)
     ops: list[Op] = []
     guards: tuple[Guard, ...] = ()
+    if (ready := not_waited_for(shards)) is not None:
+        ref, outcome = ready.ref, ready.outcome
+        assert ref is not None
+        assert outcome is not None
+        guards = (NoneNewer(who.keys.versions_above(ref.run, ref.version), view.rev),)
+        if why := _conflict(view, who, ref, outcome.said):
+            error = VersionConflict(who.keys.model, ref.version, ref.run, why)
+            failure = Failure.of(error, replica=who.replica, call=ready.number, rank=who.rank)
+            ready = msgspec.structs.replace(ready, outcome=Outcome(failure))
+        else:
+            kept = Kept(ref, ready.number, outcome.said, is_original=True)
+        calls = [*calls, ready][-CALLS_KEPT:]
     if calls:
         ops.append(Put(who.keys.decisions(inst), Decisions(calls).encode(), entry.lease_id))
     if kept is None:
@@ -365,7 +411,28 @@ def _adopt(
         spot=group.spot,
     )
     put = Put(who.keys.holding(ref.run, ref.version, inst), holding.encode(), entry.lease_id)
-    return [*ops, *run_ops, put], (view.unchanged(key), *run_guards)
+    return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
+
+
+def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:
+    """Why a version that was published without the store cannot be offered; "": it can."""
+    keys = who.keys
+    above = keys.versions_above(ref.run, ref.version)
+    newer = [
+        number
+        for _, (_, number), record, _ in readable(
+            view.within(above), k.parse_version, VersionRecord
+        )
+        if record.layout
+    ]
+    if newer:
+        return f"it is already at {max(newer)}"
+    key = keys.version(ref.run, ref.version)
+    if (entry := view.get(key)) is None:
+        return ""
+    record = VersionRecord.decode(entry.value, key)
+    is_same = record.uid == ref.uid and record.layout in ("", layout)
+    return "" if is_same else "another replica has published it meanwhile"
 
 
 def _refuse(view: View, who: Applicant, group: Group) -> Act[Joined | None]:

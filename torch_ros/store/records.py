@@ -229,3 +229,4 @@ class Shard(Record, frozen=True):
     kept: Kept | None = None
     ended: list[Call] = []  # the calls whose end it knows
     pending: Number = 0  # the number of the call it is in the middle of
+    ready: Call | None = None  # a publication that it did not wait for, as it would end

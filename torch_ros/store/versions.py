@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch_ros.errors import UsageError, VersionNotFound
@@ -13,6 +13,7 @@ from torch_ros.store.loops import Wait
 from torch_ros.store.readable import keyed, readable, say
 from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
 from torch_ros.store.txn import (
+    Entry,
     Guard,
     NoneNewer,
     Part,
@@ -277,7 +278,7 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
         if is_other and _counts(holding) and holding.uid == ref.uid:
             return Keeping(is_needed=False, guards=(view.unchanged(key),))
     keepers = _keepers(view, keys)
-    specs = list(_retained(view, keys))
+    specs = list(retentions(view.within(keys.groups())))
     if not specs:
         return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
     refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
@@ -296,12 +297,22 @@ def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
     return Keeping(is_needed=False, guards=tuple(guards))
 
 
-def _retained(view: View, keys: Keys) -> Iterator[Spec]:
+def may_cover(specs: Iterable[Spec], version: int) -> bool:
+    """Whether one of these may mean `version`, if nothing else is known."""
+    return any(spec.absolute in (None, version) for spec in specs)
+
+
+def as_spec(text: str) -> int | str:
+    """An entry of `retain`."""
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
+
+
+def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
     """What anybody retains: of each record what can be read."""
-    for key, _, group, _ in readable(view.within(keys.groups()), k.parse_group, Group):
+    for key, _, group, _ in readable(found, k.parse_group, Group):
         for text in group.retain:
             try:
-                yield Spec.parse(int(text) if re.fullmatch("[0-9]{1,20}", text) else text)
+                yield Spec.parse(as_spec(text))
             except UsageError as error:
                 say(key, f"retain: {error}")
 
