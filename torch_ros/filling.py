@@ -22,7 +22,7 @@ from torch_ros.errors import (
 )
 from torch_ros.exchange import EVERYTHING, Digests, Intake, Offer
 from torch_ros.progress import ProgressLine
-from torch_ros.reading import BATCH_BYTES, Feed, Progress, Reading, Supply, connect
+from torch_ros.reading import BATCH_BYTES, Feed, Patience, Progress, Reading, Supply, connect
 from torch_ros.registered import Registered, finish_kernels, mark_written
 from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.keys import parse_rank, replica_of
@@ -436,9 +436,12 @@ class Filler:
         self, shards: Sequence[Shard], source: str, deadline: Deadline
     ) -> list[tuple[str, Manifest]]:
         shown = []
+        own = source == self._group.seat.replica
         for rank, shard in enumerate(shards):
+            mute = Patience(source, deadline, lambda: True, None if own else lambda: True)
+            still = partial(mute.look, f"rank {rank} does not answer")
             try:
-                shown.append(self._intake.manifest(shard.card, deadline))
+                shown.append(self._intake.manifest(shard.card, deadline, still))
             except TransferFailed as error:
                 self._intake.forget(error.agent)
                 raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
