@@ -254,7 +254,7 @@ def test_a_wait_can_be_interrupted(etcd_server):
     assert process.stdout.readline() == "waiting\n"
     time.sleep(0.3)  # so that it really waits; sooner would pass too
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=5)
+    output, errors = process.communicate(timeout=20)
     assert (output, process.returncode) == ("interrupted\n", 0), errors
 
 
