@@ -970,9 +970,9 @@ class GroupCall:
     ) -> bool:
         """What the store says; `unknown` if it does not answer soon: the bytes may come first."""
         within_s = min(GLANCE_S, max(0.0, self.deadline.left_s()))
-        brief = Deadline(self._asked, within_s, check_open=self.deadline.check_open)
+        brief = Deadline(self.asked, within_s, check_open=self.deadline.check_open)
         try:
-            return self._group.run(settle(self._asked, ranges, rule), brief)
+            return self._group.run(settle(self.asked, ranges, rule), brief)
         except (DeadlineExceeded, StoreUnavailable):
             return unknown
 
