@@ -219,9 +219,10 @@ def test_what_a_process_does_not_vouch_for_is_not_copied(
 ):
     descriptor, address = attack(evil, honest, reader)
     peer = honest if attack is other_bounds else evil
-    got, is_copied = fetched(reader, peer.connection, descriptor, address)
-    assert not is_copied
-    assert not (got == 83).any()
+    for _ in range(2):
+        got, is_copied = fetched(reader, peer.connection, descriptor, address)
+        assert not is_copied
+        assert not (got == 83).any()
     refused = [each for each in caplog.records if "read through NIXL" in each.message]
     assert [each.levelno for each in refused] == [logging.WARNING]
     assert reason in refused[0].message

@@ -66,6 +66,8 @@ SHARE_BYTES = 1 << 20
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
 
+REFUSED_MAX = 4096  # agents that are not warned of again
+
 # To copy less than this takes less time than to give up the GIL, and to wait until whoever took it
 # gives it back: up to 5 ms in Python.
 HOLD_BYTES = 256 << 10
@@ -252,7 +254,6 @@ class SharedPeer:
         # Of the peer, if its memory can be read through the kernel; 0: it cannot.
         self.pid: int | None = None
         self._process: Neighbour | None = None  # the peer's, if it is on this host
-        self._is_refused = False  # something of it, and the log has it
         # What it has registered and vouches for, the newest first, and of which descriptor.
         self._covers: list[Cover] = []
         self._digests: dict[int, bytes] = {}
@@ -312,8 +313,10 @@ class SharedPeer:
             self._map(self._process, cover, of)
 
     def _refuse(self, error: Unproven) -> None:
-        if not self._is_refused:
-            self._is_refused = True
+        if self.agent not in self.transport.refused:
+            if len(self.transport.refused) >= REFUSED_MAX:
+                self.transport.refused.clear()
+            self.transport.refused.add(self.agent)
             log.warning(
                 "agent %s: its memory is not copied but read through NIXL, which is slower (%s)."
                 " Run both ends on this host as one user, with the same release; if they are,"
@@ -480,6 +483,7 @@ class SharedTransport:
         self.registrations: list[SharedRegistration] = []
         self.peers: set[SharedPeer] = set()
         self.reads: set[SharedRead] = set()
+        self.refused: set[str] = set()  # agents of which something was, and the log has it
         self._keys = itertools.count()
         self._pid = os.getpid()
 
