@@ -53,7 +53,7 @@ def opened(endpoint):
 
     yield open_
     for handle in handles:
-        handle.close()
+        handle.close(linger_s=0)
 
 
 @pytest.mark.parametrize("endpoint", ["local"])
@@ -551,7 +551,7 @@ def test_spot_replicas_do_not_count_for_retention(opened):
 def test_a_retained_version_is_lost_with_its_last_holder_and_the_next_publish_heals(opened):
     trainer, _ = publisher(opened, retain=("latest",))
     keeper, _ = reader(opened, "keeper", retain=("latest",))
-    trainer.close()
+    trainer.close(linger_s=0)
     with pytest.raises(VersionNotFound):
         keeper.replicate(1)
     _, tensors = publisher(opened, 3, 2, name="again")

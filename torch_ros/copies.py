@@ -93,6 +93,11 @@ class Copies:
     def __len__(self) -> int:
         return len(self._copies)
 
+    @property
+    def made(self) -> list[HostCopy]:
+        """Those that are there now."""
+        return list(self._copies.values())
+
     def make(self, number: int, registered: Registered, digests: Digests) -> Shard:
         """This rank's part of a copy in host memory, of the last that counts of a version.
 
@@ -126,6 +131,8 @@ class Copies:
         """
         for keeper in list(self._keepers.values()):
             keeper.join(CLOSE_S)
+        while self._copies:
+            self._copies.popitem()[1].close()
 
     def _keep(self, number: int, seat: Seat) -> None:
         """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
@@ -152,8 +159,9 @@ class Copies:
             except (SelfFenced, ClosedError):
                 break
             seat = group.seat
+        if group.is_closed:  # it may linger, until `close`
+            return
         del self._copies[number]
         copy.close()
         log.info("the copy of version %d in host memory is released", version)
-        if not group.is_closed:  # else it is waited for
-            del self._keepers[number]
+        del self._keepers[number]

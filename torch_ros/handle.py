@@ -6,6 +6,7 @@ import atexit
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torch_ros import arguments
+from torch_ros.closing import Closing
 from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
     BackendError,
@@ -39,9 +41,10 @@ from torch_ros.registered import LocalState, Named, Registered, finish_kernels, 
 from torch_ros.staged import Copying, StagingBuffers
 from torch_ros.store import rules
 from torch_ros.store.aside import Aside
+from torch_ros.store.ending import Leaving
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.store.group import Group, GroupCall, Place
-from torch_ros.store.keys import Keys, replica_of
+from torch_ros.store.keys import Keys, copy_of, replica_of
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.patience import Patience
 from torch_ros.store.records import Call, Kind, Version, VersionRef
@@ -86,6 +89,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "timeout_s": arguments.seconds,
     "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
     "drain_s": arguments.seconds,
+    "linger_s": arguments.seconds,
     "check_contract": arguments.yes_or_no,
     "relay": arguments.yes_or_no,
     "staging_bytes": arguments.whole(0, 1 << 40),
@@ -119,6 +123,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     timeout_s: float = 300.0,
     ttl_s: int = 10,
     drain_s: float = 60.0,
+    linger_s: float = 30.0,
     digests: Depth = "off",
     check_contract: bool = False,
     relay: bool = True,
@@ -153,6 +158,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         ttl_s: Seconds after which a dead process's records vanish from etcd; 2 to 86,400.
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
             source, or fail.
+        linger_s: How long `close` stays with a version that is retained, and that nobody else
+            has, for another replica to take it.
         digests: Of the content of what is published, and of what was read: "full" finds every
             flipped bit and every element in a wrong place, at a few GB/s per thread; "sampled"
             looks at 1/64 of it; "off" trusts. What was published with digests is verified by
@@ -224,6 +231,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             ways,
             offer,
             timeout_s=timeout_s,
+            linger_s=linger_s,
             staging_bytes=staging_bytes,
             costs=(costs, costs) if costs else COSTS[way],
             depth=depth,
@@ -312,6 +320,7 @@ class ShardHandle:
         offer: Offer,
         *,
         timeout_s: float,
+        linger_s: float,
         staging_bytes: int,
         costs: tuple[Costs, Costs],
         depth: Depth,
@@ -336,7 +345,10 @@ class ShardHandle:
         self._ending = threading.Lock()
         self._caller = 0  # the thread that is in a call
         self._pid = os.getpid()
+        self._linger_s = linger_s
+        self._closing: Closing | None = None
         self._is_closed = False
+        self._hurries = False  # close, for somebody does not wait for it any more
         self._staged: set[tuple[int, int]] = set()  # memory of dcp's staged copy, if published
         _open_handles.add(self)
         _close_open_handles_at_exit()
@@ -1165,28 +1177,51 @@ class ShardHandle:
 
     # The end
 
-    def close(self) -> None:
-        """Leave: everything this process published vanishes from etcd at once. Idempotent.
+    def close(self, *, linger_s: float | None = None) -> None:
+        """Leave: what this process published is not offered any more. Idempotent.
 
-        Readers are not waited for; `unpublish` first to let them finish. After the return the
-        tensors may be freed. In a forked child it does nothing.
+        What is retained, by this replica or another, and held nowhere else stays until another
+        replica has it: for at most `linger_s`, while one that is not spot lives and could take it,
+        and until those have finished that read it then. That takes all ranks, which close at about
+        the same time; one that ends without ends it. Other versions go at once, and their readers
+        are not waited for; `unpublish` first to let them finish.
+
+        The tensors must not be written to before the return, and may be freed after it. In a
+        forked child it does nothing.
+
+        Args:
+            linger_s: None: as `open` was told; 0 while an exception is handled.
 
         Raises:
             UsageError: By a signal handler, within a call of this handle.
         """
         if os.getpid() != self._pid:
             return
+        arguments.optional(arguments.seconds)("linger_s", linger_s)
+        if linger_s is None:
+            linger_s = self._linger_s if sys.exception() is None else 0.0
         self._refuse_nested("closed")
         self._is_closed = True
-        # Ctrl-C ends the wait for it, and not the closing; who calls again waits on.
-        _aside.run(self._end)
+        if linger_s <= 0:
+            self._hurry()  # one that is under way in another thread
+        try:
+            # Ctrl-C ends the wait for it, and not the closing; who calls again waits on.
+            _aside.run(partial(self._end, linger_s))
+        except BaseException:
+            self._hurry()
+            raise
 
-    def _end(self) -> None:
+    def _hurry(self) -> None:
+        self._hurries = True
+        if self._closing is not None:
+            self._closing.stop()
+
+    def _end(self, linger_s: float) -> None:
         with self._ending:
             if self not in _open_handles:
                 return
             try:
-                self._group.close()
+                self._group.close(partial(self._hand_over, linger_s))
             finally:
                 self._copies.close()
                 with self._lock:  # a call in another thread ends first
@@ -1198,6 +1233,31 @@ class ShardHandle:
                     self._transport.close()
                 _open_handles.discard(self)
 
+    def _hand_over(self, linger_s: float) -> bool:
+        group, seat = self._group, self._group.seat
+        # A call in another thread ends first.
+        if not self._lock.acquire(timeout=max(0.0, linger_s)):
+            return False
+        try:
+            # What is not certainly held may be half there.
+            held = None if group.unfinished else group.held
+            made = [
+                (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.offer)
+                for copy in self._copies.made
+            ]
+            if held is not None:
+                made.append((held.ref, held.call, seat.inst, self._offer))
+            leaving = [
+                Leaving(seat.keys, ref, call, inst, shard_of(offer), group.retain)
+                for ref, call, inst, offer in made
+            ]
+        finally:
+            self._lock.release()
+        self._closing = Closing(group, leaving, 0.0 if self._hurries else linger_s)
+        if self._hurries:
+            self._closing.stop()
+        return self._closing.hand_over()
+
     def __enter__(self) -> Self:
         return self
 
@@ -1207,7 +1267,7 @@ class ShardHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(linger_s=self._linger_s if kind is None else 0.0)
 
     # Shared by the calls
 
@@ -1279,6 +1339,6 @@ def _close_open_handles_at_exit() -> None:
 def _close_open_handles() -> None:
     for handle in list(_open_handles):
         try:
-            handle.close()
+            handle.close(linger_s=0.0)
         except TorchRosError as error:
             log.warning("closing %r at exit: %s", handle, error)

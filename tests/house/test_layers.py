@@ -6,7 +6,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 BELOW = {"arguments", "errors", "store", "weights", "p2p"}
-HANDLE = {"identity", "exchange", "reading", "registered", "staged", "copies", "filling", "handle"}
+HANDLE = {
+    *("identity", "exchange", "reading", "registered", "staged", "copies", "closing", "filling"),
+    "handle",
+}
 ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
     "arguments": {"errors"},
@@ -19,6 +22,7 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "registered": {*BELOW, "torch", "numpy"},
     "staged": {*BELOW, "registered", "torch"},
     "copies": {*BELOW, "exchange", "registered", "torch"},
+    "closing": {"errors", "store"},
     "progress": set(),
     "filling": {*BELOW, "exchange", "reading", "registered", "progress", "torch"},
     "handle": {*BELOW, *HANDLE, "torch"},

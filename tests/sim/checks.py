@@ -137,7 +137,9 @@ class Checks:
     def _attached(self, process: Process, call, source) -> None:
         world = self.world
         world.saw("attached" if source.is_full else "attached to a relay")
-        if "+" in source.inst:
+        if k.lingers(source.inst):
+            world.saw("attached to what lingers")
+        elif "+" in source.inst:
             world.saw("attached to a copy")
         if call.reroutes:
             world.saw("re-routed")
@@ -209,6 +211,12 @@ class Checks:
         late = took_s > calls * task.timeout_s + SLACK_S and task.kind != "idle"
         if late and not self.world.was_hindered(process, took_s):
             demand(False, f"I6: {process} took {took_s:.1f} s for {task}")
+
+    @told_at_once
+    def closed(self, process: Process, took_s: float) -> None:
+        late = took_s > process.start.linger_s + SLACK_S
+        if late and not self.world.was_hindered(process, took_s):
+            demand(False, f"I6: {process} took {took_s:.1f} s to close")
 
     # Memory
 
@@ -340,7 +348,8 @@ class Checks:
             holders.add(inst)
             uid = uids.setdefault(key.rpartition("/")[0], holding.uid)
             demand(uid == holding.uid, f"I1: {key} has uid {holding.uid}, another has {uid}")
-            demand(self._is_seated(inst), f"I7: {key} is there, and its group is not")
+            is_there = self._is_seated(inst) or k.lingers(inst)
+            demand(is_there, f"I7: {key} is there, and its group is not")
 
     def _is_seated(self, inst: str) -> bool:
         replica = k.replica_of(inst).partition("+")[0]
@@ -382,8 +391,11 @@ class Checks:
             allowed = {("filling", "full"), ("full", "draining")}
             allowed |= {("draining", "full")} if "+" in inst else set()
             demand(step in allowed, f"I5: {key} goes from {old.state} to {new.state}")
-        if "+" not in inst and not (new.is_original and new.state == "filling"):
-            for process in self.starts[inst].processes:
+        if old is None and k.lingers(inst):
+            self.world.saw("lingers")
+        is_of_tensors = "+" not in inst or k.lingers(inst)
+        if is_of_tensors and not (new.is_original and new.state == "filling"):
+            for process in self.starts[k.owner_of(inst)].processes:
                 self._compare_with(process, new, key)
 
     def _newest(self, key: str) -> None:
@@ -435,6 +447,7 @@ class Checks:
             lost.pop(ref, None)
         for (run, version, uid), keys in lost.items():
             dropped = [key for key in keys if self._is_seated(k.parse_holding(key).inst)]
+            dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst)]
             if not dropped:
                 continue  # its replica ended, or takes its seats again
             there = sorted((v for r, v, _ in self._keepers(before) if r == run), reverse=True)
@@ -454,6 +467,19 @@ class Checks:
                         f"I4: {dropped} was the last copy of {version} ({uid}), and "
                         f"{key} retains {text}",
                     )
+
+    def _could_linger(self, inst: str) -> bool:
+        """Whether nothing has ended yet that lingers, nor need it: somebody could take it."""
+        start = self.starts[k.owner_of(inst)]
+        if not k.lingers(inst) or any(p.died_s is not None for p in start.processes):
+            return False
+        shards = self.world.store.read(Read((self.world.keys.shards(inst),))).entries
+        until_s = min((p.closing_s or 0.0) + start.linger_s for p in start.processes)
+        others = (
+            g for key, g in self.groups.items() if key != self.world.keys.group(start.replica)
+        )
+        is_awaited = any(g.left is None and g.is_complete and not g.spot for g in others)
+        return len(shards) == start.size and self.world.now_s < until_s and is_awaited
 
     def _keepers(self, holdings: dict[str, Holding]) -> dict[tuple, list[str]]:
         found: dict[tuple, list[str]] = {}
@@ -514,7 +540,8 @@ class Checks:
             last_s = max(peer.died_s or 0.0 for peer in process.start.processes)
             since_s = max(last_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
             inst = process.handle._group.seat.inst
-            left = [key for key in self.holdings if k.parse_holding(key).inst == inst]
+            insts = {key: k.parse_holding(key).inst for key in self.holdings}
+            left = [key for key, other in insts.items() if k.owner_of(other) == inst]
             is_late = self.world.now_s > since_s and left
             demand(not is_late, f"I7: {process} died at {process.died_s}, and {left} are there")
 
@@ -540,7 +567,7 @@ class Checks:
             )
         for key, holding in self.holdings.items():
             inst = k.parse_holding(key).inst
-            start = self.starts[inst if "+" not in inst else _owner(inst)]
+            start = self.starts[k.owner_of(inst)]
             if holding.state != "full" or "+" in inst or not start.is_intact:
                 continue
             for process in start.processes:
@@ -560,11 +587,6 @@ class Checks:
             if key.split("/")[3] not in {"runs", "versions"}
         ]
         demand(not left, f"I6: everybody has gone, and this is left: {left}")
-
-
-def _owner(inst: str) -> str:
-    replica, _, nonce = inst.partition("@")
-    return f"{replica.partition('+')[0]}@{nonce}"
 
 
 __all__ = ["Broken", "Checks", "demand"]

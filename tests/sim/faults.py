@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from torch_ros import copies, exchange, filling, handle, reading
+from torch_ros.store import ending, loops, membership, records, rules, seat, sources, versions
 from torch_ros.store import group as group_module
 from torch_ros.store import keys as keys_module
-from torch_ros.store import loops, membership, records, rules, seat, sources, versions
 from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -743,6 +743,53 @@ fault(
 fault("a copy is never released", (rules, "release"))(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
 )
+
+# What lingers at the end
+
+fault("the name is not free while it lingers", (ending, "give_up"), scenario="started again")(
+    edited(ops=spare("groups"))
+)
+fault("nobody is stayed for", (ending, "awaited"), scenario="lingers")(lambda _: lambda *_: [])
+fault("a spot replica is stayed for", (ending, "awaited"), scenario="spot only")(
+    lambda awaited: (
+        lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
+    )
+)
+fault("what lingers is a witness", (versions, "lingers"), scenario="no witness")(
+    lambda _: lambda _: False
+)
+fault("of two that close, each may count on the other", (ending, "give_up"), scenario="both close")(
+    edited(guards=not_on("holdings"))
+)
+fault("a rank that died lingering is not missed", (ending, "linger"), scenario="dies lingering")(
+    lambda linger: lambda view, each, world_size: linger(view, each, 0)
+)
+
+
+@fault("what lingers drains without a word", (ending, "linger"), scenario="drains at the end")
+def _(linger):
+    def faulty(view, each, world_size):
+        step = linger(view, each, world_size)
+        is_put = isinstance(step, Act) and isinstance(step.txn.ops[0], Put)
+        return Wait("", ending.linger_ranges(each)) if is_put else step
+
+    return faulty
+
+
+@fault(
+    "a rank that closes does not wait for its peers",
+    (ending, "give_up"),
+    scenario="lingers",
+)
+def _(give_up):
+    def faulty(view, seat, leaving, **kwargs):
+        step = give_up(view, seat, leaving, **kwargs)
+        if isinstance(step, Wait):
+            return give_up(view, dataclasses.replace(seat, world_size=1), leaving, **kwargs)
+        return step
+
+    return faulty
+
 
 # Membership
 

@@ -54,6 +54,7 @@ class Start:
     retain: tuple = ()
     datacenter: str = "default"
     drain_s: float = 60.0
+    linger_s: float = 0.0
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -107,6 +108,7 @@ class Process:
         self.task: Task | None = None
         self.made = 0  # tasks
         self.loaded: int | None = None  # by the last load
+        self.closing_s: float | None = None  # when it began to
         # When its own holding was made, from whom, and when that one's was; for each source.
         self.reads_from: list[tuple] = []
         self._make_memory()
@@ -184,12 +186,19 @@ class Process:
             self._take_back()
         self.gave_up = self.gave_up or not self.world.is_calm
         if self.handle is not None:
-            self.handle.close()
+            self._close()
             assert not self.handle._copies or self._has_keepers, "copies are left after close"
             self.cells[:] = -self.world.number()
         self.is_gone = True
         self.reads_from = []
         self.world.tell(self, "ends")
+
+    def _close(self) -> None:
+        world, hindered_s = self.world, self.hindered_s
+        self.closing_s = world.now_s
+        self.handle.close()
+        took_s = world.now_s - self.closing_s - (self.hindered_s - hindered_s)
+        world.checks.closed(self, took_s)
 
     @property
     def _has_keepers(self) -> bool:
@@ -211,6 +220,7 @@ class Process:
                 timeout_s=120 if start.is_probe else 20,
                 ttl_s=TTL_S,
                 drain_s=start.drain_s,
+                linger_s=start.linger_s,
                 costs=CHEAP_COPIES,
             )
         except TorchRosError as error:

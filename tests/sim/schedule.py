@@ -250,12 +250,22 @@ class Scheduler:
             owner: Actor | None = None
             depth = 0
 
-            def __enter__(self):
+            def acquire(self, timeout: float = math.inf) -> bool:
+                until_s = world.now_s + timeout
                 while self.owner is not None and self.owner is not world.current:
-                    self._wait("waits for a lock", math.inf)
+                    if world.now_s >= until_s:
+                        return False
+                    self._wait("waits for a lock", until_s)
                 self.owner = world.current
                 self.depth += 1
+                return True
+
+            def __enter__(self):
+                self.acquire()
                 return self
+
+            def release(self) -> None:
+                self.__exit__()
 
             def __exit__(self, *_) -> None:
                 self.depth -= 1

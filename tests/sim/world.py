@@ -25,7 +25,7 @@ from stores import Connection, Store, wakes
 from story import short
 from wires import LOOK_S, Wire
 
-from torch_ros import copies, exchange, filling, handle, reading
+from torch_ros import closing, copies, exchange, filling, handle, reading
 from torch_ros.copies import HostCopy
 from torch_ros.exchange import Card
 from torch_ros.identity import Identity
@@ -46,6 +46,7 @@ EVENTS = (
     "attached",
     "attached to a copy",
     "attached to a relay",
+    "attached to what lingers",
     "chosen among many",
     "closed",
     "copied to host memory",
@@ -54,6 +55,7 @@ EVENTS = (
     "filling to full",
     "full to draining",
     "garbage read",
+    "lingers",
     "loaded",
     "not waited for",
     "offered when back",
@@ -185,6 +187,7 @@ class World(Scheduler):
             made.spot = not is_trainer and rng.random() < 0.25
             made.drain_s = rng.choice([1.0, 5.0, 60.0])
             made.loads = rng.random() < 0.15
+            made.linger_s = rng.choice([0.0, 4.0, 30.0])
             if self.is_retaining and rng.random() < 0.4:
                 made.retain = rng.choice([("latest",), ("latest-1",), ("latest", "1")])
             # Drawn apart, so that each seed stays what it was.
@@ -514,7 +517,18 @@ class World(Scheduler):
             "BLINK_S": LOOK_S,  # a wait for a read is as long
         }
         with ExitStack() as stack:
-            modules = (copies, exchange, filling, group, handle, manifest, reading, run, session)
+            modules = (
+                closing,
+                copies,
+                exchange,
+                filling,
+                group,
+                handle,
+                manifest,
+                reading,
+                run,
+                session,
+            )
             for module in modules:
                 for name, value in everywhere.items():
                     if hasattr(module, name) and not (module is run and name == "Deadline"):

@@ -254,6 +254,14 @@ class Group:
         return "away" if lost.may_return else "gone"
 
     @property
+    def retain(self) -> tuple[str, ...]:
+        return self._place.retain
+
+    @property
+    def ttl_s(self) -> int:
+        return self._place.ttl_s
+
+    @property
     def is_fenced(self) -> bool:
         return self._lost is not None
 
@@ -295,10 +303,13 @@ class Group:
         self._alone_since_s, self._is_away, self._has_failed = None, False, False
         self._given_up = ("", "")
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], bool] = lambda: False) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
 
         That ends the replica for its other ranks too.
+
+        Args:
+            last: Done before that, when calls raise already. Whether the group has left by it.
         """
         if self.is_closed:
             return
@@ -306,9 +317,14 @@ class Group:
             self.is_closed = True
             self._closing.set()
             self._settled.set()
+        has_left = False
         try:
-            if self.seat.world_size > 1 and (self._lost is None or self._lost.may_return):
-                self._leave()
+            try:
+                has_left = last()
+            finally:
+                is_lost = self._lost is not None and not self._lost.may_return
+                if self.seat.world_size > 1 and not (has_left or is_lost):
+                    self._leave()
         except TorchRosError as error:
             log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
         finally:  # nobody calls this again, should Ctrl-C come

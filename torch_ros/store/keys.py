@@ -18,6 +18,7 @@ EVERY_MODEL = under(f"{ROOT}/")
 VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
 VERSION_MAX = 2**63 - 1
 RANK_DIGITS = 6
+LINGERS = "linger"
 
 
 def instance(replica: str, nonce: str) -> str:
@@ -34,10 +35,28 @@ def copy_of(inst: str, call: int) -> str:
     return f"{replica}+{call}@{nonce}"
 
 
+def lingering_of(inst: str, call: int) -> str:
+    """The name under which what `inst` has because of its call `call` stays when it has ended.
+
+    Its successor takes the name of the replica, and nothing that has this one.
+    """
+    replica, _, nonce = owner_of(inst).partition("@")
+    return f"{replica}+{LINGERS}{call}@{nonce}"
+
+
+def lingers(inst: str) -> bool:
+    return f"+{LINGERS}" in inst.partition("@")[0]
+
+
+def owner_of(inst: str) -> str:
+    """The incarnation that made this copy, or left it to linger; itself, if it is neither."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica.partition('+')[0]}@{nonce}"
+
+
 def is_of(inst: str, owner: str) -> bool:
     """Whether `inst` is the incarnation `owner`, or a copy that it offers."""
-    replica, _, nonce = inst.partition("@")
-    return f"{replica.partition('+')[0]}@{nonce}" == owner
+    return owner_of(inst) == owner
 
 
 def family(nonce: str) -> str:

@@ -685,7 +685,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
-        woken = _wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
+        woken = wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
         return Act(Txn((view.unchanged(key), *keep.guards), (put, *woken)), None)
     readers = keys.readers_of(ref.run, ref.version, copy)
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
@@ -696,7 +696,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
 
 
-def _wake(view: View, version: str) -> tuple[Put, ...]:
+def wake(view: View, version: str) -> tuple[Put, ...]:
     """Write the record again: that is what those watch who wait for a version."""
     return tuple(Put(key, entry.value) for key, entry in view.within(one(version)))
 

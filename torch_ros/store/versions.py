@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.store import keys as k
-from torch_ros.store.keys import Keys
+from torch_ros.store.keys import Keys, lingers
 from torch_ros.store.loops import Wait
 from torch_ros.store.readable import keyed, readable, say
 from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
@@ -263,22 +263,36 @@ def keeping_ranges(keys: Keys, ref: VersionRef) -> tuple[Range | Part, ...]:
     return (*spec_ranges(keys), holders, some(keys.groups()), keys.suspects())
 
 
-def keeping(view: View, keys: Keys, ref: VersionRef, inst: str) -> Keeping:
+def keeping(
+    view: View,
+    keys: Keys,
+    ref: VersionRef,
+    inst: str,
+    *,
+    is_leaving: bool = False,
+    retain: Iterable[str] = (),
+) -> Keeping:
     """Would the version be lost to those that retain it, if `inst` dropped its copy (I4)?
 
-    A witness is another holding of the same content that is full, not on a spot replica and not
-    suspected; dropping is guarded on the witness staying as it is. Of a version that nobody
-    retains, it is guarded on nobody beginning to: neither by joining, nor because the newer
-    versions go, which would make this one `latest` again.
+    A witness is another holding of the same content that is full, not on a spot replica, not
+    suspected and there to stay; dropping is guarded on the witness staying as it is. Of a version
+    that nobody retains, it is guarded on nobody beginning to: neither by joining, nor because the
+    newer versions go, which would make this one `latest` again.
+
+    Args:
+        is_leaving: All that `inst` offers goes, copies in host memory included.
+        retain: Of a group that has ended, whose record does not say it any more.
     """
     suspected = suspects(view, keys)
     there = view.seen(keys.holdings_of(ref.run, ref.version))
     for key, where, holding, _ in readable(there, k.parse_holding, Holding):
-        is_other = where.inst != inst and where.inst not in suspected
+        is_own = k.is_of(where.inst, inst) if is_leaving else where.inst == inst
+        is_other = not (is_own or where.inst in suspected or lingers(where.inst))
         if is_other and _counts(holding) and holding.uid == ref.uid:
             return Keeping(is_needed=False, guards=(view.unchanged(key),))
     keepers = _keepers(view, keys)
-    specs = list(retentions(view.within(keys.groups())))
+    own = (Spec.parse(as_spec(text)) for text in retain)
+    specs = [*retentions(view.within(keys.groups())), *own]
     if not specs:
         return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
     refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
@@ -320,6 +334,29 @@ def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
 def suspects(view: View, keys: Keys) -> set[str]:
     """The instances from which a transfer failed a moment ago."""
     return {inst for _, inst, _ in keyed(view.within(keys.suspects()), k.parse_suspect)}
+
+
+def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
+    """The replicas that `inst` stays for, which ends and alone has a version that is retained.
+
+    Those that live and would count. Of its own name a successor, once it reads the version: most
+    would rather not wait for one that may never come.
+
+    Raises:
+        Unseen: Nobody, of those that were seen.
+    """
+    found = []
+    for _, replica, group, _ in readable(view.seen(keys.groups()), k.parse_group, Group):
+        other = k.instance(replica, group.nonce)
+        if group.left is not None or group.refusal is not None or group.spot or other == inst:
+            continue
+        is_successor = replica == k.replica_of(inst)
+        if is_successor and view.get(keys.holding(ref.run, ref.version, other)) is None:
+            continue
+        found.append(replica)
+    if not found and not view.shows(keys.groups()):
+        raise Unseen
+    return found
 
 
 def _counts(holding: Holding) -> bool:
