@@ -782,3 +782,41 @@ def test_a_guarded_optimizer_unpublishes_before_it_steps(opened):
     optimizer.step()
     with pytest.raises(ContractBroken):
         trainer.unpublish()
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has_other, is_full):
+    now_s, asked = [100.0], []
+    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
+    deadline = Deadline("read", 60, started_s=100.0)
+    others = (lambda: has_other) if is_full else None  # who fills answers, and is waited for
+    patience = reading.Patience("t", deadline, lambda: not asked.append(now_s[0]), others)
+    with pytest.raises(SourceLost if is_full and has_other else DeadlineExceeded) as error:
+        while True:
+            now_s[0] += reading.BLINK_S / 2
+            patience.look("'t' does not answer")
+    assert len(asked) > 0.9 * (now_s[0] - 100) / reading.STALL_S - 1
+    if error.type is SourceLost:
+        assert reading.SILENCE_S < now_s[0] - 100 < reading.SILENCE_S + 2 * reading.STALL_S
+
+
+def test_a_source_that_is_gone_is_lost_after_a_second_or_so(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
+    patience = reading.Patience("t", Deadline("read", 60, started_s=100.0), lambda: False)
+    with pytest.raises(SourceLost, match="it is gone"):
+        while True:
+            now_s[0] += reading.BLINK_S / 2
+            patience.look("'t' does not answer")
+    assert now_s[0] - 100 < 2 * reading.STALL_S
+
+
+def test_that_this_process_stood_still_is_not_held_against_its_source(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
+    deadline = Deadline("read", 600, started_s=100.0)
+    patience = reading.Patience("t", deadline, lambda: False, lambda: True)
+    for _ in range(5):
+        now_s[0] += 60  # stopped, or the host slept
+        patience.look("'t' does not answer")
