@@ -19,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torch_ros import arguments
+from torch_ros.beginnings import Beginning, Beginnings
 from torch_ros.closing import Closing
 from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
@@ -30,7 +31,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
-from torch_ros.exchange import Intake, Offer
+from torch_ros.exchange import EVERYTHING, Intake, Offer
 from torch_ros.filling import Filler, Filling, ReadReport
 from torch_ros.identity import identify
 from torch_ros.p2p import cma
@@ -43,11 +44,11 @@ from torch_ros.store import rules
 from torch_ros.store.aside import Aside
 from torch_ros.store.ending import Leaving
 from torch_ros.store.endpoint import connect as connect_store
-from torch_ros.store.group import Group, GroupCall, Place
+from torch_ros.store.group import CLEAN_UP_S, Group, GroupCall, Missed, Place
 from torch_ros.store.keys import Keys, copy_of, replica_of
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.patience import Patience
-from torch_ros.store.records import Call, Kind, Version, VersionRef
+from torch_ros.store.records import Call, Kind, Shard, Version, VersionRef, mark
 from torch_ros.store.rules import Whole
 from torch_ros.store.run import Deadline
 from torch_ros.store.seat import Seat, own_group
@@ -340,6 +341,8 @@ class ShardHandle:
             model, group, offer, self._intake, self._reading, depth=depth, relays=relay
         )
         self._copies = Copies(group, transport)
+        self._beginnings = Beginnings(group, self._end_dcp)
+        group.skip = self._skip
         self._staging = StagingBuffers()
         self._lock = threading.RLock()
         self._ending = threading.Lock()
@@ -540,7 +543,10 @@ class ShardHandle:
             return self._publish_without_store(call, version, self._ready("publish"))
 
         with self._busy():
-            return self._make("publish", asked, deadline, body, unseated, store_wait_s)
+            return self._whole(
+                asked,
+                lambda: self._make("publish", asked, deadline, body, unseated, store_wait_s),
+            )
 
     def publish_copy(
         self,
@@ -605,9 +611,110 @@ class ShardHandle:
             return self._group.make(
                 kind, asked, deadline, body, unseated=unseated, store_wait_s=store_wait_s
             )
+        except Missed as missed:
+            call = missed.call
+            if call.outcome is None:  # the peers are in it
+                assert call.ref is not None
+                body_ = partial(self._unpublish_held, held=call.ref)
+                self._group.make("unpublish", call.asked, deadline, body_)
+            raise
         finally:
             if self._held is None:
                 self._offer.void()
+
+    def _whole(self, asked: str, flow: Callable[[], T], begun: Beginning | None = None) -> T:
+        """A call of the caller, with all of the group's calls that it consists of."""
+        self._end_those_left(begun)
+        return self._as_part_of(asked, flow)
+
+    def _as_part_of(self, asked: str, flow: Callable[[], T]) -> T:
+        """Made from its beginning again when this rank finds that its peers have unpublished."""
+        before, self._group.caller = self._group.caller, asked
+        try:
+            while True:
+                try:
+                    return flow()
+                except Missed as missed:
+                    log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
+        finally:
+            self._group.caller = before
+
+    def _skip(self, learn: Callable[[], None]) -> None:
+        """This rank did not make a call that its peers have made."""
+        self._offer.void()
+        try:
+            learn()
+        finally:
+            if (kept := self._group.held) is not None:  # nobody may have written to it
+                self._offer.serve(mark(kept.ref.uid, kept.call), EVERYTHING)
+
+    def _refuse(self, asked: str, error: BaseException) -> None:
+        """End the group's next call, which the peers make as a part of `asked`."""
+        deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
+
+        def refuse() -> None:
+            self._make("agree", asked, deadline, lambda call: call.refuse(error))
+
+        try:
+            self._as_part_of(asked, refuse)
+        except TorchRosError as ended:
+            log.info("%s: ended for all ranks: %s", asked, ended)
+
+    def _unpublish_first(self, asked: str, deadline: Deadline, *, may_forget: bool = True) -> None:
+        """As a part of `asked`: the peers go on to its next part."""
+        try:
+            self._unpublish(deadline, may_forget=may_forget)
+        except BaseException as error:
+            if self._held is None:  # or the unpublish has failed for all
+                self._refuse(asked, error)
+            raise
+
+    # Calls of DCP, from where they begin
+
+    def _begin_dcp(self, asked: str, storage: object) -> Beginning:
+        """A call of DCP begins on this rank. It comes to `_save` or `_load`, or is ended.
+
+        Args:
+            storage: The writer or reader. When nobody has it any more, the call will not come.
+        """
+        made = self._beginnings.begin(asked, storage)
+        if self._beginnings.left(made):
+            with self._busy(is_member=False):
+                self._end_those_left(made)
+                made.number = self._group.calls_made + 1
+        return made
+
+    def _end_those_left(self, mine: Beginning | None) -> None:
+        for one in self._beginnings.left(mine):
+            why = f"{one.asked!r} failed on this rank before its data were asked for"
+            self._end_now(one, self._beginnings.error(why))
+
+    def _end_dcp(self, one: Beginning, error: TorchRosError) -> None:
+        with self._busy(is_member=False):
+            self._end_now(one, error)
+
+    def _end_now(self, one: Beginning, error: TorchRosError) -> None:
+        if one.state == "begun":
+            log.warning("%s", error)
+            one.state, one.failure = "over", error
+            self._refuse(one.asked, error)
+
+    @contextmanager
+    def _here(self, begun: Beginning | None) -> Iterator[None]:
+        """It has come to where the group is asked.
+
+        Raises:
+            CallAborted: Too late: it was ended, for all ranks.
+        """
+        if begun is not None and begun.failure is not None:
+            raise begun.failure
+        if begun is not None:
+            begun.state = "here"
+        try:
+            yield
+        finally:
+            if begun is not None:
+                begun.state = "over"
 
     def _catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how the last call ended, before the next one or before the tensors are given back.
@@ -675,7 +782,8 @@ class ShardHandle:
             ContractBroken: With `check_contract`: they were written to. It is unpublished.
         """
         with self._busy(is_member=False):
-            self._unpublish(self._deadline("unpublish", timeout_s))
+            deadline = self._deadline("unpublish", timeout_s)
+            self._whole("unpublish", lambda: self._unpublish(deadline))
 
     def _unpublish(self, deadline: Deadline, *, may_forget: bool = True) -> None:
         """
@@ -721,10 +829,11 @@ class ShardHandle:
             log.warning("version %d may be lost, it cannot be copied: %s", self.version, error)
 
     def _unpublish_held(self, call: GroupCall, held: VersionRef) -> None:
-        registered = self._registered
-        assert registered is not None
-        digests = self._filler.digests
-        call.unpublish(held, lambda _: self._copies.make(call.number, registered, digests))
+        def copy(_: str) -> Shard:
+            assert self._registered is not None
+            return self._copies.make(call.number, self._registered, self._filler.digests)
+
+        call.unpublish(held, copy)
 
     def _check_contract(self, held: VersionRef) -> None:
         registered, known = self._registered, self._filler.digests
@@ -766,7 +875,8 @@ class ShardHandle:
         Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
         with self._busy():
-            return self._replicate(version, None, self._deadline(f"replicate {version}", timeout_s))
+            deadline = self._deadline(f"replicate {version}", timeout_s)
+            return self._whole(deadline.what, lambda: self._replicate(version, None, deadline))
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
@@ -784,14 +894,18 @@ class ShardHandle:
             later `update` replicates.
         """
         deadline = self._deadline(f"update {version}", timeout_s)
-        with self._busy():
+
+        def update() -> bool:
             self._begin("update", deadline.what, deadline)
             ref = self._newer(version, self._held, deadline) if self._held else None
             if self._held is not None and ref is None:
                 return False
-            self._unpublish(deadline, may_forget=False)
+            self._unpublish_first(deadline.what, deadline, may_forget=False)
             self._replicate(version, ref, deadline)
             return True
+
+        with self._busy():
+            return self._whole(deadline.what, update)
 
     def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
         spec, ranges = Spec.parse(version), newer_ranges(self._group.seat.keys)
@@ -881,6 +995,7 @@ class ShardHandle:
         copying: Copying | None = None,
         timeout_s: float | None,
         store_wait_s: float | None = None,
+        begun: Beginning | None = None,
     ) -> bool:
         """dcp.save: give up what is held, register and publish. Checked before anything changes.
 
@@ -889,6 +1004,7 @@ class ShardHandle:
                 reaches the peers.
             is_staged: The tensors are a copy that dcp's stager made for this save.
             copying: Publish a copy of ours instead of them.
+            begun: What `_begin` gave, where that was called.
         """
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
@@ -927,7 +1043,9 @@ class ShardHandle:
         def unseated(call: GroupCall) -> bool:
             return self._publish_without_store(call, version, register())
 
-        with self._busy():
+        def save() -> bool:
+            nonlocal registered
+            registered = None
             self._give_way(asked, version, check, deadline, store_wait_s)
             try:
                 is_offered = self._make("publish", asked, deadline, body, unseated, store_wait_s)
@@ -938,6 +1056,9 @@ class ShardHandle:
                 if copying is not None and self._held is not None:
                     self._staging.turn()
                 self._unregister_unless_held()
+
+        with self._busy(), self._here(begun):
+            return self._whole(asked, save, begun)
 
     def _give_way(
         self,
@@ -951,16 +1072,16 @@ class ShardHandle:
         if self._held is None:
             self._begin("publish", asked, deadline, store_wait_s)
         else:
-            self._begin("agree", f"check before {asked}", deadline, store_wait_s)
+            self._begin("agree", rules.CHECK + asked, deadline, store_wait_s)
         if self._held is None:
             return
         effects = partial(rules.check_publishable, version=version)
         try:
-            self._agree(f"check before {asked}", deadline, check, effects, store_wait_s)
+            self._agree(rules.CHECK + asked, deadline, check, effects, store_wait_s)
         except ContractBroken:
             self._unpublish(deadline)
             raise
-        self._unpublish(deadline)
+        self._unpublish_first(asked, deadline)
 
     def _check_load(
         self,
@@ -975,7 +1096,7 @@ class ShardHandle:
 
         For who has the other ranks at hand anyway, as dcp has while it plans.
         """
-        deadline = self._deadline(f"check before load {version}", timeout_s)
+        deadline = self._deadline(f"{rules.CHECK}load {version}", timeout_s)
         with self._busy():
             self._catch_up(deadline)
             return self._fit(version, found, fill, deadline, is_served=is_served)
@@ -1010,6 +1131,7 @@ class ShardHandle:
         is_served: bool,
         timeout_s: float | None,
         fit: Fit | None = None,
+        begun: Beginning | None = None,
     ) -> ReadReport:
         """dcp.load: give up what is held, register and read.
 
@@ -1020,6 +1142,7 @@ class ShardHandle:
             is_served: Whether to become a source, if the version was read whole.
             fit: What `_check_load` found, if it was called on all ranks and passed on all, with
                 what all ranks said (`unanimous`). None: the ranks ask each other here.
+            begun: What `_begin` gave, where that was called.
         """
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
@@ -1036,18 +1159,19 @@ class ShardHandle:
             state = checked if checked and is_as_checked else fill(now)
             return self._register(state)
 
-        with self._busy():
-            self._begin("agree", f"check before {asked}", deadline)
+        def load() -> ReadReport:
+            nonlocal checked
+            self._begin("agree", rules.CHECK + asked, deadline)
             if fit is not None:
                 checked, said = fit
             elif self.world_size > 1:
-                said = self._agree(f"check before {asked}", deadline, check, rules.agree)
+                said = self._agree(rules.CHECK + asked, deadline, check, rules.agree)
             else:
                 said = check()
             if said == "held":
                 assert checked is not None
                 return self._already_held(checked, vet)
-            self._unpublish(deadline, may_forget=False)
+            self._unpublish_first(asked, deadline, may_forget=False)
             spec = Spec.parse(version)
             whole = Whole(is_required=False, is_served=is_served, is_relayed=said == "whole")
 
@@ -1063,6 +1187,9 @@ class ShardHandle:
             report = self._filler.last_read
             assert report is not None
             return report
+
+        with self._busy(), self._here(begun):
+            return self._whole(asked, load, begun)
 
     def _is_registered(self, state: LocalState, layout: Layout) -> bool:
         """Whether these tensors are the registered ones. Objects have a new buffer each time."""

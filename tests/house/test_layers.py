@@ -7,8 +7,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 BELOW = {"arguments", "errors", "store", "weights", "p2p"}
 HANDLE = {
-    *("identity", "exchange", "reading", "registered", "staged", "copies", "closing", "filling"),
-    "handle",
+    *("identity", "exchange", "reading", "registered", "staged", "copies", "beginnings"),
+    *("closing", "filling", "handle"),
 }
 ARROWS = {  # part -> what it may import besides itself and the standard library
     "errors": set(),
@@ -24,9 +24,10 @@ ARROWS = {  # part -> what it may import besides itself and the standard library
     "copies": {*BELOW, "exchange", "registered", "torch"},
     "closing": {"errors", "store"},
     "progress": set(),
+    "beginnings": {"errors", "store"},
     "filling": {*BELOW, "exchange", "reading", "registered", "progress", "torch"},
     "handle": {*BELOW, *HANDLE, "torch"},
-    "dcp": {"errors", "weights", "registered", "staged", "handle", "torch"},
+    "dcp": {"errors", "weights", "registered", "staged", "beginnings", "handle", "torch"},
     "integrations": {"errors", "handle", "dcp", "torch"},
     "cli": {"errors", "handle"},
 }

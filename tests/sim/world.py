@@ -25,7 +25,7 @@ from stores import Connection, Store, wakes
 from story import short
 from wires import LOOK_S, Wire
 
-from torch_ros import closing, copies, exchange, filling, handle, reading
+from torch_ros import beginnings, closing, copies, exchange, filling, handle, reading
 from torch_ros.copies import HostCopy
 from torch_ros.exchange import Card
 from torch_ros.identity import Identity
@@ -518,6 +518,7 @@ class World(Scheduler):
         }
         with ExitStack() as stack:
             modules = (
+                beginnings,
                 closing,
                 copies,
                 exchange,

@@ -345,7 +345,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
 
 def test_ranks_that_call_different_things_are_told_so_and_go_on_together(store):
     group = store.replica("r", 2)
-    errors = at_once(partial(publish, group[0], 1), partial(publish, group[1], 2))
+    errors = at_once(partial(publish, group[0], 1), partial(replicate, group[1]))
     assert all(isinstance(error, CallMismatch) for error in errors), errors
     assert "same calls in the same order" in str(errors[0])
     refs = at_once(*(partial(publish, rank, 3) for rank in group))

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from torch_ros.beginnings import Beginning
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import ATOMS, Memo, memos
 from torch_ros.dcp.outline import Outline, outline
@@ -97,6 +98,7 @@ class ROSReader(StorageReader):
         self._asked, self._given = version, handle
         self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
         self._handle: ShardHandle | None = None
+        self._begun: Beginning | None = None
         self._plan = LoadPlan([])
         self._contents = logical(())
         self._found: Found | None = None
@@ -131,12 +133,16 @@ class ROSReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """What the version contains. An error is kept for `set_up_storage_reader`: dcp turns
         every exception raised here into an AssertionError, and its type would be lost.
+
+        The first that dcp asks for: the call begins, and is one of the group's from here on.
         """
-        self._load = self._fit = None
+        self._load = self._fit = self._error = None
         try:
             self._handle = handle = self._given or default_handle("load")
-            self._found = handle._inspect(self._asked, self._timeout_s)
-            self._contents = logical(self._found.layouts)
+            self._begun = handle._begin_dcp(f"load {self._asked}", self)
+            with self._begun.hook():
+                self._found = handle._inspect(self._asked, self._timeout_s)
+                self._contents = logical(self._found.layouts)
         except TorchRosError as error:
             self._error = error
         return _metadata(self._contents)
@@ -156,6 +162,8 @@ class ROSReader(StorageReader):
         With our planner, also check that all of it fits: dcp asks all ranks here, and that saves
         the handle asking them.
         """
+        if self._begun is not None:
+            self._begun.touch()
         self._plan = plan
         if self._own is None or self._own.plan is not plan:
             return dataclasses.replace(plan, items=[])
@@ -163,13 +171,15 @@ class ROSReader(StorageReader):
         assert self._found is not None
         self._own.is_kept = True
         self._load = load = _Load(self, self._own)
-        self._fit = self._handle._check_load(
-            self._asked,
-            self._found,
-            load.fill,
-            is_served=self._serve,
-            timeout_s=self._timeout_s,
-        )
+        assert self._begun is not None
+        with self._begun.hook():
+            self._fit = self._handle._check_load(
+                self._asked,
+                self._found,
+                load.fill,
+                is_served=self._serve,
+                timeout_s=self._timeout_s,
+            )
         return LoadPlan([], storage_data=self._fit.said)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -193,6 +203,7 @@ class ROSReader(StorageReader):
             is_served=self._serve,
             timeout_s=self._timeout_s,
             fit=fit,
+            begun=self._begun,
         )
         self.version = report.version
         load.commit()

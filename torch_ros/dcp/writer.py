@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from torch_ros.beginnings import Beginning
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
@@ -76,6 +77,7 @@ class ROSWriter(StorageWriter):
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._store_wait_s = store_wait_s
         self._handle: ShardHandle | None = None
+        self._begun: Beginning | None = None
         self._plan = SavePlan([])
         self._is_collective = True
         self._own: ROSSavePlanner | None = None
@@ -95,11 +97,16 @@ class ROSWriter(StorageWriter):
         return False  # a path never selects this writer
 
     def storage_meta(self) -> StorageMeta | None:
+        """The first that dcp asks for: the call begins, and is one of the group's from here on."""
+        self._handle = self._given or default_handle("save")
+        self._begun = self._handle._begin_dcp(f"save {self._version}", self)
         return None
 
     # dcp looks for a parameter of this name before it passes rank and use_collectives.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._handle = self._given or default_handle("save")
+        if self._begun is None or self._begun.state != "begun":  # who wraps this left it out
+            self.storage_meta()
+        assert self._handle is not None
         self._is_collective = kwargs.get("use_collectives", True)
         check_group(self._handle, kwargs.get("rank"), None)
 
@@ -117,6 +124,8 @@ class ROSWriter(StorageWriter):
 
         That also keeps what dcp would leave to one rank of several (HSDP copies): each can serve.
         """
+        if self._begun is not None:
+            self._begun.touch()
         self._plan = plan
         if self._own is not None:
             self._own.is_kept = plan is self._own.plan
@@ -140,6 +149,7 @@ class ROSWriter(StorageWriter):
             copying=self._copying,
             timeout_s=self._timeout_s,
             store_wait_s=self._store_wait_s,
+            begun=self._begun,
         )
         memo = memos(self._handle).get("save")
         if memo is not None and self._seen is not None and in_place:

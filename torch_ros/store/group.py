@@ -23,6 +23,7 @@ import msgspec
 from torch_ros.errors import (
     BackendError,
     CallAborted,
+    CallMismatch,
     ClosedError,
     Contention,
     DeadlineExceeded,
@@ -40,6 +41,7 @@ from torch_ros.store.loops import Act, Done, Step, Wait, follow, looking_ahead, 
 from torch_ros.store.membership import Applicant
 from torch_ros.store.patience import Outage, Patience
 from torch_ros.store.records import (
+    Begun,
     Call,
     Failure,
     Kept,
@@ -76,6 +78,17 @@ LEAVE_S = 1.0  # for telling the peers; they notice anyway
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 RETRY_S = 0.5  # between tries to come back, or to read from a source that failed before
+
+
+class Missed(Exception):
+    """In the place of this rank's call the group has an unpublish, which changes what it holds.
+
+    This rank has learned its end; or has to make it too, if it has not ended.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.call = call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +128,11 @@ class Group:
         """What this replica holds, as far as this rank knows the ends of its calls."""
         self.unfinished: GroupCall | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
+        self.caller = ""
+        """The call of the caller that the next calls are parts of, if they are."""
+        self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
+        """Called when this rank skips a call: clears the word, learns the end by what it is given,
+        and sets the word again if this rank still holds something."""
         self.is_closed = False
         self._lost: SelfFenced | None = None
         self._alone_since_s: float | None = None  # etcd answers, peers are missing
@@ -272,7 +290,7 @@ class Group:
         # By the thread that sees to what follows: or Ctrl-C might come between, and nobody would.
         is_done = Latch()
         leave = partial(self._leave_seat, lost, session, is_done)
-        self._start(f"torch_ros seats {self.seat.replica}", leave)
+        self.start(f"torch_ros seats {self.seat.replica}", leave)
         while not is_done.wait(RETRY_S):
             pass
 
@@ -344,9 +362,10 @@ class Group:
         run(steps, self.kv, Deadline("close", LEAVE_S))
 
     def _watch(self) -> None:
-        self._start(f"torch_ros watches {self.seat.inst}", partial(self._watch_over, self.seat))
+        self.start(f"torch_ros watches {self.seat.inst}", partial(self._watch_over, self.seat))
 
-    def _start(self, name: str, target: Callable[[], None]) -> None:
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """A thread that `close` waits for, a little."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self._state:
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
@@ -518,8 +537,33 @@ class Group:
 
         Args:
             unseated: What this rank does instead, if `store_wait_s` are over and it has no seat.
+
+        Raises:
+            Missed: The group has unpublished instead; begin anew what this call is a part of.
         """
         patience = Patience(is_unpublish=kind == "unpublish", store_wait_s=store_wait_s)
+        while True:
+            try:
+                return self._make_next(kind, asked, deadline, body, patience, unseated)
+            except Missed as missed:
+                if missed.call.kind == "unpublish":
+                    raise
+                log.warning(
+                    "replica %r: this rank did not make call %d, %r, which has failed; going on",
+                    self.seat.replica,
+                    missed.call.number,
+                    missed.call.asked,
+                )
+
+    def _make_next(
+        self,
+        kind: Kind,
+        asked: str,
+        deadline: Deadline,
+        body: Callable[[GroupCall], T],
+        patience: Patience,
+        unseated: Callable[[GroupCall], T] | None,
+    ) -> T:
         with self._calling:
             call: GroupCall | None = None
             try:
@@ -538,10 +582,12 @@ class Group:
                     said = unseated(call)
                     if self._goes_on_without(call):
                         return said
+            except Missed:
+                raise
             except BaseException as error:
-                if call is not None:
+                if call is not None and not call.is_late:
                     call.give_up(error)
-                else:
+                elif call is None:
                     self.pass_over(kind, asked, deadline)
                 raise
             finally:
@@ -650,6 +696,12 @@ class Group:
                 log.warning("records of a call that failed stay until the next one: %s", error)
             else:
                 self._left_over = ()
+
+    def have_all_begun(self, number: int, asked: str) -> bool:
+        """Whether all ranks have begun that call of DCP, as this one has; which they learn now."""
+        rule = partial(rules.begun, seat=self.seat, mine=Begun(number, asked))
+        ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
+        return self.run(settle("begun", ranges, rule), Deadline(asked, CLEAN_UP_S))
 
     def learn(self, call: Call, outcome: Outcome, seat: Seat) -> None:
         """Note how a call ended.
@@ -773,6 +825,8 @@ class GroupCall:
         self.reroutes = 0
         self._said = ""
         self.is_recorded = False  # the number is used up
+        self._refuses = False
+        self.is_late = False  # peers wait in a later call, which this is not to end
         self.has_ended = False  # its outcome is known
         self.is_begun = False  # from a seat; peers may know of it
         self.was_ready = False  # so it may have ended well
@@ -852,10 +906,43 @@ class GroupCall:
             self._finish(found.outcome)
 
     def _found(self, call: Call) -> None:
-        self.is_recorded = True
-        self._call = call  # also if it is another one: this rank learns what became of it
-        if error := rules.mismatch(self.seat, call, self.asked):
-            raise error
+        met = rules.meet(call, self.asked, self._group.caller, refuses=self._refuses)
+        error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
+        match met:
+            case "to make":
+                raise Missed(call)
+            case "ahead":
+                self.is_late = True
+                raise error
+            case _:
+                self.is_recorded = True
+                self._call = call  # also if it is another one: its end is learned
+        match met:
+            case "missed":
+                assert call.outcome is not None
+                self._group.skip(partial(self._learn, call.outcome))
+                raise Missed(call)
+            case "late":
+                self._abort(error)
+                raise Missed(call)
+            case "other":
+                raise error
+
+    def refuse(self, error: BaseException) -> None:
+        """Make the call only for it to fail, on all ranks.
+
+        Raises:
+            TorchRosError: How it has.
+        """
+        seat, self._refuses = self.seat, True
+        reason = f"{type(error).__name__}: {error}"
+        told = CallAborted(seat.replica, self.number, seat.rank, reason)
+
+        def effects(*_: object) -> Step[Call]:
+            raise error if isinstance(error, TorchRosError) else told
+
+        self.decide((), effects)
+        raise error
 
     def decide_to_publish(self, version: int) -> None:
         """Decide to publish `version`, or that it cannot be."""
@@ -1084,6 +1171,8 @@ class GroupCall:
                 self._finish(result)
                 return
             self._found(result)
+            if result.outcome is not None:
+                self._finish(result.outcome)
             if not result.copy:
                 continue
             kept = self._group.holds

@@ -124,6 +124,12 @@ class Keys:
     def ready(self, inst: str, call: int, rank: int) -> str:
         return f"{self._root}/ready/{inst}/{call}/{rank:0{RANK_DIGITS}d}"
 
+    def all_begun(self, inst: str) -> Range:
+        return under(f"{self._root}/begun/{inst}/")
+
+    def begun(self, inst: str, rank: int) -> str:
+        return f"{self._root}/begun/{inst}/{rank:06d}"
+
     # Runs, versions and who holds them
 
     def runs(self) -> Range:
@@ -243,9 +249,9 @@ def parse_suspect(key: str) -> str | None:
 
 
 def parse_rank(key: str) -> int | None:
-    """The rank whose `shards/` or `ready/` key this is."""
+    """The rank whose `shards/`, `ready/` or `begun/` key this is."""
     match key.split("/"):
-        case ["", _, _, "shards", _, rank] | ["", _, _, "ready", _, _, rank]:
+        case ["", _, _, "shards" | "begun", _, rank] | ["", _, _, "ready", _, _, rank]:
             return _number(rank, RANK_DIGITS)
     return None
 

@@ -151,6 +151,13 @@ class Ready(Record, frozen=True):
     value: str  # what the ranks must agree on
 
 
+class Begun(Record, frozen=True):
+    """`begun/<inst>/<rank>`: this rank has begun a call of DCP."""
+
+    number: Number  # of the group's next call when it began
+    asked: str
+
+
 class Reader(Record, frozen=True):
     """`readers/<run>/<v>/<source>/<reader>/...`; believed by its key alone."""
 

@@ -16,6 +16,7 @@ No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +25,6 @@ import msgspec
 
 from torch_ros.errors import (
     CallAborted,
-    CallMismatch,
     ManifestMismatch,
     SelfFenced,
     TorchRosError,
@@ -35,6 +35,7 @@ from torch_ros.store import keys as k
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
 from torch_ros.store.readable import keyed, nobody, readable
 from torch_ros.store.records import (
+    Begun,
     Call,
     Decisions,
     Failure,
@@ -84,6 +85,13 @@ from torch_ros.store.versions import (
     resolve,
     shows_all,
 )
+
+CHECK = "check before "  # what is asked by the check that comes before a save or load
+_STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
+
+Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
+"""What a rank finds in the place of its own call: that one; one that its peers have ended, or one
+that it has to make too; one that is behind, or ahead of, its own; none of these."""
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
@@ -145,10 +153,40 @@ def decide(
     return step
 
 
-def mismatch(seat: Seat, call: Call, asked: str) -> CallMismatch | None:
+def meet(call: Call, asked: str, caller: str, *, refuses: bool = False) -> Meeting:
+    """What `call` is to a rank that is about to make its own of that number.
+
+    Args:
+        asked: Its own.
+        caller: The call of its caller that this is a part of.
+        refuses: It makes that only to end it, whatever its peers have come to.
+    """
     if call.asked == asked:
-        return None
-    return CallMismatch(seat.replica, call.number, asked, call.asked)
+        return "same"
+    is_of_caller = call.asked.removeprefix(CHECK) == caller
+    if refuses and is_of_caller:
+        return "same"
+    if call.outcome is not None and call.outcome.failure is not None:
+        return "same" if is_of_caller else "missed"
+    if call.kind == "unpublish":
+        return "missed" if call.outcome is not None else "to make"
+    here, there = _STEP.fullmatch(asked), _STEP.fullmatch(call.asked)
+    if call.outcome is None and here and there and here["verb"] == there["verb"]:
+        behind = int(here["version"]) - int(there["version"])
+        return "late" if behind > 0 else "ahead" if behind < 0 else "other"
+    return "other"
+
+
+def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
+    """Say that this rank has begun a call of DCP; whether all have."""
+    own_group(view, seat)
+    records = readable(view.within(seat.keys.all_begun(seat.inst)), k.parse_rank, Begun)
+    there = {rank: record.number for _, rank, record, _ in records}
+    if there.get(seat.rank, 0) < mine.number:
+        key = seat.keys.begun(seat.inst, seat.rank)
+        put = Put(key, mine.encode(), seat.lease_id)
+        return Act(Txn((view.unchanged(seat.group),), (put,)), None)
+    return Done(sum(number >= mine.number for number in there.values()) == seat.world_size)
 
 
 # effects: what a decision writes besides itself
