@@ -594,7 +594,8 @@ def perform(
             flying.remove(read)
             landed(read)
         left = sum(read.size_bytes for read in (*waiting, *flying))
-        deadline.check(f"{left} bytes are still to be read")
+        if left:
+            deadline.check(f"{left} bytes are still to be read")
         still(flying)
         if not done and flying:
             time.sleep(pause_s)

@@ -64,7 +64,8 @@ class ROSReader(StorageReader):
 
     If the state dict is only a part of the version (the model out of model and optimizer), that
     part is read and nothing is served. dcp's files cast silently; this does not: other dtypes are
-    an error.
+    an error. A key that the version lacks is a ManifestMismatch (a ValueError), where dcp's files
+    say RuntimeError. Enums, numpy scalars and the like need `trust_objects`.
 
     What fails before the old version is given up changes nothing; afterwards the handle holds
     nothing, and says so.

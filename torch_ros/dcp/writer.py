@@ -37,7 +37,12 @@ class ROSWriter(StorageWriter):
     save. A trainer that goes on training calls it before its optimizer's step.
 
     What fails before the old version is given up changes nothing; afterwards the handle holds
-    nothing. With dcp.async_save, dcp's staged copy is published, and kept until unpublished.
+    nothing. With dcp.async_save, dcp's staged copy is published, and kept until unpublished. A
+    stager that keeps its buffers writes the next copy over what is published: call
+    `handle.unpublish()` before each async_save then. One call of DCP at a time on a handle.
+
+    dcp calls all keys of a dict strings: what is saved under 7 is loaded with dcp's own planner as
+    "7", beside a 7 that is left alone; with `ROSReader.planner()` it is set where it was.
 
     A job that saves the same tensors at every step passes `planner()` too: dcp's own planner then
     takes longer than all the rest.

@@ -151,7 +151,8 @@ def _refuse_shared_memory(wanted: Chunks, targets: Layout) -> None:
     if shared.any():
         fqn = targets.tensors[wanted.tensor[np.argmax(shared)]].fqn
         raise UsageError(
-            f"target tensor {fqn!r} has elements that share memory (expanded); pass a clone()"
+            f"target tensor {fqn!r} has elements that share memory (expanded, or overlapping "
+            "strides); pass a clone()"
         )
 
 
