@@ -766,6 +766,11 @@ fault("a rank that died lingering is not missed", (ending, "linger"), scenario="
 )
 
 
+fault(
+    "who reads does not know what lingers", (sources.Source, "insts"), scenario="drains at the end"
+)(lambda _: property(lambda self: (self.inst, self.inst)))
+
+
 @fault("what lingers drains without a word", (ending, "linger"), scenario="drains at the end")
 def _(linger):
     def faulty(view, each, world_size):

@@ -352,7 +352,7 @@ def stands_still(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("t", "u")
-        scene.slow_s[me] = 0.5
+        scene.slow_s[me] = 1.5
         began_s = scene.now_s
         replicate(me)
         took_s = scene.now_s - began_s
@@ -435,7 +435,7 @@ def relay_dies(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("relay")
         scene.sleep(0.3)
-        scene.slow_s[me] = 0.5
+        scene.slow_s[me] = 1.5
         replicate(me)
         report = me.handle.last_read
         demand(report.reroutes == 1, f"{report.reroutes} re-routes")
@@ -690,7 +690,7 @@ def freed_meanwhile(scene: Scene) -> None:
 
     def third(me: Process) -> None:
         scene.until("free")
-        scene.slow_s[me] = 0.5
+        scene.slow_s[me] = 1.5
         replicate(me)
         scene.reach("r2")
 
@@ -889,7 +889,7 @@ def other_version(scene: Scene) -> None:
     """I1: who had a part of a version when its seat was lost, and reads another then, reads all."""
 
     def read(me: Process) -> None:
-        scene.slow_s[me] = 0.5
+        scene.slow_s[me] = 1.5
         replicate(me)
         scene.reach("read")
 
@@ -1343,7 +1343,7 @@ def drains_at_the_end(scene: Scene) -> None:
 
     def slow(me: Process) -> None:  # it begins before the end
         scene.until("has 1")
-        scene.slow_s[me] = 0.5
+        scene.slow_s[me] = 1.5
         replicate(me, 1)
         demand(me.handle.last_read.reroutes == 0, "I6: a reader was not let finish")
         scene.sleep(10)

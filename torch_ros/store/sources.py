@@ -50,6 +50,12 @@ class Source:
     born: int  # when its holding was created; one that is made anew has another place
     is_full: bool
     shards: tuple[Shard, ...]
+    call: int = 0  # of its group, that made the holding
+
+    @property
+    def insts(self) -> tuple[str, str]:
+        """Its name, and the one under which the same processes offer the same when it has ended."""
+        return self.inst, k.lingering_of(self.inst, self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +361,8 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
         if len(records) < holding.world_size:
             reason = f"{len(records)} of its {holding.world_size} processes are alive"
             raise SourceLost(k.replica_of(source), reason, 0, 0)
-        return Source(source, holding.mark, born, holding.state != "filling", records)
+        is_full = holding.state != "filling"
+        return Source(source, holding.mark, born, is_full, records, holding.call)
 
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
     if view.get(key):  # put before, and the reply was lost
@@ -379,9 +386,12 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     """Whether a source that makes no progress may still make some."""
     own_group(view, seat)
     raise_if_ended(view, seat, call)
-    assert call.ref is not None
-    entry = view.get(seat.keys.holding(call.ref.run, call.ref.version, source.inst))
-    return Done(entry is not None and entry.create_rev == source.born)
+    ref = call.ref
+    assert ref is not None
+    held, lingers = (
+        view.get(seat.keys.holding(ref.run, ref.version, inst)) for inst in source.insts
+    )
+    return Done((held is not None and held.create_rev == source.born) or lingers is not None)
 
 
 def has_other(
