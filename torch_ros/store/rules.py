@@ -692,7 +692,7 @@ def copied(view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: Shar
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
         Put(version, Version(ref.uid, kept.layout).encode()),
-        Put(seat.decisions, Decisions(calls_of(view, seat)).encode(), anchor),
+        Put(seat.decisions, Decisions([*calls_of(view, seat)]).encode(), anchor),
     ]
     run = keys.run(ref.run)
     if view.get(run) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch_ros.errors import SelfFenced
 from torch_ros.store import keys as k
@@ -88,9 +89,14 @@ def find(view: View, seat: Seat, number: int) -> Call | None:
     return next((call for call in calls_of(view, seat) if call.number == number), None)
 
 
-def calls_of(view: View, seat: Seat) -> list[Call]:
+def calls_of(view: View, seat: Seat) -> tuple[Call, ...]:
     entry = view.get(seat.decisions)
-    return Decisions.decode(entry.value, seat.decisions).calls if entry else []
+    return _calls(entry.value, seat.decisions) if entry else ()
+
+
+@lru_cache(16)  # a call looks some five times at a record whose 64 calls take 0.1 ms to decode
+def _calls(value: bytes, key: str) -> tuple[Call, ...]:
+    return tuple(Decisions.decode(value, key).calls)
 
 
 def group_txn(
