@@ -461,7 +461,7 @@ def test_a_restarted_replica_replaces_its_predecessor(store, caplog):
     first = store.join("r")
     ref = publish(first, 7)
     second = store.join("r")
-    assert "already there and is replaced" in caplog.text
+    assert "was already there, in" in caplog.text
     assert listing(second) == {}
     assert isinstance(attempt(partial(unpublish, first, ref)), SelfFenced)
     assert publish(second, 7).uid != ref.uid
