@@ -35,6 +35,8 @@ match kind:
         module = torch.nn.Linear(size, size, bias=False)
         module.weight.data.copy_(matrix)
         tensor = module.share_memory().weight
+    case "columns":
+        tensor = torch.arange(1024 * 2048, dtype=torch.float32).view(1024, 2048)[:, :256]
     case _:
         tensor = matrix
 handle = torch_ros.open(model, endpoint=endpoint, transport="auto")
@@ -110,6 +112,17 @@ def test_what_is_not_shared_is_read_by_threads(
     monkeypatch.setenv("UCX_TLS", ucx_tls)
     replicate(etcd_endpoint, source, transport)
     assert bool(re.search(r"its memory is read by \d thread", caplog.text)) == is_read
+
+
+def test_an_eighth_of_rows_is_copied_span_by_span(publish, etcd_endpoint):
+    target = torch.zeros(1024, 256)
+    model = publish("columns")
+    with torch_ros.open(model, endpoint=etcd_endpoint, transport="auto") as rollout:
+        rollout.register({"weight": target})
+        rollout.replicate("latest")
+        assert rollout.last_read.bytes_read == rollout.last_read.bytes_total
+    whole = torch.arange(1024 * 2048, dtype=torch.float32).view(1024, 2048)
+    assert torch.equal(target, whole[:, :256])
 
 
 @pytest.fixture
