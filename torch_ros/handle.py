@@ -24,6 +24,7 @@ from torch_ros.closing import Closing
 from torch_ros.copies import Copies, shard_of
 from torch_ros.errors import (
     BackendError,
+    CallAborted,
     ClosedError,
     ContractBroken,
     PeerError,
@@ -44,7 +45,14 @@ from torch_ros.store import rules
 from torch_ros.store.aside import Aside
 from torch_ros.store.ending import Leaving
 from torch_ros.store.endpoint import connect as connect_store
-from torch_ros.store.group import CLEAN_UP_S, Group, GroupCall, Missed, Place
+from torch_ros.store.group import (
+    CLEAN_UP_S,
+    DOES_NOT_WAIT,
+    Group,
+    GroupCall,
+    Missed,
+    Place,
+)
 from torch_ros.store.keys import Keys, copy_of, replica_of
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.patience import Patience
@@ -660,10 +668,17 @@ class ShardHandle:
         except TorchRosError as ended:
             log.info("%s: ended for all ranks: %s", asked, ended)
 
-    def _unpublish_first(self, asked: str, deadline: Deadline, *, may_forget: bool = True) -> None:
+    def _unpublish_first(
+        self,
+        asked: str,
+        deadline: Deadline,
+        *,
+        may_forget: bool = True,
+        counted: VersionRef | None = None,
+    ) -> None:
         """As a part of `asked`: the peers go on to its next part."""
         try:
-            self._unpublish(deadline, may_forget=may_forget)
+            self._unpublish(deadline, may_forget=may_forget, counted=counted)
         except BaseException as error:
             if self._held is None:  # or the unpublish has failed for all
                 self._refuse(asked, error)
@@ -785,15 +800,22 @@ class ShardHandle:
             deadline = self._deadline("unpublish", timeout_s)
             self._whole("unpublish", lambda: self._unpublish(deadline))
 
-    def _unpublish(self, deadline: Deadline, *, may_forget: bool = True) -> None:
+    def _unpublish(
+        self,
+        deadline: Deadline,
+        *,
+        may_forget: bool = True,
+        counted: VersionRef | None = None,
+    ) -> None:
         """
         Args:
             may_forget: Whether to go on without etcd.
+            counted: What ranks that have no seat take for held, and so make this call for.
         """
-        held = self._held
+        held, counted = self._held, counted or self._group.not_waited_for
         try:
             self._catch_up(deadline, Patience(is_unpublish=may_forget))
-            if (held := self._held) is None:
+            if (held := self._held or counted) is None:
                 return
             try:
                 self._make(
@@ -808,8 +830,8 @@ class ShardHandle:
             if lost.may_return and not may_forget:
                 raise
             self._copy_without_store()
-            if not self._group.forget():
-                self._unpublish(deadline, may_forget=may_forget)
+            if not self._group.forget(counted):
+                self._unpublish(deadline, may_forget=may_forget, counted=counted)
                 return
             # The store has forgotten this replica; readers ask the memory, which now says no.
             self._offer.void()
@@ -1069,19 +1091,23 @@ class ShardHandle:
         store_wait_s: float | None,
     ) -> None:
         """Unpublish what is held for what is saved, if that can succeed on every rank."""
+        counted = self._group.not_waited_for
         if self._held is None:
             self._begin("publish", asked, deadline, store_wait_s)
         else:
             self._begin("agree", rules.CHECK + asked, deadline, store_wait_s)
-        if self._held is None:
+        if self._held is None and counted is None:
             return
         effects = partial(rules.check_publishable, version=version)
         try:
             self._agree(rules.CHECK + asked, deadline, check, effects, store_wait_s)
         except ContractBroken:
-            self._unpublish(deadline)
+            self._unpublish(deadline, counted=counted)
             raise
-        self._unpublish_first(asked, deadline)
+        except CallAborted as error:  # a rank that is cut off has looked for itself
+            if store_wait_s is None or error.reason != DOES_NOT_WAIT:
+                raise
+        self._unpublish_first(asked, deadline, counted=counted)
 
     def _check_load(
         self,

@@ -1002,6 +1002,24 @@ def _(goes_on_without):
 
 
 @fault(
+    "who did not wait for a call is waited for",
+    (seat.Seat, "done_by"),
+    scenario="half cut off",
+)
+def _(done_by):
+    return lambda self, call: {}
+
+
+@fault(
+    "what came to nothing is not unpublished by who knows",
+    (group_module.Group, "not_waited_for"),
+    scenario="half cut off",
+)
+def _(not_waited_for):
+    return None
+
+
+@fault(
     "what was not waited for is not brought along",
     (membership, "not_waited_for"),
     scenario="held when back",

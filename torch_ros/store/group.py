@@ -77,6 +77,7 @@ CLOSE_S = 2.0  # for its threads, which are told at once, to end
 LEAVE_S = 1.0  # for telling the peers; they notice anyway
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
+DOES_NOT_WAIT = "it is cut off from etcd, and does not wait"
 RETRY_S = 0.5  # between tries to come back, or to read from a source that failed before
 
 
@@ -210,6 +211,12 @@ class Group:
     def holds(self) -> Kept | None:
         """What this replica may be a source of, for all that this rank knows."""
         return self.held or (self.unfinished.may_hold if self.unfinished else None)
+
+    @property
+    def not_waited_for(self) -> VersionRef | None:
+        """What all ranks unpublish before they go on, whatever has become of it by then."""
+        is_open = self.unfinished is not None and self.unfinished.ready is not None
+        return self.unfinished.ref if self.unfinished is not None and is_open else None
 
     def check_open(self) -> None:
         """Raises: ClosedError: This seat was given up."""
@@ -752,23 +759,27 @@ class Group:
         forever = Deadline(f"keeping version {ref.version}", math.inf)
         self.run(settle("release", rules.release_ranges(seat, ref, copy), rule), forever)
 
-    def forget(self) -> bool:
+    def forget(self, counted: VersionRef | None = None) -> bool:
         """The owner takes its tensors back while the seat is lost; as if it had unpublished.
+
+        Args:
+            counted: What peers unpublish in this call, if this rank holds nothing any more.
 
         False: this rank has its seat again, and the store what is held. It has to go there too.
         """
         with self._state:
             if self._lost is None:
                 return False
-            if (kept := self.holds) is None:
+            ref = self.holds.ref if self.holds else counted
+            if ref is None:
                 return True
             number = self.calls_made + 1
             if self.unfinished is not None and self.unfinished.kind == "unpublish":
                 number = self.unfinished.number
             elif self.unfinished is not None:
                 self._end_without(self.unfinished)
-            asked = f"unpublish {kept.ref.version}"
-            call = Call(number, "unpublish", asked, self.seat.rank, kept.ref)
+            asked = f"unpublish {ref.version}"
+            call = Call(number, "unpublish", asked, self.seat.rank, ref)
             self.calls_made = number
             self._ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
@@ -1130,7 +1141,7 @@ class GroupCall:
         count = self._settle((*seat.own, mine), ready, ahead, self._seen)
         if isinstance(count, Outcome):
             return count
-        if count >= seat.world_size:
+        if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(rules.readies, seat=seat, call=call)
             said = self._settle(everyone, all_ready, first=self._seen)
             if isinstance(said, Outcome):
@@ -1231,8 +1242,8 @@ class GroupCall:
     @property
     def abandoned(self) -> Failure:
         """How it ends for the peers when this rank does not wait for it."""
-        seat, reason = self.seat, "it is cut off from etcd, and does not wait"
-        error = CallAborted(seat.replica, self.number, seat.rank, reason)
+        seat = self.seat
+        error = CallAborted(seat.replica, self.number, seat.rank, DOES_NOT_WAIT)
         return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
 
     def end(self, deadline: Deadline) -> Outcome:
@@ -1390,6 +1401,7 @@ def _take_seat(
         world_size=place.world_size,
         run=joined.group.run,
         run_number=joined.run_number,
+        unwaited=joined.unwaited,
         lease_id=session.lease_id,
         # As the record says, or a rank that was started with another answer would differ.
         datacenter=joined.group.datacenter,

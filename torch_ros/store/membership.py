@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,7 @@ class Joined:
     group: Group
     run_number: int
     is_complete: bool
+    unwaited: tuple[tuple[int, Call], ...] = ()  # publications that peers did not wait for
 
 
 def open_ranges(who: Applicant) -> tuple[Range | Part, ...]:
@@ -253,17 +255,27 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         return _sit_down(view, who, group, seated)
     joined = Joined(group, number, is_complete=True)
     if group.is_complete:
-        return Done(joined)
-    there = keyed(view.within(seats), k.parse_rank)
-    shards = {
-        rank: Shard.decode(entry.value, key) for key, rank, entry in there if rank < who.world_size
-    }
+        return Done(joined if "." not in nonce else _resumed(joined, _shards(view, seats, who)))
+    shards = _shards(view, seats, who)
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
         # A stranger among those that come back has to notice by itself: see `_completed`.
         may_be_strange = "." in group.nonce and not who.shard.is_back
         return Wait(reason, (one(who.group), *((seats,) if may_be_strange else ())))
     return _completed(view, who, group, shards, joined)
+
+
+def _shards(view: View, seats: Range, who: Applicant) -> dict[int, Shard]:
+    there = keyed(view.within(seats), k.parse_rank)
+    return {
+        rank: Shard.decode(entry.value, key) for key, rank, entry in there if rank < who.world_size
+    }
+
+
+def _resumed(joined: Joined, shards: Mapping[int, Shard]) -> Joined:
+    """With what peers did not wait for: they have done their part of it, and do not come again."""
+    unwaited = tuple((rank, s.ready) for rank, s in shards.items() if s.ready is not None)
+    return dataclasses.replace(joined, unwaited=unwaited)
 
 
 def _completed(
@@ -284,7 +296,8 @@ def _completed(
     complete = msgspec.structs.replace(group, is_complete=True)
     ops, guards = _adopt(view, who, group, entry, records)
     put = Put(who.group, complete.encode(), entry.lease_id)
-    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: joined)
+    resumed = _resumed(joined, shards)
+    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: resumed)
 
 
 def _sit_down(view: View, who: Applicant, group: Group, seated: Joined) -> Step[Joined | None]:

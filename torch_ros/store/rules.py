@@ -454,6 +454,7 @@ def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome
         for key, rank, entry in keyed(there, k.parse_rank)
         if rank < seat.world_size
     }
+    said = seat.done_by(current) | said
     return Done(said if len(said) == seat.world_size else None)
 
 

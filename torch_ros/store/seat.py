@@ -31,6 +31,7 @@ class Seat:
     datacenter: str
     spot: bool
     drain_s: float  # how long readers may finish before the source goes on without them
+    unwaited: tuple[tuple[int, Call], ...] = ()  # by their ranks: publications not waited for
 
     @property
     def inst(self) -> str:
@@ -48,6 +49,15 @@ class Seat:
     def own(self) -> tuple[Range, ...]:
         """What every step of a call looks at."""
         return (one(self.group), one(self.decisions))
+
+    def done_by(self, call: Call) -> dict[int, str]:
+        """The ranks that did not wait for a publication, and show it; and what it has with them."""
+        return {
+            rank: ready.outcome.said
+            for rank, ready in self.unwaited
+            if rank != self.rank and (ready.number, ready.ref) == (call.number, call.ref)
+            if ready.outcome is not None
+        }
 
     def holding(self, ref: VersionRef) -> str:
         return self.keys.holding(ref.run, ref.version, self.inst)
