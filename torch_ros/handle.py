@@ -1388,6 +1388,8 @@ class ShardHandle:
 
     def _hand_over(self, linger_s: float) -> bool:
         group, seat = self._group, self._group.seat
+        if group.held is None and not self._copies:
+            return False
         # A call in another thread ends first.
         if not self._lock.acquire(timeout=max(0.0, linger_s)):
             return False
