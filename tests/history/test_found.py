@@ -51,10 +51,10 @@ def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
         assert may_return.wait(15)
         take_seat()
 
-    def forget_after_the_return():
+    def forget_after_the_return(*args):
         may_return.set()
         wait_for(lambda: not group.is_fenced)
-        return forget()
+        return forget(*args)
 
     trainer.publish(1)
     monkeypatch.setattr(group, "_take_seat_again", take_seat_when_told)
