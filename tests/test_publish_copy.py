@@ -125,9 +125,9 @@ def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(o
     held = trainer._registered.memory[0]
     unpublish = trainer._unpublish
 
-    def look(deadline):
+    def look(deadline, **options):
         assert torch.equal(held, torch.full((1000,), 7.0)), "written while it was published"
-        unpublish(deadline)
+        unpublish(deadline, **options)
 
     trainer._unpublish = look
     trainer.publish_copy(8, {"w": torch.full((1000,), 8.0)})
