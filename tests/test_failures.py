@@ -28,6 +28,7 @@ from torch_ros.store.group import Group, GroupCall
 from torch_ros.store.loops import Done
 from torch_ros.store.records import Failure
 from torch_ros.store.run import Deadline
+from torch_ros.store.txn import Read
 from torch_ros.weights import manifest
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -496,6 +497,69 @@ def test_bytes_that_land_after_the_source_took_its_memory_back_do_not_count(
     with pytest.raises(SourceLost, match="does not serve it any more"):
         reads.result(15)
     assert trainer.list() == {2: {"trainer"}}
+
+
+@only_memory
+def test_a_rank_that_missed_an_unpublish_does_not_vouch_for_what_is_written_next(
+    opened, monkeypatch, pool
+):
+    """One rank gives a version up alone; the other skips that call, and its owner writes."""
+    tensor = torch.arange(1000.0)
+    join = lambda rank: opened("trainer", rank=rank, world_size=2, drain_s=0.2)
+    ranks = list(pool.map(join, range(2)))
+    ranks[0].register({})
+    ranks[1].register({"w": tensor})
+    list(pool.map(lambda handle: handle.publish(5), ranks))
+    rollout, got = opened("rollout"), {"w": torch.zeros(1000)}
+    rollout.register(got)
+    landed, go_on = threading.Event(), threading.Event()
+    end = reading._Run._end
+
+    def late(run, batch):
+        landed.set()
+        assert go_on.wait(15)
+        end(run, batch)
+
+    monkeypatch.setattr(reading._Run, "_end", late)
+    reads = pool.submit(rollout.replicate, 5)
+    assert landed.wait(10)
+    ranks[0].unpublish(timeout_s=10)
+    assert ranks[1]._offer._word[0]  # it knows nothing of that
+    with pytest.raises(DeadlineExceeded):  # there is nothing that could be read
+        ranks[1].update(timeout_s=0.5)
+    assert ranks[1].version is None
+    tensor.fill_(666)
+    go_on.set()
+    with pytest.raises(SourceLost, match="does not serve it any more"):
+        reads.result(15)
+    list(pool.map(lambda handle: handle.publish(6), ranks))
+    assert rollout.replicate() == 6
+    assert same(got, {"w": tensor})
+
+
+@only_memory
+def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in_the_end(
+    opened, pool
+):
+    """It makes the unpublish and its part of the copy, which goes when another replica has it."""
+    join = lambda rank: opened("trainer", rank=rank, world_size=2, retain=("latest",))
+    ranks = list(pool.map(join, range(2)))
+    tensors = [{f"w{rank}": torch.ones(10)} for rank in range(2)]
+    save = lambda rank, version: ranks[rank].publish_copy(version, tensors[rank])
+    list(pool.map(save, range(2), (5, 5)))
+    unpublish = pool.submit(ranks[0].unpublish)
+    key = ranks[1]._group.seat.own[1]
+    made = lambda: ranks[1]._group.kv.read(Read((key,)), timeout_s=5).entries
+    wait_for(lambda: any(b"unpublish 5" in entry.value for entry in made().values()))
+    saving = pool.submit(save, 1, 6)
+    unpublish.result(15)
+    save(0, 6)
+    saving.result(15)
+    rollout = opened("rollout")
+    rollout.register({f"w{rank}": torch.zeros(10) for rank in range(2)})
+    assert rollout.replicate() == 6
+    for handle in ranks:
+        wait_for(lambda handle=handle: not handle._copies)
 
 
 def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch_ros.errors import CallAborted, TorchRosError
@@ -33,7 +33,7 @@ class Beginning:
     number: int  # of the group's next call when it began
     storage: weakref.ref[object]  # the writer or reader
     thread: int
-    left_s: float = field(default_factory=time.monotonic)  # the last hook
+    left_s: float  # the last hook
     is_in_hook: bool = False
     state: Literal["begun", "here", "over"] = "begun"
     failure: TorchRosError | None = None  # with which it was ended before it came
@@ -73,7 +73,8 @@ class Beginnings:
     def begin(self, asked: str, storage: object) -> Beginning:
         """Returns at once; requests, if any are needed, are made by a thread of its own."""
         group = self._group
-        made = Beginning(asked, group.calls_made + 1, weakref.ref(storage), threading.get_ident())
+        number, now_s = group.calls_made + 1, time.monotonic()
+        made = Beginning(asked, number, weakref.ref(storage), threading.get_ident(), now_s)
         if group.seat.world_size > 1:  # else nobody waits
             with self._lock:
                 self._all = [one for one in self._all if one.state != "over"]

@@ -624,7 +624,10 @@ class ShardHandle:
             if call.outcome is None:  # the peers are in it
                 assert call.ref is not None
                 body_ = partial(self._unpublish_held, held=call.ref)
-                self._group.make("unpublish", call.asked, deadline, body_)
+                try:
+                    self._group.make("unpublish", call.asked, deadline, body_)
+                finally:
+                    self._copies.keep()
             raise
         finally:
             if self._held is None:

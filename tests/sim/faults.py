@@ -18,7 +18,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from torch_ros import copies, exchange, filling, handle, reading
+from torch_ros import beginnings, copies, exchange, filling, handle, reading
 from torch_ros.store import ending, loops, membership, records, rules, seat, sources, versions
 from torch_ros.store import group as group_module
 from torch_ros.store import keys as keys_module
@@ -1063,6 +1063,82 @@ def _(learn):
             self._lost, self.seat = lost, mine
 
     return faulty
+
+
+# Ranks that are out of step
+
+
+@fault(
+    "who skips a call leaves its word", (handle.ShardHandle, "_skip"), scenario="unpublished alone"
+)
+def _(skip):
+    def faulty(self, learn):
+        offer = self._offer
+
+        def serve(*args):  # of another call
+            del offer.void, offer.serve
+            offer.serve(*args)
+
+        offer.void, offer.serve = (lambda: None), serve
+        learn()
+
+    return faulty
+
+
+@fault(
+    "who skips a call that failed holds nothing any more",
+    (handle.ShardHandle, "_skip"),
+    scenario="failed before",
+)
+def _(skip):
+    def faulty(self, learn):
+        self._offer.void()
+        learn()
+
+    return faulty
+
+
+@fault(
+    "a call that was skipped uses no number",
+    (group_module.GroupCall, "_found"),
+    scenario="failed before",
+)
+def _(found):
+    def faulty(self, call):
+        try:
+            found(self, call)
+        except group_module.Missed:
+            self.is_recorded = False
+            raise
+
+    return faulty
+
+
+@fault("a missed unpublish is another call", (rules, "meet"), scenario="unpublished alone")
+def _(meet):
+    def faulty(call, *args, **options):
+        met = meet(call, *args, **options)
+        return "other" if call.kind == "unpublish" and met != "same" else met
+
+    return faulty
+
+
+@fault(
+    "a call of dcp is given up while a rank has not begun it",
+    (group_module.Group, "have_all_begun"),
+    scenario="begins late",
+)
+def _(have_all_begun):
+    return lambda self, number, asked: have_all_begun(self, number, asked) or True
+
+
+@fault(
+    "a call of dcp that never comes is waited for",
+    (beginnings.Beginnings, "_look_after"),
+    scenario="never comes",
+)
+def _(look_after):
+    return lambda self, one: None
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from replicas import TTL_S, Process, Start
 from story import short
 from world import MANY, SHAPES, World
 
+from torch_ros.beginnings import PATIENCE_S, Beginning
 from torch_ros.errors import (
+    CallAborted,
     DeadlineExceeded,
     SelfFenced,
     SourceLost,
@@ -1449,6 +1451,182 @@ def dies_lingering(scene: Scene) -> None:
     scene.play()
 
 
+def save(
+    process: Process,
+    version: int,
+    content: int = 7,
+    timeout_s: float = 100,
+    begun: Beginning | None = None,
+) -> None:
+    """What dcp.save does on a rank: its content is there by the time that the group is asked."""
+    process.world.contents[version] = content
+
+    def collect() -> LocalState:
+        if process.handle.version is None:
+            process.fill(content)
+        return LocalState(process.tensors, {}, {})
+
+    process.handle._save(version, collect, is_staged=False, timeout_s=timeout_s, begun=begun)
+
+
+def unpublished_alone(scene: Scene) -> None:
+    """I2: a rank that missed an unpublish does not vouch for what its owner then writes."""
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 50.0
+        with suppress(TorchRosError):
+            replicate(me, 5, timeout_s=80)
+            raise Broken("I2: a reader got what was taken back")
+        scene.until("t.0/0 has 6", "t.0/1 has 6")
+        scene.slow_s[me] = 0.0
+        replicate(me, 6)
+        scene.reach("read")
+
+    def train(me: Process) -> None:
+        publish(me, 5, 15)
+        _await_reader(me)
+        if me.rank == 0:
+            unpublish(me)
+            scene.reach("unpublished")
+        else:  # it failed on its way there
+            scene.until("unpublished")
+            with suppress(DeadlineExceeded):  # there is nothing to read
+                me.handle.update("latest", timeout_s=5)
+            demand(me.handle.version is None, "I2: what its group has given up is held")
+            me.scribble_if_free()
+            scene.reach("failed")
+        scene.until("failed")
+        publish(me, 6, 16)
+        scene.checks.returned(me, 6)
+        scene.reach(f"{me} has 6")
+        scene.until("read")
+
+    scene.start("t", train, drain_s=1.0)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def unpublished_meanwhile(scene: Scene) -> None:
+    """A rank that comes with another call to an unpublish makes its part of it: the copy too."""
+
+    def train(me: Process) -> None:
+        save(me, 5, 15)
+        if me.rank == 0:
+            unpublish(me)  # it waits for the other rank's part of the copy
+        else:
+            scene.when(lambda: _has_call("t", scene, "unpublish 5"), "the unpublish")
+        save(me, 6, 15)
+        scene.checks.returned(me, 6)
+        scene.reach(f"{me} has 6")
+        scene.until("read")
+        scene.when(lambda: not me.handle._copies, "the copy released", 60.0)
+
+    def read(me: Process) -> None:
+        scene.until("t.1/0 has 6", "t.1/1 has 6")
+        replicate(me, "latest")
+        scene.reach("read")
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train)
+    scene.play()
+
+
+def _has_call(replica: str, scene: Scene, asked: str) -> bool:
+    """Whether the group has made that call, the last time it made any."""
+    calls = [c for (inst, _), c in scene.checks.decided.items() if k.replica_of(inst) == replica]
+    return bool(calls) and calls[-1].asked == asked
+
+
+def failed_before(scene: Scene) -> None:
+    """A call that one rank never made uses one number on all; what failed changes nothing."""
+    done: list[int] = []
+
+    def train(me: Process) -> None:
+        save(me, 5, 15)
+        if me.rank == 0:
+            with suppress(DeadlineExceeded):
+                save(me, 6, 15, timeout_s=5)
+                raise Broken("I7: it is offered without one rank")
+            scene.reach("failed")
+        scene.until("failed")
+        try:
+            is_new = me.handle.update("latest", timeout_s=20)
+            demand(not is_new and me.handle.version == 5, "I3: it does not hold what it held")
+            scene.reach(f"{me} is in step")
+            scene.until("t.0/0 is in step", "t.0/1 is in step", "read")
+            save(me, 7, 15, timeout_s=20)
+        except TorchRosError as error:
+            raise Broken(f"I6: its ranks are out of step for good: {error!r}") from error
+        scene.checks.returned(me, 7)
+        done.append(me.handle._group.calls_made)
+        scene.reach(f"{me} is done")
+        scene.until("t.0/0 is done", "t.0/1 is done")
+        demand(len({*done}) == 1, f"I3: its ranks have made {done} calls")
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0 is in step", "t.0/1 is in step")
+        try:
+            replicate(me, 5, timeout_s=20)
+        except TorchRosError as error:
+            raise Broken(f"I6: what is offered cannot be read: {error!r}") from error
+        scene.reach("read")
+        scene.until("t.0/0 is done", "t.0/1 is done")
+
+    scene.start("t", train)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+class _Storage:
+    """In place of dcp's writer."""
+
+
+def begins_late(scene: Scene) -> None:
+    """A call of DCP is not given up while a rank has not begun it."""
+
+    def train(me: Process) -> None:
+        storage = _Storage()
+        if me.rank == 1:
+            scene.until("begun")
+            scene.sleep(2 * PATIENCE_S)
+        begun = me.handle._begin_dcp("save 5", storage)
+        scene.reach("begun" if me.rank == 0 else "both have begun")
+        scene.until("both have begun")
+        try:
+            save(me, 5, 15, begun=begun)
+        except TorchRosError as error:
+            raise Broken(f"I6: a rank that was late was not waited for: {error!r}") from error
+        scene.reach(str(me))
+        scene.until("t.0/0", "t.0/1")
+
+    scene.start("t", train)
+    scene.play()
+
+
+def never_comes(scene: Scene) -> None:
+    """A call of DCP that fails on one rank where nobody hears of it fails on all, soon."""
+
+    def train(me: Process) -> None:
+        storage = _Storage()
+        begun = me.handle._begin_dcp("save 5", storage)
+        began_s = scene.now_s
+        if me.rank == 0:
+            with suppress(CallAborted):
+                save(me, 5, 15, timeout_s=200, begun=begun)
+                raise Broken("I7: it is offered without one rank")
+            took_s = scene.now_s - began_s
+            demand(took_s < 2 * PATIENCE_S, f"I6: a rank failed, and was waited for {took_s:.0f} s")
+            scene.reach("failed")
+        scene.until("failed")
+        save(me, 6, 16, begun=me.handle._begin_dcp("save 6", storage))
+        scene.checks.returned(me, 6)
+        scene.reach(str(me))
+        scene.until("t.0/0", "t.0/1")
+
+    scene.start("t", train)
+    scene.play()
+
+
 SCENES = {
     "who is believed": who_is_believed,
     "two trainers": two_trainers,
@@ -1498,6 +1676,11 @@ SCENES = {
     "no witness": no_witness,
     "dies lingering": dies_lingering,
     "moved": moved,
+    "unpublished alone": unpublished_alone,
+    "unpublished meanwhile": unpublished_meanwhile,
+    "failed before": failed_before,
+    "begins late": begins_late,
+    "never comes": never_comes,
 }
 
 

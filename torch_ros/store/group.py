@@ -921,9 +921,10 @@ class GroupCall:
         error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
         match met:
             case "to make":
+                self.is_recorded = False  # even if it was, before this rank lost its seat
                 raise Missed(call)
             case "ahead":
-                self.is_late = True
+                self.is_late, self.is_recorded = True, False
                 raise error
             case _:
                 self.is_recorded = True
