@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_ros
-from torch_ros import errors
+from torch_ros import beginnings, errors
 from torch_ros.dcp import ROSReader, ROSWriter, default_handle
 
 UNEVEN = 1031  # rows over two ranks
@@ -334,6 +336,48 @@ def refused(model):
     saved(trainer, 7, state(7))
     assert loaded(rollout, "latest", target) == 7
     check(target, whole(7))
+    close_all(trainer, rollout)
+
+
+def out_of_step(model):
+    """A hook fails on one rank: that save or load fails on both, and the next one works."""
+    beginnings.PATIENCE_S = 1.0
+    trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
+    mine = f"of {dist.get_rank()}"  # or dcp leaves all to one rank
+    state = lambda v: {"w": torch.full((1000,), float(v)), mine: torch.full((10,), float(v))}
+
+    def failing(thing, hook):
+        def raising(*args, **options):
+            raise ArithmeticError(hook)
+
+        if dist.get_rank() == 1:
+            setattr(thing, hook, raising)
+
+    def fails(call, **options):
+        began_s = time.monotonic()
+        try:
+            call(**options)
+        except CheckpointException as error:
+            kinds = {rank: type(failure[0]) for rank, failure in error.failures.items()}
+            assert kinds.pop(1) is ArithmeticError
+            assert set(kinds.values()) <= {errors.CallAborted}, error
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() < began_s + 25, "not before a deadline"
+
+    version = 0
+    for hook in ("create_local_plan", "finish_plan", "write_data"):
+        writer, planner = ROSWriter(version, handle=trainer), DefaultSavePlanner()
+        failing(planner if hasattr(planner, hook) else writer, hook)
+        fails(partial(dcp.save, state(version)), storage_writer=writer, planner=planner)
+        saved(trainer, version + 1, state(version + 1))
+        version += 2
+    for hook in ("prepare_local_plan", "read_data"):
+        reader, planner, got = ROSReader(handle=rollout), DefaultLoadPlanner(), state(0)
+        failing(planner if hasattr(planner, hook) else reader, hook)
+        fails(partial(dcp.load, got), storage_reader=reader, planner=planner)
+        assert loaded(rollout, "latest", got) == version - 1
+        check(got, state(version - 1))
     close_all(trainer, rollout)
 
 

@@ -98,6 +98,10 @@ def test_errors_have_our_types_on_every_rank_and_change_nothing(processes):
     processes.run("refused", ranks=2)
 
 
+def test_what_fails_within_dcp_on_one_rank_fails_on_both_and_the_next_call_works(processes):
+    processes.run("out_of_step", ranks=2)
+
+
 def test_one_ranks_mistake_is_an_error_on_both(processes):
     processes.run("own_failure", ranks=2)
 
