@@ -239,6 +239,7 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
 
     def read(pid, spans):
         if int(spans[0, 0]) == source.ctypes.data:
+            threading.Timer(0.2, press_again).start()
             press()
             threading.Event().wait(10)
         assert pressed.wait(10)
@@ -251,7 +252,6 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
     with pytest.raises(KeyboardInterrupt):  # it may come at once
-        threading.Timer(0.2, press_again).start()
         reading.post()
     assert ended.is_set()
 
