@@ -1,4 +1,4 @@
-"""`make test-matrix`: tests that start no torchrun, under the Pythons and torches that are claimed.
+"""`make test-matrix`: the tests closest to torch, under the Pythons and torches that are claimed.
 
 Each row is a Python and a torch, as in "3.11:2.13.0". "lowest" stands for the lower bounds of
 pyproject.toml, of torch and of every other dependency; "newest" for the newest torch that pip has.
@@ -15,7 +15,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("weights", "contract", "p2p", "dcp")
+# They start no torchrun, and take minutes.
+TESTS = ("weights", "contract", "p2p", "dcp", "test_handle.py", "test_registered.py")
 FREE = {"torch", "numpy"}  # of constraints.txt: one numpy is not there for every Python and torch
 VERSIONS = """
 import sys, importlib.metadata as m
@@ -51,7 +52,7 @@ def run(python: str, torch: str) -> str:
         if subprocess.run([*install, "--editable", ".[local,test]"], cwd=tree).returncode:
             return "not installed"
         subprocess.run([venv / "bin/python", "-c", VERSIONS, *dependencies()], check=True)
-        tests = [*(f"tests/{folder}" for folder in FOLDERS), *sorted(tree.glob("tests/test_*.py"))]
+        tests = [f"tests/{test}" for test in TESTS]
         tested = subprocess.run([venv / "bin/python", "-m", "pytest", "-q", *tests], cwd=tree)
         return "passed" if tested.returncode == 0 else "failed"
 
