@@ -111,6 +111,8 @@ class Beginnings:
                     self._look_after(one)
                 except TorchRosError as error:  # etcd is away, say: the next call ends it
                     log.debug("%s: %s", one.asked, error)
+                except Exception:  # this thread minds the others too
+                    log.exception("%s: its beginning is not minded", one.asked)
 
     def _look_after(self, one: Beginning) -> None:
         if one.state == "begun" and one.storage() is None:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 import torch_ros
 from torch_ros import beginnings
 from torch_ros.dcp import ROSReader, ROSWriter
-from torch_ros.errors import CallAborted, CallMismatch
+from torch_ros.errors import CallAborted, CallMismatch, DeadlineExceeded
 from torch_ros.registered import LocalState
 from torch_ros.store import group
 from torch_ros.store.txn import Read
@@ -260,3 +260,26 @@ def test_a_rank_that_never_began_a_save_is_in_step_with_its_next(replicas, first
         return handle.version
 
     assert trainer.each(do) == [3, 3]
+
+
+def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
+    """One left a try out: what it finds next is always the try before, unless it skips that."""
+    trainer, _ = replicas
+
+    def publish(handle, timeout_s):
+        handle._save(
+            2, lambda: LocalState(local_chunks({"w": torch.ones(1)}), {}, {}),
+            is_staged=False, timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def do(rank, handle):
+        try:
+            publish(handle, 5)
+        except (DeadlineExceeded, CallAborted):
+            return False
+        return True
+
+    with pytest.raises(DeadlineExceeded):
+        publish(trainer.handles[1], 0.5)
+    tries = [trainer.each(do) for _ in range(2)]
+    assert tries == [[False, False], [True, True]]

@@ -131,6 +131,8 @@ class Group:
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller = ""
         """The call of the caller that the next calls are parts of, if they are."""
+        self.told = ""
+        """That, or a call's own text, if this rank was told its failure and had no part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
         """Called when this rank skips a call: clears the word, learns the end by what it is given,
         and sets the word again if this rank still holds something."""
@@ -917,7 +919,13 @@ class GroupCall:
             self._finish(found.outcome)
 
     def _found(self, call: Call) -> None:
-        met = rules.meet(call, self.asked, self._group.caller, refuses=self._refuses)
+        group, is_first_look = self._group, self._call is None
+        text = group.caller or self.asked
+        told = group.told if is_first_look else ""
+        met = rules.meet(call, self.asked, group.caller, refuses=self._refuses, told=told)
+        if met == "same" and is_first_look:
+            has_failed = call.outcome is not None and call.outcome.failure is not None
+            group.told = text if has_failed and call.by != self.seat.rank else ""
         error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
         match met:
             case "to make":
@@ -1276,7 +1284,7 @@ class GroupCall:
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
         self._group.learn(call, outcome, self.seat)
-        if self.kind == "publish" and self._value and outcome.failure is None:
+        if call.kind == "publish" and self._value and outcome.failure is None:
             self._group.published(self._value, outcome.said)
         self.has_ended, self.may_hold, self._said = True, None, outcome.said
 

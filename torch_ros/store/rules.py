@@ -25,6 +25,7 @@ import msgspec
 
 from torch_ros.errors import (
     CallAborted,
+    DeadlineExceeded,
     ManifestMismatch,
     SelfFenced,
     TorchRosError,
@@ -153,20 +154,26 @@ def decide(
     return step
 
 
-def meet(call: Call, asked: str, caller: str, *, refuses: bool = False) -> Meeting:
+def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "") -> Meeting:
     """What `call` is to a rank that is about to make its own of that number.
 
     Args:
         asked: Its own.
         caller: The call of its caller that this is a part of.
         refuses: It makes that only to end it, whatever its peers have come to.
+        told: The call of its caller, or its own, of which it was last told a failure that it had no
+            part in. Told again, of one in which its peers waited in vain, it is one try behind.
     """
+    failure = call.outcome.failure if call.outcome is not None else None
+    is_waited_out = failure is not None and failure.kind == DeadlineExceeded.__name__
+    if is_waited_out and not refuses and told and told == (caller or asked):
+        return "missed"
     if call.asked == asked:
         return "same"
     is_of_caller = call.asked.removeprefix(CHECK) == caller
     if refuses and is_of_caller:
         return "same"
-    if call.outcome is not None and call.outcome.failure is not None:
+    if failure is not None:
         return "same" if is_of_caller else "missed"
     if call.kind == "unpublish":
         return "missed" if call.outcome is not None else "to make"
