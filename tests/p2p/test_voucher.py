@@ -529,3 +529,30 @@ def address_changed(source, address):
     now = address.to_bytes(8, "little")
     blob = blob.replace(source.weights[0].to_bytes(8, "little"), now)
     return nixl._pack(nixl._DESCRIPTOR, agent, head, bounds, blob)
+
+
+def test_a_voucher_that_is_replaced_while_it_is_looked_at_is_looked_at_again(monkeypatch):
+    """Between a reader's open and its look at who has the file open, the maker shows another."""
+    mine = voucher.Voucher("agent")
+    here = voucher.Neighbour("agent", mine.process)
+    read, times = here.read, iter([1, 2])
+
+    def read_late(name):
+        if name.startswith("fdinfo/") and next(times, None):
+            mine.show([b"new"])
+        return read(name)
+
+    monkeypatch.setattr(here, "read", read_late)
+    assert here.vouched() == {b"new"}
+    monkeypatch.setattr(here, "read", lambda name: mine.show([os.urandom(4)]) or read(name))
+    mine.show([b"newer"])
+    with pytest.raises(voucher.Unproven, match="another voucher at each look"):
+        here.vouched()
+    here.close()
+    mine.close()
+
+
+def test_the_proc_of_another_namespace_proves_nothing(monkeypatch):
+    monkeypatch.setattr(os, "readlink", lambda path: "1")
+    with pytest.raises(OSError, match="another pid namespace"):
+        voucher.Voucher("agent")

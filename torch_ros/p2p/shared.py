@@ -289,7 +289,8 @@ class SharedPeer:
             Unproven: It does not.
         """
         transport = self.transport
-        if not process.pid or process.namespace != transport.process.namespace:
+        own = transport.process  # without a pid if it cannot vouch, and so cannot prove either
+        if not (own.pid and process.pid) or process.namespace != own.namespace:
             log.info("agent %s: its process number is of another namespace", self.agent)
             return
         if process.pid == transport.never:

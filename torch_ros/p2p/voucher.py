@@ -35,6 +35,7 @@ _NAME = "torch_ros voucher"
 _LINK = f"/memfd:{_NAME} (deleted)"  # as the kernel shows it
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _BYTES_MAX = 1 << 20  # of a voucher: 50,000 descriptors
+LOOKS_MAX = 8  # at a voucher that is replaced meanwhile
 
 _File = tuple[int, int, int]  # device, inode and time of its last change
 
@@ -62,14 +63,21 @@ def digest(descriptor: bytes) -> bytes:
     return blake2b(descriptor, digest_size=16).digest()
 
 
+class _ReplacedError(Exception):
+    """The voucher that was looked at is not the one that is shown now."""
+
+
 class Voucher:
     """This process's, for one agent: of nothing yet.
 
     Raises:
-        OSError: The system has no such files.
+        OSError: The system has no such files; or its /proc numbers processes as another namespace
+            does, so that what is proven there is not what would be read.
     """
 
     def __init__(self, agent: str) -> None:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+            raise OSError("/proc is of another pid namespace than this process")
         self._agent, self._fd = agent, -1
         self._started = _started(Path("/proc/self/stat").read_text())
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -155,14 +163,18 @@ class Neighbour:
         """
         at = f"fd/{self.process.voucher}"
         with self._lock:
-            try:
-                file = _file(os.stat(at, dir_fd=self.folder))
-                if self._known is None or self._known[0] != file:
-                    self._known = self._read(at)
-            except (OSError, OverflowError) as error:
-                reason = f"the voucher of process {self.process.pid} cannot be read ({error})"
-                raise Unproven(reason) from error
-            return self._known[1]
+            for _ in range(LOOKS_MAX):
+                try:
+                    file = _file(os.stat(at, dir_fd=self.folder))
+                    if self._known is None or self._known[0] != file:
+                        self._known = self._read(at)
+                except _ReplacedError:
+                    continue
+                except (OSError, OverflowError) as error:
+                    reason = f"the voucher of process {self.process.pid} cannot be read ({error})"
+                    raise Unproven(reason) from error
+                return self._known[1]
+        raise Unproven(f"process {self.process.pid} shows another voucher at each look")
 
     def close(self) -> None:
         """Idempotent."""
@@ -209,11 +221,16 @@ class Neighbour:
         return _file(held), frozenset(said.digests)
 
     def _is_its_own(self, inode: int) -> bool:
-        """Whether it has the file open as who made it has, for writing too."""
+        """Whether it has the file open as who made it has, for writing too.
+
+        Raises:
+            _ReplacedError: It has shown another one since; nothing is wrong with that.
+        """
         lines = self.read(f"fdinfo/{self.process.voucher}").splitlines()
         said = dict(line.split(":", 1) for line in lines if ":" in line)
-        is_that = int(said.get("ino", inode)) == inode  # kernels before 5.14 do not say
-        return is_that and int(said["flags"], 8) & os.O_ACCMODE == os.O_RDWR
+        if int(said.get("ino", inode)) != inode:  # kernels before 5.14 do not say
+            raise _ReplacedError
+        return int(said["flags"], 8) & os.O_ACCMODE == os.O_RDWR
 
     def read(self, name: str) -> str:
         """A text of the kernel's about the process.
