@@ -471,6 +471,7 @@ class Group:
         with self._state:
             self._alone_since_s, self._is_away = time.monotonic(), False
             pending = self.unfinished.number if self.unfinished else self._pending
+            pending = pending if pending > self.calls_made or self.unfinished else 0
             shard = msgspec.structs.replace(
                 place.shard,
                 is_back=True,
@@ -725,6 +726,8 @@ class Group:
                 raise SelfFenced(*self._lost.args)
             if self.seat is not seat:
                 raise SelfFenced(seat.replica, "its seat was lost meanwhile", may_return=True)
+            # Here, and not where the call returns: Ctrl-C may come in between.
+            self.calls_made = max(self.calls_made, call.number)
             self._ended.append(msgspec.structs.replace(call, outcome=outcome))
             if outcome.failure is not None:
                 return
