@@ -761,3 +761,27 @@ def test_rows_are_read_for_an_eighth_of_them_only_where_each_span_is_dear(
         assert torch.equal(published, target)
         found = rollout.last_read.bytes_read / rollout.last_read.bytes_total
     assert found == pytest.approx(amplification, rel=0.01)
+
+
+@only_memory
+def test_ctrl_c_at_the_very_end_of_a_call_does_not_take_its_number_away(opened):
+    """It comes between the call's good end and its return."""
+    handle = opened("t")
+    handle.register({"w": torch.ones(3)})
+    made = type(handle._group)._made
+
+    def interrupted(*_):
+        type(handle._group)._made = made
+        raise KeyboardInterrupt
+
+    for call in (lambda: handle.publish(1), handle.unpublish, lambda: handle.publish(2)):
+        type(handle._group)._made = interrupted
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        finally:
+            type(handle._group)._made = made
+    assert (handle.version, handle.list()) == (2, {2: {"t"}})
+    handle.unpublish()
+    handle.publish(3)
+    assert handle.list() == {3: {"t"}}

@@ -9,8 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, TypeVar, get_args
@@ -448,10 +447,13 @@ class ShardHandle:
         Raises:
             UsageError: Something is registered, or a tensor is not plain strided memory.
         """
-        with self._busy():
+
+        def register() -> None:
             if self._registered is not None:
                 raise UsageError("this handle has registered tensors; unregister() them first")
             self._register_named(named_tensors)
+
+        self._busy(register)
 
     def unregister(self) -> None:
         """Forget the tensors. Local to this rank. May be called again.
@@ -459,9 +461,12 @@ class ShardHandle:
         Raises:
             UsageError: A version is held; `unpublish` first.
         """
-        with self._busy():
+
+        def unregister() -> None:
             self._require_nothing_held("unregister")
             self._unregister()
+
+        self._busy(unregister)
 
     def _register(self, state: LocalState) -> Registered:
         registered = Registered.of(state)
@@ -550,11 +555,8 @@ class ShardHandle:
         def unseated(call: GroupCall) -> bool:
             return self._publish_without_store(call, version, self._ready("publish"))
 
-        with self._busy():
-            return self._whole(
-                asked,
-                lambda: self._make("publish", asked, deadline, body, unseated, store_wait_s),
-            )
+        make = partial(self._make, "publish", asked, deadline, body, unseated, store_wait_s)
+        return self._busy(lambda: self._whole(asked, make))
 
     def publish_copy(
         self,
@@ -696,10 +698,13 @@ class ShardHandle:
             storage: The writer or reader. When nobody has it any more, the call will not come.
         """
         made = self._beginnings.begin(asked, storage)
+
+        def end_those_left() -> None:
+            self._end_those_left(made)
+            made.number = self._group.calls_made + 1
+
         if self._beginnings.left(made):
-            with self._busy(is_member=False):
-                self._end_those_left(made)
-                made.number = self._group.calls_made + 1
+            self._busy(end_those_left, is_member=False)
         return made
 
     def _end_those_left(self, mine: Beginning | None) -> None:
@@ -708,8 +713,7 @@ class ShardHandle:
             self._end_now(one, self._beginnings.error(why))
 
     def _end_dcp(self, one: Beginning, error: TorchRosError) -> None:
-        with self._busy(is_member=False):
-            self._end_now(one, error)
+        self._busy(partial(self._end_now, one, error), is_member=False)
 
     def _end_now(self, one: Beginning, error: TorchRosError) -> None:
         if one.state == "begun":
@@ -717,9 +721,8 @@ class ShardHandle:
             one.state, one.failure = "over", error
             self._refuse(one.asked, error)
 
-    @contextmanager
-    def _here(self, begun: Beginning | None) -> Iterator[None]:
-        """It has come to where the group is asked.
+    def _here(self, begun: Beginning | None, call: Callable[[], T]) -> T:
+        """`call`, which has come to where the group is asked.
 
         Raises:
             CallAborted: Too late: it was ended, for all ranks.
@@ -729,7 +732,7 @@ class ShardHandle:
         if begun is not None:
             begun.state = "here"
         try:
-            yield
+            return call()
         finally:
             if begun is not None:
                 begun.state = "over"
@@ -799,9 +802,12 @@ class ShardHandle:
             StoreUnavailable: Likewise, before the lease is over.
             ContractBroken: With `check_contract`: they were written to. It is unpublished.
         """
-        with self._busy(is_member=False):
+
+        def unpublish() -> None:
             deadline = self._deadline("unpublish", timeout_s)
             self._whole("unpublish", lambda: self._unpublish(deadline))
+
+        self._busy(unpublish, is_member=False)
 
     def _unpublish(
         self,
@@ -899,9 +905,12 @@ class ShardHandle:
 
         Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
-        with self._busy():
+
+        def replicate() -> int:
             deadline = self._deadline(f"replicate {version}", timeout_s)
             return self._whole(deadline.what, lambda: self._replicate(version, None, deadline))
+
+        return self._busy(replicate)
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
@@ -929,8 +938,7 @@ class ShardHandle:
             self._replicate(version, ref, deadline)
             return True
 
-        with self._busy():
-            return self._whole(deadline.what, update)
+        return self._busy(lambda: self._whole(deadline.what, update))
 
     def _newer(self, version: int | str, held: VersionRef, deadline: Deadline) -> VersionRef | None:
         spec, ranges = Spec.parse(version), newer_ranges(self._group.seat.keys)
@@ -979,9 +987,12 @@ class ShardHandle:
 
         Takes no claim: what is read is checked against the digest in etcd instead.
         """
-        with self._busy():
+
+        def find() -> Found:
             deadline = self._deadline(f"find version {version}", timeout_s)
             return self._find(Spec.parse(version), deadline)
+
+        return self._busy(find)
 
     def _find(self, spec: Spec, deadline: Deadline) -> Found:
         keys, refused = self._group.seat.keys, set[str]()
@@ -1082,8 +1093,7 @@ class ShardHandle:
                     self._staging.turn()
                 self._unregister_unless_held()
 
-        with self._busy(), self._here(begun):
-            return self._whole(asked, save, begun)
+        return self._busy(lambda: self._here(begun, partial(self._whole, asked, save, begun)))
 
     def _give_way(
         self,
@@ -1126,9 +1136,12 @@ class ShardHandle:
         For who has the other ranks at hand anyway, as dcp has while it plans.
         """
         deadline = self._deadline(f"{rules.CHECK}load {version}", timeout_s)
-        with self._busy():
+
+        def fit() -> Fit:
             self._catch_up(deadline)
             return self._fit(version, found, fill, deadline, is_served=is_served)
+
+        return self._busy(fit)
 
     def _fit(
         self,
@@ -1217,8 +1230,7 @@ class ShardHandle:
             assert report is not None
             return report
 
-        with self._busy(), self._here(begun):
-            return self._whole(asked, load, begun)
+        return self._busy(lambda: self._here(begun, partial(self._whole, asked, load, begun)))
 
     def _is_registered(self, state: LocalState, layout: Layout) -> bool:
         """Whether these tensors are the registered ones. Objects have a new buffer each time."""
@@ -1429,9 +1441,11 @@ class ShardHandle:
 
     # Shared by the calls
 
-    @contextmanager
-    def _busy(self, *, is_member: bool = True) -> Iterator[None]:
-        """One call at a time, by a process that may make one.
+    def _busy(self, call: Callable[[], T], *, is_member: bool = True) -> T:
+        """`call`, one at a time, by a process that may make one.
+
+        No context manager in Python: Ctrl-C between its steps and those of who uses it would leave
+        the lock taken.
 
         Args:
             is_member: Whether the call needs this process to be in its group still.
@@ -1439,11 +1453,11 @@ class ShardHandle:
         self._require_usable()
         self._refuse_nested("used")
         with self._lock:
-            self._caller = threading.get_ident()
             try:
+                self._caller = threading.get_ident()
                 if is_member:
                     self._group.check_final()
-                yield
+                return call()
             finally:
                 self._caller = 0
 
