@@ -217,6 +217,7 @@ def lent_name(evil, honest, reader):
 def test_what_a_process_does_not_vouch_for_is_not_copied(
     evil, honest, reader, caplog, attack, reason
 ):
+    caplog.set_level(logging.INFO)
     descriptor, address = attack(evil, honest, reader)
     peer = honest if attack is other_bounds else evil
     for _ in range(2):
@@ -224,7 +225,9 @@ def test_what_a_process_does_not_vouch_for_is_not_copied(
         assert not is_copied
         assert not (got == 83).any()
     refused = [each for each in caplog.records if "read through NIXL" in each.message]
-    assert [each.levelno for each in refused] == [logging.WARNING]
+    # What it does not vouch for it may just have let go of; all else is worth a warning, one.
+    levels = [logging.INFO] * 2 if attack is other_bounds else [logging.WARNING]
+    assert [each.levelno for each in refused] == levels
     assert reason in refused[0].message
 
 

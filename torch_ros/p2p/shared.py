@@ -49,7 +49,7 @@ from torch_ros.p2p import cma, mapped
 from torch_ros.p2p.mapped import Mapping, Stretch
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import HOST, Peer, Read, Region, Registration, Spans, Transport
-from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher, digest
+from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class SharedPeer:
             raise Unproven(f"it names another process than process {self._process.process.pid}")
         vouched = self._process.vouched()
         if of not in vouched:
-            raise Unproven(f"process {process.pid} does not vouch for this descriptor")
+            raise LetGo(f"process {process.pid} does not vouch for this descriptor")
         self._covers = [each for each in self._covers if self._digests[each.key] in vouched]
         self._covers.insert(0, cover := Cover(next(self._keys), HOST, starts, ends))
         self._digests = {each.key: self._digests.get(each.key, of) for each in self._covers}
@@ -314,6 +314,9 @@ class SharedPeer:
             self._map(self._process, cover, of)
 
     def _refuse(self, error: Unproven) -> None:
+        if isinstance(error, LetGo):
+            log.info("agent %s: its memory is read through NIXL (%s)", self.agent, error)
+            return
         if self.agent not in self.transport.refused:
             if len(self.transport.refused) >= REFUSED_MAX:
                 self.transport.refused.clear()

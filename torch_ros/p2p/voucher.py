@@ -63,6 +63,10 @@ def digest(descriptor: bytes) -> bytes:
     return blake2b(descriptor, digest_size=16).digest()
 
 
+class LetGo(Unproven):
+    """The process has ended, or has this registered no more: that happens, and is no attack."""
+
+
 class _ReplacedError(Exception):
     """The voucher that was looked at is not the one that is shown now."""
 
@@ -172,7 +176,8 @@ class Neighbour:
                     continue
                 except (OSError, OverflowError) as error:
                     reason = f"the voucher of process {self.process.pid} cannot be read ({error})"
-                    raise Unproven(reason) from error
+                    has_ended = isinstance(error, FileNotFoundError | ProcessLookupError)
+                    raise (LetGo if has_ended else Unproven)(reason) from error
                 return self._known[1]
         raise Unproven(f"process {self.process.pid} shows another voucher at each look")
 
