@@ -1079,10 +1079,9 @@ class GroupCall:
     def is_there(self, source: Source) -> bool:
         """Whether a source that makes no progress may still make some."""
         assert self._call is not None
-        ref, keys = self.ref, self.seat.keys
-        there = (one(keys.holding(ref.run, ref.version, inst)) for inst in source.insts)
+        ranges = sources.there_ranges(self.seat, self.ref, source)
         rule = partial(sources.is_there, seat=self.seat, call=self._call, source=source)
-        return self._glance((*self.seat.own, *there), rule, unknown=True)
+        return self._glance((*self.seat.own, *ranges), rule, unknown=True)
 
     def has_other(self, source: Source) -> bool:
         """Whether there is another source for what is read from one that does not answer."""

@@ -44,6 +44,12 @@ def lingering_of(inst: str, call: int) -> str:
     return f"{replica}+{LINGERS}{call}@{nonce}"
 
 
+def first_of(inst: str) -> str:
+    """The incarnation with which its start began, or its copy."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica}@{family(nonce)}"
+
+
 def lingers(inst: str) -> bool:
     return f"+{LINGERS}" in inst.partition("@")[0]
 

@@ -32,6 +32,7 @@ from torch_ros.store.txn import (
     View,
     one,
     some,
+    under,
 )
 from torch_ros.store.versions import suspects
 
@@ -382,16 +383,28 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     return Act(txn, lambda reply: learned(reply.results))
 
 
+def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
+    """Where the holdings of a source are, also when its processes have taken their seats again."""
+    keys = (seat.keys.holding(ref.run, ref.version, k.first_of(inst)) for inst in source.insts)
+    return tuple(range_ for key in keys for range_ in (one(key), under(f"{key}.")))
+
+
 def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
-    """Whether a source that makes no progress may still make some."""
+    """Whether a source that makes no progress may still make some.
+
+    Processes that came back with the whole version show it with the mark that they had, and who
+    reads from them need not notice. Those that are filling are younger than their readers then.
+    """
     own_group(view, seat)
     raise_if_ended(view, seat, call)
-    ref = call.ref
-    assert ref is not None
-    held, lingers = (
-        view.get(seat.keys.holding(ref.run, ref.version, inst)) for inst in source.insts
-    )
-    return Done((held is not None and held.create_rev == source.born) or lingers is not None)
+    assert call.ref is not None
+    for range_ in there_ranges(seat, call.ref, source):
+        for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
+            is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
+            is_same = source.is_full or is_born_then or k.lingers(where.inst)
+            if is_same and holding.mark == source.mark:
+                return Done(value=True)
+    return Done(value=False)
 
 
 def has_other(
