@@ -27,7 +27,7 @@ from demo.children import Children
 from demo.table import print_table
 
 HERE = Path(__file__).parent / "demo"
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 ETCD = [sys.executable, "-m", "torch_ros.store.local"]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run"),
