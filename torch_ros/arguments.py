@@ -10,7 +10,7 @@ from torch_ros.errors import UsageError
 FOREVER_S = 1e9  # thirty years; clocks and locks take no more
 
 Check = Callable[[str, Any], object]
-"""Of a name and a value. Raises: UsageError: Such a value is not taken; names both."""
+"""Takes a name and a value. Raises: UsageError: Such a value is not taken; names both."""
 
 
 def check(given: Mapping[str, Any], checks: Mapping[str, Check]) -> None:

@@ -1,4 +1,4 @@
-"""What a handle does with what only its replica has, before it gives up its seat."""
+"""A handle hands over what only its replica has, before it gives up its seat."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Copies:
         """This rank's part of a copy in host memory, of the last that counts of a version.
 
         Args:
-            number: Of the call that gives the version up.
+            number: The call's that gives the version up.
         """
         if number not in self._copies:
             kept = self._group.holds

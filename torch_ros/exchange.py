@@ -514,7 +514,7 @@ class Intake:
 
 @contextmanager
 def _believing(agent: str, what: str) -> Iterator[None]:
-    """What a peer shows and nothing can be done with is that peer's failure, whatever it raises."""
+    """A card or notice that nothing can be done with is its peer's failure, whatever it raises."""
     try:
         yield
     except (

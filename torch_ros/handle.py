@@ -819,7 +819,7 @@ class ShardHandle:
         """
         Args:
             may_forget: Whether to go on without etcd.
-            counted: What ranks that have no seat take for held, and so make this call for.
+            counted: The version that ranks without a seat take for held, and make this call for.
         """
         held, counted = self._held, counted or self._group.not_waited_for
         try:
@@ -1040,7 +1040,7 @@ class ShardHandle:
                 reaches the peers.
             is_staged: The tensors are a copy that dcp's stager made for this save.
             copying: Publish a copy of ours instead of them.
-            begun: What `_begin` gave, where that was called.
+            begun: The answer of `_begin`, where that was called.
         """
         asked = f"save {version}"
         deadline = self._deadline(asked, timeout_s)
@@ -1184,7 +1184,7 @@ class ShardHandle:
             is_served: Whether to become a source, if the version was read whole.
             fit: What `_check_load` found, if it was called on all ranks and passed on all, with
                 what all ranks said (`unanimous`). None: the ranks ask each other here.
-            begun: What `_begin` gave, where that was called.
+            begun: The answer of `_begin`, where that was called.
         """
         asked = f"load {version}"
         deadline = self._deadline(asked, timeout_s)
@@ -1348,11 +1348,11 @@ class ShardHandle:
     def close(self, *, linger_s: float | None = None) -> None:
         """Leave: what this process published is not offered any more. Idempotent.
 
-        What is retained, by this replica or another, and held nowhere else stays until another
+        A version that is retained, here or elsewhere, and held nowhere else stays until another
         replica has it: for at most `linger_s`, while one that is not spot lives and could take it,
-        and until those have finished that read it then. That takes all ranks, which close at about
-        the same time; one that ends without ends it. Other versions go at once, and their readers
-        are not waited for; `unpublish` first to let them finish.
+        and until those have finished that read it then. Handing over takes all ranks, which close
+        at about the same time; one that ends without ends it. Other versions go at once, and their
+        readers are not waited for; `unpublish` first to let them finish.
 
         The tensors must not be written to before the return, and may be freed after it. In a
         forked child it does nothing.
@@ -1409,7 +1409,7 @@ class ShardHandle:
         if not self._lock.acquire(timeout=max(0.0, linger_s)):
             return False
         try:
-            # What is not certainly held may be half there.
+            # A version that is not certainly held may be half there.
             held = None if group.unfinished else group.held
             made = [
                 (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.offer)

@@ -7,8 +7,8 @@ from typing import Any
 
 CAPTION = """
 What each version cost. The trainer: to unpublish the version before it, once its readers were
-done, and to publish it. A reader: ms for the whole call, GB/s while bytes moved. Of the ranks of a
-group, the slowest; the lines above are of rank 0.
+done, and to publish it. A reader: ms for the whole call, GB/s while bytes moved. The slowest of
+a group's ranks counts; the lines above are of rank 0.
 """
 HEAD = (
     f"{'version':>7} {'loss':>6} {'unpublish':>11} {'publish':>11}   "

@@ -5,7 +5,7 @@ processes that map one see the same bytes, and no system call is needed to read 
 
 Which file is behind which addresses of a process, the kernel says, and not the process: a path that
 a peer names might lead to anything that the reader's user can open. The kernel lets nobody map what
-he could not read. Of files that he has mapped, those on tmpfs are taken: a memfd is on one too.
+he could not read. Files that he has mapped are taken if they are on tmpfs: a memfd is on one too.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def allocate(size_bytes: int) -> mmap.mmap:
 
 
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
-    """What of these addresses is a file that may be mapped; in order of address.
+    """The parts of these addresses that are files and may be mapped; in order of address.
 
     Args:
-        starts: Of regions that do not overlap, in order.
+        starts: The regions' first addresses, in order; none overlap.
         ends: Likewise.
 
     Raises:

@@ -251,10 +251,10 @@ class SharedPeer:
         self.transport, self._base, self.agent = transport, base, base.agent
         self._segments = _Segments()
         self.mappings: dict[Stretch, Mapping] = {}
-        # Of the peer, if its memory can be read through the kernel; 0: it cannot.
+        # The peer's, if its memory can be read through the kernel; 0: it cannot.
         self.pid: int | None = None
         self._process: Neighbour | None = None  # the peer's, if it is on this host
-        # What it has registered and vouches for, the newest first, and of which descriptor.
+        # The regions that it vouches for, the newest first, and of which descriptor.
         self._covers: list[Cover] = []
         self._digests: dict[int, bytes] = {}
         self._keys = itertools.count()

@@ -65,7 +65,7 @@ def silence(epolls: Iterable[int], asked_s: float) -> int:
 
 
 def _watched(epoll: int) -> Iterator[tuple[int, int]]:
-    """What an epoll watches: descriptors, and the inodes behind them."""
+    """Everything that an epoll watches: descriptors, and the inodes behind them."""
     try:
         lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
     except OSError:

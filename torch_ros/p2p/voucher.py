@@ -12,7 +12,7 @@ Why nobody else can have put it there:
   reading only, while the maker of a memfd has it open for writing too.
 * A forked child has its parent's, in which the number and the start of the process are others'.
   On a clone of a machine the same number is another process, of another agent.
-* Who can hand a process an open file, or begin it with one, and is the same user, could as well
+* A process that can hand another an open file, and has the same user, could as well
   read its memory as a debugger does. Another user is not believed.
 
 A socket on which the process answers, and the kernel says whose it is, would do as well, but only

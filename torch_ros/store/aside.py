@@ -1,4 +1,4 @@
-"""What signals must not reach, done by threads that they do not reach."""
+"""Work that signals must not reach, done by threads that they do not reach."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Aside:
         self._pid, self._idle = os.getpid(), list[_Worker]()
 
     def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. By the calling thread, unless that is the main one."""
+        """The answer or the error of `job`. By the calling thread, unless that is the main one."""
         if threading.current_thread() is not threading.main_thread():
             return job()
         if os.getpid() != self._pid:  # after fork() they are not there
@@ -74,7 +74,7 @@ class Aside:
 
 
 class _Worker:
-    """One of those threads. What it shares with who asks are queues in C: no signal tears them."""
+    """One of those threads. It shares with who asks only queues in C: no signal tears them."""
 
     def __init__(self, name: str) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

@@ -80,7 +80,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What the group offered lingers; it has no other record any more."""
+    """The versions that the group offered linger; it has no other record any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def give_up(
     lease_id: int,
     is_patient: bool = True,
 ) -> Step[Awaited | Moved | Gone]:
-    """What becomes of what a rank's group offers, when this rank closes.
+    """The fate of all that a rank's group offers, when this rank closes.
 
     Nobody needs it: dropped, under the guards of every drop (I4). Nobody could take it: gone. Else
     the ranks come one by one, and the last one moves it.
@@ -223,7 +223,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
     if waiting and holding.state == "full":
         return Wait(_reason(waiting, [each]), linger_ranges(each))
     state: Literal["full", "draining"] = "full" if waiting else "draining"
-    # Who comes only now may be one to stay for.
+    # A group that comes only now may be one to stay for.
     alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
     unwanted = alone if keep.is_needed else keep.guards
     guards: tuple[Guard, ...] = (same,) if waiting else (same, *unwanted)

@@ -100,7 +100,7 @@ def _open(endpoint: str, timeout_s: float) -> KV:
 
 
 def _meant(endpoint: str) -> str:
-    """What was meant by the forms in which others name an etcd."""
+    """The endpoint that was meant by the forms in which others name an etcd."""
     scheme, _, hosts = endpoint.rpartition("://")
     if scheme not in {"", "http", "https"} or not all(map(_is_host, hosts.split(","))):
         return ""

@@ -132,7 +132,7 @@ class Group:
         self.caller = ""
         """The call of the caller that the next calls are parts of, if they are."""
         self.told = ""
-        """That, or a call's own text, if this rank was told its failure and had no part in it."""
+        """The text of the last call whose failure this rank was told, without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
         """Called when this rank skips a call: clears the word, learns the end by what it is given,
         and sets the word again if this rank still holds something."""
@@ -216,7 +216,7 @@ class Group:
 
     @property
     def not_waited_for(self) -> VersionRef | None:
-        """What all ranks unpublish before they go on, whatever has become of it by then."""
+        """The version that all ranks unpublish before they go on, whatever became of it."""
         is_open = self.unfinished is not None and self.unfinished.ready is not None
         return self.unfinished.ref if self.unfinished is not None and is_open else None
 
@@ -520,7 +520,7 @@ class Group:
         return run(steps, self.kv, deadline, check=self.check_open)
 
     def hint(self, watch: Watch) -> str:
-        """What else there is, for who waits for a version of a model that has none."""
+        """The other models, for who waits for a version of a model that has none."""
         keys = self.seat.keys
         return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
 
@@ -546,7 +546,7 @@ class Group:
         has used up one number: on ranks that are cut off from etcd as on those that are not.
 
         Args:
-            unseated: What this rank does instead, if `store_wait_s` are over and it has no seat.
+            unseated: Done by this rank instead, if `store_wait_s` are over and it has no seat.
 
         Raises:
             Missed: The group has unpublished instead; begin anew what this call is a part of.
@@ -768,7 +768,7 @@ class Group:
         """The owner takes its tensors back while the seat is lost; as if it had unpublished.
 
         Args:
-            counted: What peers unpublish in this call, if this rank holds nothing any more.
+            counted: The version that peers unpublish in this call, if this rank holds nothing.
 
         False: this rank has its seat again, and the store what is held. It has to go there too.
         """
@@ -796,7 +796,7 @@ class Group:
         """The number under which to copy what `forget` takes back: it may be retained. None: no.
 
         Nobody can be asked, so what anybody retained when this rank last looked still is, and no
-        other replica has it. What was never offered, nobody can have meant to keep.
+        other replica has it. Nobody can have meant to keep a version that was never offered.
         """
         with self._state:
             lost, kept, unfinished = self._lost, self.holds, self.unfinished
@@ -818,7 +818,7 @@ class Group:
         self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
 
     def layout_of(self, value: str) -> str:
-        """Of what the group publishes, when this rank's part has that layout, as far as known."""
+        """The group's layout when this rank's part has that one, as far as known."""
         return self._layout[1] if self._layout[0] == value else value
 
     def published(self, value: str, said: str) -> None:
@@ -1094,7 +1094,7 @@ class GroupCall:
     def _glance(
         self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
     ) -> bool:
-        """What the store says; `unknown` if it does not answer soon: the bytes may come first."""
+        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
         within_s = min(GLANCE_S, max(0.0, self.deadline.left_s()))
         brief = Deadline(self.asked, within_s, check_open=self.deadline.check_open)
         try:

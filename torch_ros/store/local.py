@@ -484,7 +484,7 @@ class _Supervisor:
             os.ftruncate(sys.stderr.fileno(), 0)
 
     def _is_running(self) -> bool:
-        """Of a child, only its parent knows: what /proc says is empty for a moment at first."""
+        """Only its parent knows of a child: /proc says nothing for a moment at first."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG)[0]:
                 self._has_ended |= ended == self._pid
@@ -502,7 +502,7 @@ class _Supervisor:
 
 def _supervise(directory: Path, binary: str, version: str, port: int) -> int:
     """Fork the supervisor, and see whether it brings etcd to answer."""
-    # Whoever started another one may have died before it could say so.
+    # The process that started another one may have died before it could say so.
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(_open_lock(directory / "supervisor.lock"), fcntl.LOCK_EX | fcntl.LOCK_NB)
         told, tell = os.pipe()

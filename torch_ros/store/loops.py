@@ -138,7 +138,7 @@ def _look(
 def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) -> Steps[T]:
     """As `settle`, for a mere question that is asked again at every change.
 
-    What changes is applied to the view. To read it anew each time would cost everyone who waits as
+    Changes are applied to the view. To read it anew each time would cost everyone who waits as
     much as there is, as often as anybody moves.
     """
     view: View = yield Read(ranges)

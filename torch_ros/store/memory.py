@@ -104,7 +104,7 @@ class Space:
         return len(self._changes) == CHANGES_MAX
 
     def changes(self, request: Follow) -> Changes | None:
-        """What `request` asks for, if it may be told by now."""
+        """The changes that `request` asks for, if they may be told by now."""
         if request.after_rev > self.rev or self.has_changed(Watch((), request.after_rev, "")):
             return None  # wiped, or compacted
         new = itertools.takewhile(lambda c: c[0] > request.after_rev, reversed(self._changes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What a process that has lost its seat knows about that."""
+    """All that a process knows about the seat that it has lost."""
 
     ttl_s: float
     lost_s: float  # for how long it has had no seat
@@ -19,7 +19,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Of a call.
+    """How long a call waits for a lost seat.
 
     Args:
         is_unpublish: It can do without a seat: the memory itself says no to readers.

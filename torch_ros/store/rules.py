@@ -91,7 +91,7 @@ CHECK = "check before "  # what is asked by the check that comes before a save o
 _STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
 
 Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
-"""What a rank finds in the place of its own call: that one; one that its peers have ended, or one
+"""Found by a rank in the place of its own call: that one; one that its peers have ended, or one
 that it has to make too; one that is behind, or ahead of, its own; none of these."""
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
@@ -155,7 +155,7 @@ def decide(
 
 
 def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "") -> Meeting:
-    """What `call` is to a rank that is about to make its own of that number.
+    """The meaning of `call` to a rank that is about to make its own of that number.
 
     Args:
         asked: Its own.
@@ -527,7 +527,7 @@ def complete(
 
 
 def end_ranges(seat: Seat, call: Call) -> tuple[Range | Part, ...]:
-    """What `complete` is decided from."""
+    """The ranges that `complete` is decided from."""
     if call.ref is None:
         return seat.own
     run, version = call.ref.run, call.ref.version

@@ -152,7 +152,7 @@ def _follow(
     check: Callable[[], None] | None,
     reminder: Reminder,
 ) -> Changes | None:
-    """What has changed. None: read again, as one does from time to time whatever happened."""
+    """The changes. None: read again, as one does from time to time whatever happened."""
     changes: Changes | None = None
 
     def is_told(*, timeout_s: float) -> bool:
@@ -182,7 +182,7 @@ def _wait(
             deadline.check(watch.reason + deadline.hint(watch))
         deadline.check_open()
         if watch.reason and reminder.is_due():
-            # What runs in the background for as long as it takes waits in order.
+            # A call in the background that takes as long as it takes waits in order.
             level = logging.INFO if math.isinf(deadline.timeout_s) else logging.WARNING
             log.log(
                 level,

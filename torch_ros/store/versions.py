@@ -281,7 +281,7 @@ def keeping(
 
     Args:
         is_leaving: All that `inst` offers goes, copies in host memory included.
-        retain: Of a group that has ended, whose record does not say it any more.
+        retain: That of a group which has ended, whose record does not say it any more.
     """
     suspected = suspects(view, keys)
     there = view.seen(keys.holdings_of(ref.run, ref.version))
@@ -322,7 +322,7 @@ def as_spec(text: str) -> int | str:
 
 
 def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
-    """What anybody retains: of each record what can be read."""
+    """Everything that anybody retains, as far as its record can be read."""
     for key, _, group, _ in readable(found, k.parse_group, Group):
         for text in group.retain:
             try:
@@ -339,8 +339,8 @@ def suspects(view: View, keys: Keys) -> set[str]:
 def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
     """The replicas that `inst` stays for, which ends and alone has a version that is retained.
 
-    Those that live and would count. Of its own name a successor, once it reads the version: most
-    would rather not wait for one that may never come.
+    Those that live and would count. A successor of its own name counts once it reads
+    the version: most would rather not wait for one that may never come.
 
     Raises:
         Unseen: Nobody, of those that were seen.
