@@ -470,8 +470,9 @@ class Group:
 
         with self._state:
             self._alone_since_s, self._is_away = time.monotonic(), False
-            pending = self.unfinished.number if self.unfinished else self._pending
-            pending = pending if pending > self.calls_made or self.unfinished else 0
+            # One whose end is known is not, though it may not have returned yet.
+            under_way = self._pending if self._pending > self.calls_made else 0
+            pending = self.unfinished.number if self.unfinished else under_way
             shard = msgspec.structs.replace(
                 place.shard,
                 is_back=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.store import keys as k
-from torch_ros.store.keys import Keys, lingers
+from torch_ros.store.keys import Keys
 from torch_ros.store.loops import Wait
 from torch_ros.store.readable import keyed, readable, say
 from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
@@ -287,7 +287,7 @@ def keeping(
     there = view.seen(keys.holdings_of(ref.run, ref.version))
     for key, where, holding, _ in readable(there, k.parse_holding, Holding):
         is_own = k.is_of(where.inst, inst) if is_leaving else where.inst == inst
-        is_other = not (is_own or where.inst in suspected or lingers(where.inst))
+        is_other = not (is_own or where.inst in suspected or k.lingers(where.inst))
         if is_other and _counts(holding) and holding.uid == ref.uid:
             return Keeping(is_needed=False, guards=(view.unchanged(key),))
     keepers = _keepers(view, keys)
