@@ -6,13 +6,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEMO := $(VENV)/.installed-demo
+INSTALLED_DOCS := $(VENV)/.installed-docs
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
 # Of `make test-matrix`: Python:torch, see tests/matrix.py. 3.11 with the torch of constraints.txt is
 # what `make test` runs.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
-.PHONY: help demo test test-matrix sim sim-faults history lint bench bench-control clean
+.PHONY: help demo test test-all test-matrix sim sim-faults history lint docs bench bench-control clean
+
+# Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
 
 # Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
 FAULTS ?= 20
@@ -22,6 +27,9 @@ FIRST_SEED ?= 1
 SEEDS ?= 2000
 STORY ?=
 
+# Of `make lint`: subjects of commits since then have at most 72 characters.
+SUBJECTS_SINCE := 2026-11-22T13:00:00Z
+
 # Of `make bench`: how large a version is, and how often everything is measured.
 SIZE_MIB ?= 1024
 REPEAT ?= 5
@@ -29,7 +37,9 @@ REPEAT ?= 5
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute, and the"
 	@echo "            first time some more to install torch"
-	@echo "make test   the whole test suite"
+	@echo "make test   what to run before each commit: real etcd and NIXL, ranks with FSDP2; some minutes"
+	@echo "make test-all WORKERS=3"
+	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
@@ -38,7 +48,8 @@ help:
 	@echo "            whether the simulator finds mistakes that are planted in the protocol"
 	@echo "make history FAULTS=20 FIRST_SEED=1"
 	@echo "            processes and an etcd that are killed, stopped and wiped while weights move"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy, and the length of commit subjects"
+	@echo "make docs   the documents and the API as a site, in site/"
 	@echo "make bench SIZE_MIB=1024 REPEAT=5"
 	@echo "            speeds beside what people use today; writes docs/benchmarks, in some minutes"
 	@echo "make bench-control"
@@ -57,11 +68,23 @@ $(INSTALLED_DEMO): pyproject.toml constraints.txt
 	$(INSTALL) '.[local,demo]'
 	@touch $@
 
+# The site needs neither etcd nor tests.
+$(INSTALLED_DOCS): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[docs]'
+	@touch $@
+
 demo: $(INSTALLED_DEMO)
 	$(BIN)/python examples/fsdp2_to_rollouts.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(PYTEST) --ignore=tests/processes --ignore=tests/history -m 'not long'
+
+# Jobs of torch need the cores that they have.
+test-all: $(INSTALLED)
+	$(PYTEST) --ignore=tests/processes --ignore=tests/history
+	$(BIN)/python -m pytest --durations=10 tests/processes tests/history
 
 test-matrix:
 	$(PYTHON) tests/matrix.py $(ROWS)
@@ -79,6 +102,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@git log --no-merges --since=$(SUBJECTS_SINCE) --format=%s | awk 'length > 72 \
+		{ print "a subject of more than 72 characters: " $$0; bad = 1 } END { exit bad }'
+
+docs: $(INSTALLED_DOCS)
+	$(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py --size-mib $(SIZE_MIB) --repeat $(REPEAT)

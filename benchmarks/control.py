@@ -29,17 +29,19 @@ from typing import Any, TypeVar
 from harness import etcd_at
 from report import Row, machine, table
 
-from torch_ros.store import rules
+from torch_ros.deadline import Deadline
+from torch_ros.protocol import calls
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.seat import own_group
+from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.store.endpoint import connect
-from torch_ros.store.group import Group, GroupCall, Place
-from torch_ros.store.keys import Keys
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Step
-from torch_ros.store.records import Shard, VersionRef
-from torch_ros.store.run import Deadline
-from torch_ros.store.seat import own_group
 from torch_ros.store.txn import Put, Read, Reply, Txn, View, Watch
-from torch_ros.store.versions import Spec, newer, newer_ranges
 
 T = TypeVar("T")
 Burst = dict[str, Any]
@@ -98,20 +100,19 @@ class Meter:
         self._kv.close()
 
 
-def place(keys: Keys, name: str, rank: int = 0, world_size: int = 1) -> Place:
-    return Place(
+def place(keys: Keys, name: str, rank: int = 0, world_size: int = 1) -> Applicant:
+    return Applicant(
         keys=keys,
         replica=name,
         rank=rank,
         world_size=world_size,
-        nonce=None,
-        run_name=None,
+        run=None,
         datacenter="default",
         spot=False,
         retain=(),
         ttl_s=30,
         drain_s=60.0,
-        shard=Shard("host", rank, CARD),
+        shard=ShardRecord("host", rank, CARD),
     )
 
 
@@ -152,7 +153,7 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
         return Done(offer.ref if offer else None)
 
     def decide(call: GroupCall) -> VersionRef | None:
-        call.decide(ranges, partial(rules.update, spec=LATEST, held=held))
+        call.decide(ranges, partial(calls.update, spec=LATEST, held=held))
         return call.found
 
     if group.seat.world_size == 1:
@@ -162,7 +163,7 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
 def unpublish(group: Group, ref: VersionRef) -> None:
     asked = f"unpublish {ref.version}"
-    shard = Shard("host", group.seat.rank, CARD)
+    shard = ShardRecord("host", group.seat.rank, CARD)
     group.make(
         "unpublish",
         asked,

@@ -20,9 +20,9 @@ import torch
 from harness import Actors, started
 
 from torch_ros import Costs
-from torch_ros.handle import TransportName
-from torch_ros.handle import _transport as transport
-from torch_ros.p2p.transport import Peer, Region
+from torch_ros.p2p.choose import TransportName, choose_transport
+from torch_ros.p2p.transport import Peer
+from torch_ros.spans import Region
 from torch_ros.weights.plan import StagedCopy, copy_staged
 
 SIZE_BYTES = 64 << 20
@@ -42,7 +42,9 @@ class Place(msgspec.Struct):
 
 class Source:
     def __init__(self, way: TransportName) -> None:
-        self._transport = transport("local", way)
+        self._transport = choose_transport(
+            way, replica="costs", rank=0, in_process=False, reason="measured"
+        )
         self._memory = torch.ones(SIZE_BYTES, dtype=torch.uint8)
         region = Region(self._memory.data_ptr(), SIZE_BYTES)
         self._registration = self._transport.register([region])
@@ -105,7 +107,7 @@ def copy_s(rows: int, n: int) -> float:
 
 
 def measured(place: Place, way: TransportName, repeat: int) -> Costs:
-    ours = transport("local", way)
+    ours = choose_transport(way, replica="costs", rank=0, in_process=False, reason="measured")
     target = torch.zeros(SIZE_BYTES, dtype=torch.uint8)
     ours.register([Region(target.data_ptr(), SIZE_BYTES)])
     peer = ours.connect(place.connection)

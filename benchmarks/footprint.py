@@ -11,7 +11,7 @@ from harness import Actors, Setup, ask_all, say, started
 from report import Report, Row
 
 import torch_ros
-from torch_ros.handle import TransportName
+from torch_ros.p2p.choose import TransportName
 
 PART = "Memory and CPU of a handle"
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "ucx-tcp")

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from torch_ros.p2p.nixl import NixlTransport
-from torch_ros.p2p.transport import Read, Region
+from torch_ros.p2p.transport import Transfer
+from torch_ros.spans import Region
 
 SIZES = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 EVICT_BYTES = 64 << 20
@@ -73,7 +74,7 @@ def unpack(tensors: Tensors) -> None:
     torch._foreach_copy_(tensors.apart, tensors.places)
 
 
-def through(read: Read) -> None:
+def through(read: Transfer) -> None:
     read.post()
     while not read.is_done():
         pass

@@ -5,8 +5,9 @@ import time
 from harness import Setup, say
 from report import Report, Row
 
+from torch_ros.costs import HOST_COSTS
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord
-from torch_ros.weights.plan import HOST_COSTS, plan
+from torch_ros.weights.plan import plan
 
 PART = "Planning"
 CHUNKS, SIDE = 70_000, 64

@@ -23,11 +23,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from torch_ros.exchange import READ_BYTES, perform
+from torch_ros.deadline import Deadline
+from torch_ros.p2p.near import NearPeer, NearTransfer, NearTransport
 from torch_ros.p2p.nixl import NixlTransport
-from torch_ros.p2p.shared import SharedPeer, SharedRead, SharedTransport
-from torch_ros.p2p.transport import Read, Region, Spans
-from torch_ros.store.run import Deadline
+from torch_ros.p2p.transport import Transfer
+from torch_ros.spans import Region, Spans
+from torch_ros.transfer.posting import TRANSFER_BYTES, perform
 
 COUNTS = (100, 2000)
 ALIGNMENT_BYTES = 4096
@@ -40,7 +41,7 @@ def serve(count: int, size_bytes: int) -> None:
         torch.full((size_bytes,), number % 251, dtype=torch.uint8).share_memory_()
         for number in range(count)
     ]
-    transport = SharedTransport(NixlTransport())
+    transport = NearTransport(NixlTransport())
     registration = transport.register(regions_of(tensors))
     addresses = ",".join(str(tensor.data_ptr()) for tensor in tensors)
     print(transport.connection.hex(), registration.descriptor.hex(), addresses, flush=True)
@@ -52,10 +53,10 @@ def regions_of(tensors: list[torch.Tensor]) -> list[Region]:
     return [Region(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
 
-def reads_of(peer: SharedPeer, spans: Spans) -> list[Read]:
+def reads_of(peer: NearPeer, spans: Spans) -> list[Transfer]:
     """As torch_ros cuts them."""
     ends = np.cumsum(spans[:, 2])
-    cuts = np.searchsorted(ends, np.arange(READ_BYTES, int(ends[-1]), READ_BYTES)) + 1
+    cuts = np.searchsorted(ends, np.arange(TRANSFER_BYTES, int(ends[-1]), TRANSFER_BYTES)) + 1
     return [peer.prepare(part) for part in np.split(spans, np.unique(cuts)) if len(part)]
 
 
@@ -71,7 +72,7 @@ class Reader:
 
     def __init__(self, shown: Sequence[str], targets: list[torch.Tensor], *, copies: bool) -> None:
         connection, descriptor, addresses = shown
-        self.transport = SharedTransport(NixlTransport(), is_used=copies)
+        self.transport = NearTransport(NixlTransport(), is_used=copies)
         self.transport.register(regions_of(targets))
         self.peer = self.transport.connect(bytes.fromhex(connection))
         self.peer.attach(bytes.fromhex(descriptor))
@@ -86,7 +87,7 @@ class Reader:
 
     def move(self) -> None:
         """The same copies by hand, with the mappings that are there."""
-        ours = {there.address: here.address for there, here in self.peer.mappings.items()}
+        ours = {there.address: here.address for there, here in self.peer.mapped.mappings.items()}
         for source, target, size in self.rows:
             ctypes.memmove(target, ours[source], size)
 
@@ -105,7 +106,7 @@ def measure(count: int, size_bytes: int, rounds: int) -> dict[str, object]:
     reader = Reader(shown, targets, copies=True)
     cold_s, _ = timed(reader.read)
     assert all(bool((each == number % 251).all()) for number, each in enumerate(targets))
-    assert all(isinstance(read, SharedRead) for read in reader.reads)
+    assert all(isinstance(read, NearTransfer) for read in reader.reads)
     other = Reader(shown, targets, copies=False)
     ways = {"nixl": other.read, "shared": reader.read, "memmove": reader.move}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

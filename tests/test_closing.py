@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros import handle as handle_module
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.shard import core
 from torch_ros.store import memory
 
 LONG_S = 60.0  # to linger for; tests end earlier
@@ -50,7 +50,7 @@ def at_once(*calls):
 
 
 def tensor_of(handle):
-    return handle._registered.memory[0]
+    return handle.checkpoints.registered.memory[0]
 
 
 def lingering(handle, version):
@@ -110,7 +110,7 @@ def test_the_last_version_stays_until_a_rollout_has_it(opened, is_copy):
 
 
 def test_who_is_waited_for_is_said(opened, caplog, monkeypatch):
-    monkeypatch.setattr(torch_ros.closing, "QUIET_S", 0.1)
+    monkeypatch.setattr(torch_ros.shard.closing, "QUIET_S", 0.1)
     caplog.set_level(logging.INFO, "torch_ros")
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     two_versions(trainer, rollout)
@@ -146,7 +146,7 @@ def test_without_anything_to_hand_over_nothing_is_asked(opened, monkeypatch):
     trainer, _ = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
     trainer.unpublish()
-    wait_until = lambda: not trainer._copies
+    wait_until = lambda: not trainer._shard.copies
     rollout = opened("other")
     rollout.replicate()
     until(wait_until)
@@ -176,7 +176,7 @@ def test_ranks_may_close_one_after_the_other(opened):
     rollout = opened("rollout", retain=("latest",))
     at_once(partial(first.publish, 1), partial(second.publish, 1))
     closing = Closing(first)
-    key = first._group.seat.keys.readies(first._group.seat.inst, 0)
+    key = first._shard.group.seat.keys.readies(first._shard.group.seat.inst, 0)
     until(lambda: any(entry in key for entry in store_of(first)._entries))
     assert rollout.list() == {1: {"trainer"}}  # not lingering yet
     other = Closing(second)
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_come_ends_it(opened, how):
     opened("rollout", retain=("latest",))
     at_once(partial(first.publish, 1), partial(second.publish, 1))
     closing = Closing(first)
-    key = first._group.seat.keys.readies(first._group.seat.inst, 0)
+    key = first._shard.group.seat.keys.readies(first._shard.group.seat.inst, 0)
     until(lambda: any(entry in key for entry in store_of(first)._entries))
     if how == "goes on":
         second.unpublish()
@@ -221,7 +221,7 @@ def test_an_exception_ends_a_block_at_once(opened):
         trainer.close()
     trainer = opened("trainer", 1.0)
     trainer.publish(1)
-    handle_module._close_open_handles()  # as at exit
+    core._close_open_shards()  # as at exit
     assert time.monotonic() - began_s < LONG_S / 2
     assert rollout.is_closed
 
@@ -244,7 +244,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
 
-    run, steps = torch_ros.closing.run, []
+    run, steps = torch_ros.shard.closing.run, []
 
     def interrupted(*args, **options):
         steps.append(1)
@@ -252,7 +252,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
             raise KeyboardInterrupt
         return run(*args, **options)
 
-    monkeypatch.setattr(torch_ros.closing, "run", interrupted)
+    monkeypatch.setattr(torch_ros.shard.closing, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.close()
     monkeypatch.undo()
@@ -265,7 +265,7 @@ def test_a_rollout_that_dies_is_not_waited_for_longer_than_its_lease(opened):
     trainer.publish(1)
     closing = Closing(trainer)
     lingering(rollout, 1)
-    rollout._group.close()  # as if its process had gone: its records vanish
+    rollout._shard.group.close()  # as if its process had gone: its records vanish
     closing.join()
 
 
@@ -273,7 +273,7 @@ def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0, retain=("latest",)), opened("rollout", spot=True)
     trainer.publish(1)
     go_on, is_reading = threading.Event(), threading.Event()
-    fetch = torch_ros.store.group.GroupCall.read
+    fetch = torch_ros.protocol.call.GroupCall.read
 
     def slow(self, fetch_):
         def held(sources):
@@ -283,7 +283,7 @@ def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
 
         fetch(self, held)
 
-    monkeypatch.setattr(torch_ros.store.group.GroupCall, "read", slow)
+    monkeypatch.setattr(torch_ros.protocol.call.GroupCall, "read", slow)
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(rollout.replicate)
         assert is_reading.wait(20)
@@ -332,7 +332,7 @@ def test_how_long_is_a_number_of_seconds(opened):
 
 
 def store_of(handle):
-    return memory._spaces[handle._group.kv.endpoint.removeprefix("memory://")]
+    return memory._spaces[handle._shard.group.kv.endpoint.removeprefix("memory://")]
 
 
 def until(condition, timeout_s=20):

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros import copies, exchange
-from torch_ros.copies import HostCopy
-from torch_ros.exchange import READ_BYTES, Digests, Intake, Offer, _cut
+from torch_ros.deadline import Deadline
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.registered import LocalState, Registered
-from torch_ros.store.records import Kept, VersionRef
-from torch_ros.store.run import Deadline
+from torch_ros.protocol.records import Kept, VersionRef
+from torch_ros.shard import host_copies as copies
+from torch_ros.shard.host_copies import HostCopy
+from torch_ros.transfer import mailbox as mailbox_module
+from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.peers import Peers
+from torch_ros.transfer.posting import TRANSFER_BYTES, cut
+from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import local_chunks
 
 
@@ -23,18 +26,20 @@ def test_spans_are_cut_as_a_loop_would():
     for _ in range(300):
         rows = []
         for _ in range(rng.randrange(1, 5)):
-            size = rng.choice((1, 2, 3)) * READ_BYTES + rng.choice((-1, 0, 1, -(READ_BYTES // 2)))
+            size = rng.choice((1, 2, 3)) * TRANSFER_BYTES + rng.choice(
+                (-1, 0, 1, -(TRANSFER_BYTES // 2))
+            )
             rows.append((rng.randrange(2**40), 2**63 + rng.randrange(2**40), size))
         expected = [
-            (source + done, target + done, min(READ_BYTES, size - done))
+            (source + done, target + done, min(TRANSFER_BYTES, size - done))
             for source, target, size in rows
-            for done in range(0, size, READ_BYTES)
+            for done in range(0, size, TRANSFER_BYTES)
         ]
-        assert _cut(np.array(rows, np.uint64)).tolist() == [list(row) for row in expected]
+        assert cut(np.array(rows, np.uint64)).tolist() == [list(row) for row in expected]
 
 
 def test_a_tensor_larger_than_a_batch_arrives(etcd_endpoint):
-    sent = torch.arange((READ_BYTES * 2 + 4096) // 4, dtype=torch.int32)
+    sent = torch.arange((TRANSFER_BYTES * 2 + 4096) // 4, dtype=torch.int32)
     got = torch.zeros_like(sent)
     with (
         torch_ros.open("large", endpoint=etcd_endpoint, replica="trainer") as trainer,
@@ -65,7 +70,7 @@ def test_a_manifest_that_ctrl_c_left_half_written_is_written_again(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(exchange, "_digest", pressed)
+            patched.setattr(mailbox_module, "digest", pressed)
             with pytest.raises(KeyboardInterrupt):
                 trainer.publish(3)
         trainer.unpublish()
@@ -83,7 +88,7 @@ def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
     def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(copies.Offer, "show_digests", pressed)
+    monkeypatch.setattr(copies.Mailbox, "show_digests", pressed)
     with pytest.raises(KeyboardInterrupt):
         HostCopy(transport, target.layout, target.memory, kept, 1, Digests())
     assert len(transport.registrations) == before
@@ -92,19 +97,19 @@ def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
 
 def test_an_offer_in_the_place_of_one_that_is_gone_is_found():
     source, reader = MemoryTransport(), MemoryTransport()
-    intake, deadline = Intake(reader), Deadline("look", 5)
-    offer = Offer(source)
-    address = offer._mailbox.ctypes.data
-    offer.serve(7, 1)
-    assert intake.shown(offer.card, deadline).word.mark == 7
-    offer.close()
-    del offer
-    offers = [Offer(source)]
-    while offers[-1]._mailbox.ctypes.data != address and len(offers) < 1000:
-        offers.append(Offer(source))
-    assert offers[-1]._mailbox.ctypes.data == address, "it was freed"
-    offers[-1].serve(8, 1)
-    assert intake.shown(offers[-1].card, deadline).word.mark == 8
-    intake.close()
+    peers, deadline = Peers(reader), Deadline("look", 5)
+    mailbox = Mailbox(source)
+    address = mailbox._memory.ctypes.data
+    mailbox.serve(7, 1)
+    assert peers.state(mailbox.card, deadline).word.mark == 7
+    mailbox.close()
+    del mailbox
+    mailboxes = [Mailbox(source)]
+    while mailboxes[-1]._memory.ctypes.data != address and len(mailboxes) < 1000:
+        mailboxes.append(Mailbox(source))
+    assert mailboxes[-1]._memory.ctypes.data == address, "it was freed"
+    mailboxes[-1].serve(8, 1)
+    assert peers.state(mailboxes[-1].card, deadline).word.mark == 8
+    peers.close()
     for transport in (source, reader):
         transport.close()

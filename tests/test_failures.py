@@ -11,24 +11,26 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros import filling, reading
+from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     ContractBroken,
     CorruptWeights,
     DeadlineExceeded,
-    SelfFenced,
+    SeatLost,
     SourceLost,
     StoreUnavailable,
     VersionNotFound,
 )
-from torch_ros.reading import Progress
-from torch_ros.registered import LocalState
-from torch_ros.store import local, memory, rules
-from torch_ros.store.group import Group, GroupCall
+from torch_ros.protocol import calls
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.records import Failure
+from torch_ros.store import local, memory
 from torch_ros.store.loops import Done
-from torch_ros.store.records import Failure
-from torch_ros.store.run import Deadline
 from torch_ros.store.txn import Read
+from torch_ros.transfer import batches, feed, reading
+from torch_ros.transfer.feed import Progress
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights import manifest
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -112,11 +114,11 @@ class Stop:
 
         def stopping(progress, *arguments):
             add(progress, *arguments)
-            if progress._offer is handle._offer and progress.done.sum() >= after:
+            if progress._mailbox is handle._shard.mailbox and progress.done.sum() >= after:
                 self.reached.set()
                 assert self.go_on.wait(15)
 
-        monkeypatch.setattr(reading, "BATCH_BYTES", 4000)  # a batch for each tensor
+        monkeypatch.setattr(batches, "BATCH_BYTES", 4000)  # a batch for each tensor
         monkeypatch.setattr(Progress, "add", stopping)
 
 
@@ -151,7 +153,7 @@ def test_a_reader_whose_source_dies_goes_on_from_another_with_what_it_has(
 
 def readers_of(handle):
     """The reader records of the model."""
-    group = handle._group
+    group = handle._shard.group
     keys = group.seat.keys
     rule = lambda view: torch_ros.store.loops.Done([k for k, _ in view.within(keys.readers())])
     deadline = torch_ros.store.run.Deadline("look", 5)
@@ -182,15 +184,15 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
     """The store says that the seat is lost before anything of this process has noticed."""
     monkeypatch.setattr(Group, "_watch", lambda _: None)
     first, tensors = publisher(opened)
-    first._group.unfinished = call = GroupCall(
-        first._group, 2, "agree", "check", Deadline("check", 1)
+    first._shard.group.ledger.unfinished = call = GroupCall(
+        first._shard.group, 2, "agree", "check", Deadline("check", 1)
     )
     call._failure = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
     opened("trainer")
     first.unpublish()
     assert first.version is None
     tensors["w0"].fill_(666)
-    with pytest.raises(SelfFenced, match="another start has taken its name"):
+    with pytest.raises(SeatLost, match="another start has taken its name"):
         first.publish(2)
 
 
@@ -198,9 +200,9 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
 def test_a_version_is_not_looked_up_in_tensors_that_were_taken_back(opened):
     """Until its lease ends, the store offers what this process could not unpublish there."""
     trainer, _ = publisher(opened)
-    trainer._offer.withdraw()
+    trainer._shard.mailbox.withdraw()
     with pytest.raises(DeadlineExceeded, match="rank 0 has taken its tensors back"):
-        trainer._inspect("latest", 0.2)
+        trainer.checkpoints.inspect("latest", 0.2)
 
 
 @pytest.mark.parametrize("dies", ["nobody", "trainer", "first"])
@@ -211,7 +213,6 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
     second, _ = reader(opened, "second")
     assert (first.replicate(), second.replicate()) == (1, 1)
     newcomer, got = reader(opened, "newcomer")
-    monkeypatch.setattr(filling, "BATCH_BYTES", 4000)
     stop = Stop(monkeypatch, newcomer, 3)
     reads = pool.submit(newcomer.replicate)
     assert stop.reached.wait(10)
@@ -232,16 +233,15 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
 
 
 def test_sources_take_turns(opened, monkeypatch):
-    for module in (filling, reading):
-        monkeypatch.setattr(module, "BATCH_BYTES", 8000)  # two tensors each
+    monkeypatch.setattr(batches, "BATCH_BYTES", 8000)  # two tensors each
     _, tensors = publisher(opened)
     early = [reader(opened, name)[0] for name in ("first", "second")]
     assert [handle.replicate() for handle in early] == [1, 1]
     newcomer, got = reader(opened, "newcomer")
     newcomer.replicate()
-    ((_, batches),) = newcomer._reading._prepared.values()
-    assert [batch.supply for batch in batches] == [0, 1, 0, 1]
-    assert [read.size_bytes for batch in batches for read in batch.reads] == [8000] * 4
+    ((_, made),) = newcomer._shard.reading._prepared.values()
+    assert [batch.supply for batch in made] == [0, 1, 0, 1]
+    assert [each.size_bytes for batch in made for each in batch.transfers] == [8000] * 4
     assert same(got, tensors)
 
 
@@ -260,16 +260,16 @@ def test_a_rank_that_lost_its_seat_before_it_heard_of_the_end_reports_what_it_re
 ):
     _, tensors = publisher(opened)
     ranks = list(pool.map(lambda r: reader(opened, "r", rank=r, world_size=2), range(2)))
-    lost, await_outcome = [], rules.await_outcome
+    lost, await_outcome = [], calls.await_outcome
 
     def losing(view, seat, call):
         step = await_outcome(view, seat, call)
         if call.kind == "replicate" and isinstance(step, Done) and not lost:
             lost.append(seat.rank)
-            raise SelfFenced(seat.replica, "its lease ended", may_return=True)
+            raise SeatLost(seat.replica, "its lease ended")
         return step
 
-    monkeypatch.setattr(rules, "await_outcome", losing)
+    monkeypatch.setattr(calls, "await_outcome", losing)
     reads = [pool.submit(handle.replicate) for handle, _ in ranks]
     assert [read.result(20) for read in reads] == [1, 1]
     assert lost, "nobody had to wait for the end"
@@ -286,7 +286,7 @@ def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
     filling = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     assert not chained.done()
     trainer_readers = [key for key in readers_of(trainer) if "/trainer@" in key]
     assert not any("/second@" in key for key in trainer_readers), "the trainer is read only once"
@@ -305,7 +305,7 @@ def cut(opened, name, dim, rank, world_size, fill=-1.0):
     mine = {f"m{i}": torch.full(sizes, fill) for i in range(8)}
     chunks = {fqn: (LocalChunk(offsets, tensor),) for fqn, tensor in mine.items()}
     tensors = [LocalTensor(fqn, torch.float32, (4, 6), c, spread=True) for fqn, c in chunks.items()]
-    handle._register(LocalState(tensors, {}, {}))
+    handle._shard.tensors.show(LocalState(tensors, {}, {}))
     return handle, mine
 
 
@@ -318,14 +318,14 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
     rows = list(pool.map(lambda rank: cut(opened, "rows", 0, rank, 2), range(2)))
     one, got = cut(opened, "one", 0, 0, 1)
     stops = [Stop(monkeypatch, handle, 5) for handle, _ in columns]
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1)  # a batch for each tensor
+    monkeypatch.setattr(batches, "BATCH_BYTES", 1)  # a batch for each tensor
 
     def begin(*handles):
         return [pool.submit(handle.replicate) for handle in handles]
 
     def await_five(*handles):
-        offers = [handle._offer for handle in handles]
-        wait_for(lambda: all(offer._word[0] & 0xFFFFFFFF == 5 for offer in offers))
+        mailboxes = [handle._shard.mailbox for handle in handles]
+        wait_for(lambda: all(mailbox._word[0] & 0xFFFFFFFF == 5 for mailbox in mailboxes))
 
     calls = begin(*(handle for handle, _ in columns))
     assert all(stop.reached.wait(10) for stop in stops)
@@ -351,10 +351,9 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
 
 
 def in_blocks(monkeypatch, size_bytes):
-    for module in (manifest, reading):
+    for module in (manifest, batches):
         monkeypatch.setattr(module, "BLOCK_BYTES", size_bytes)
-    for module in (filling, reading):
-        monkeypatch.setattr(module, "BATCH_BYTES", size_bytes)
+    monkeypatch.setattr(batches, "BATCH_BYTES", size_bytes)
 
 
 def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0, costs=None):
@@ -363,7 +362,7 @@ def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0, costs=None):
     columns = 1000 // world_size
     mine = torch.full((8, columns), fill)
     chunk = LocalChunk((0, rank * columns), mine)
-    handle._register(
+    handle._shard.tensors.show(
         LocalState([LocalTensor("m", mine.dtype, (8, 1000), (chunk,), spread=False)], {}, {})
     )
     return handle, mine
@@ -380,7 +379,7 @@ def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
     filling_first = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     assert torch.equal(got[:5], weights[:5])
     assert (got[5:] == -1).all()
     stop.go_on.set()
@@ -417,14 +416,14 @@ def test_what_is_there_is_not_written_over_with_what_does_not_count(opened, monk
 
 def voids_before_the_word_is_asked_for(monkeypatch, handle, tensor):
     """Between the moment at which it is shown and that at which its bytes are read."""
-    read_staged = reading._Run._read_staged
+    read_staged = reading.ReadPass._read_staged
 
     def late(run, *arguments):
-        handle._offer.void()
+        handle._shard.mailbox.void()
         tensor.fill_(666)
         return read_staged(run, *arguments)
 
-    monkeypatch.setattr(reading._Run, "_read_staged", late)
+    monkeypatch.setattr(reading.ReadPass, "_read_staged", late)
 
 
 def wait_for(holds, timeout_s=10):
@@ -444,7 +443,7 @@ def test_a_relay_that_fails_is_replaced_by_its_own_source(opened, monkeypatch, p
     filling = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._offer._word[0] & 0xFFFFFFFF == 5)
+    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     closing = pool.submit(first.close)
     assert chained.result(15) == 1
     assert same(got, tensors)
@@ -479,14 +478,14 @@ def test_bytes_that_land_after_the_source_took_its_memory_back_do_not_count(
     trainer, tensors = publisher(opened, drain_s=0.2)
     rollout, _ = reader(opened, "rollout")
     landed, go_on = threading.Event(), threading.Event()
-    end = reading._Run._end
+    end = reading.ReadPass._end
 
     def late(run, batch):
         landed.set()
         assert go_on.wait(15)
         end(run, batch)
 
-    monkeypatch.setattr(reading._Run, "_end", late)
+    monkeypatch.setattr(reading.ReadPass, "_end", late)
     reads = pool.submit(rollout.replicate)
     assert landed.wait(10)
     trainer.unpublish(timeout_s=10)
@@ -513,18 +512,18 @@ def test_a_rank_that_missed_an_unpublish_does_not_vouch_for_what_is_written_next
     rollout, got = opened("rollout"), {"w": torch.zeros(1000)}
     rollout.register(got)
     landed, go_on = threading.Event(), threading.Event()
-    end = reading._Run._end
+    end = reading.ReadPass._end
 
     def late(run, batch):
         landed.set()
         assert go_on.wait(15)
         end(run, batch)
 
-    monkeypatch.setattr(reading._Run, "_end", late)
+    monkeypatch.setattr(reading.ReadPass, "_end", late)
     reads = pool.submit(rollout.replicate, 5)
     assert landed.wait(10)
     ranks[0].unpublish(timeout_s=10)
-    assert ranks[1]._offer._word[0]  # it knows nothing of that
+    assert ranks[1]._shard.mailbox._word[0]  # it knows nothing of that
     with pytest.raises(DeadlineExceeded):  # there is nothing that could be read
         ranks[1].update(timeout_s=0.5)
     assert ranks[1].version is None
@@ -548,8 +547,8 @@ def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in
     save = lambda rank, version: ranks[rank].publish_copy(version, tensors[rank])
     list(pool.map(save, range(2), (5, 5)))
     unpublish = pool.submit(ranks[0].unpublish)
-    key = ranks[1]._group.seat.own[1]
-    made = lambda: ranks[1]._group.kv.read(Read((key,)), timeout_s=5).entries
+    key = ranks[1]._shard.group.seat.own[1]
+    made = lambda: ranks[1]._shard.group.kv.read(Read((key,)), timeout_s=5).entries
     wait_for(lambda: any(b"unpublish 5" in entry.value for entry in made().values()))
     saving = pool.submit(save, 1, 6)
     unpublish.result(15)
@@ -559,7 +558,7 @@ def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in
     rollout.register({f"w{rank}": torch.zeros(10) for rank in range(2)})
     assert rollout.replicate() == 6
     for handle in ranks:
-        wait_for(lambda handle=handle: not handle._copies)
+        wait_for(lambda handle=handle: not handle._shard.copies)
 
 
 def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):
@@ -574,7 +573,7 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     assert rollout.replicate() == 1
     assert same(got, before)
     wait_for(lambda: trainer.list() == {1: {"rollout"}})
-    wait_for(lambda: not trainer._copies)
+    wait_for(lambda: not trainer._shard.copies)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
@@ -598,7 +597,7 @@ def test_a_copy_goes_when_its_version_is_not_retained_any_more(opened):
     assert set(trainer.list()) == {1}
     trainer.publish(2)
     wait_for(lambda: set(trainer.list()) == {2})
-    wait_for(lambda: not trainer._copies)
+    wait_for(lambda: not trainer._shard.copies)
 
 
 def test_spot_replicas_do_not_count_for_retention(opened):
@@ -624,7 +623,7 @@ def test_a_retained_version_is_lost_with_its_last_holder_and_the_next_publish_he
 
 
 def keeper_tensors(handle):
-    layout, memory = handle._registered.layout, handle._registered.memory
+    layout, memory = handle.checkpoints.registered.layout, handle.checkpoints.registered.memory
     return {layout.tensors[c.tensor].fqn: t for c, t in zip(layout.chunks, memory, strict=True)}
 
 
@@ -633,9 +632,9 @@ def test_a_replica_whose_lease_ended_offers_again_what_it_holds(opened, endpoint
     trainer, tensors = publisher(opened)
     other, got = reader(opened, "other")
     kv = memory.named(endpoint.removeprefix("memory://"))
-    before = trainer._group.seat.inst
-    kv.expire(trainer._group.session.lease_id)
-    wait_for(lambda: trainer._group.seat.inst != before)
+    before = trainer._shard.group.seat.inst
+    kv.expire(trainer._shard.group.session.lease_id)
+    wait_for(lambda: trainer._shard.group.seat.inst != before)
     assert trainer.version == 1
     assert other.list() == {1: {"trainer"}}
     assert other.replicate() == 1
@@ -696,9 +695,9 @@ def test_a_replica_of_two_ranks_comes_back_when_one_of_them_was_away(opened, end
     for each in [pool.submit(handle.publish, 1) for handle in (first, second)]:
         each.result(10)
     kv = memory.named(endpoint.removeprefix("memory://"))
-    before = first._group.seat.inst
-    kv.expire(second._group.session.lease_id)
-    wait_for(lambda: first._group.seat.inst != before != second._group.seat.inst)
+    before = first._shard.group.seat.inst
+    kv.expire(second._shard.group.session.lease_id)
+    wait_for(lambda: first._shard.group.seat.inst != before != second._shard.group.seat.inst)
     wait_for(lambda: first.list() == {1: {"trainer"}})
     for each in [pool.submit(handle.unpublish) for handle in (first, second)]:
         each.result(10)
@@ -720,7 +719,7 @@ def test_what_was_read_is_verified_whatever_the_sharding(opened, depth):
     after, got = reader(opened, "after", digests="full")
     rollout.list()
     assert after.replicate() == 1
-    assert after._filler.digests.totals == rollout._filler.digests.totals
+    assert after._shard.digests.totals == rollout._shard.digests.totals
 
 
 def corrupt(tensors):
@@ -770,7 +769,7 @@ def test_what_cannot_be_told_to_others_is_read_again_all_the_same(opened, monkey
     def away(*_):
         raise StoreUnavailable("etcd://test", 1.0, "it is away")
 
-    monkeypatch.setattr(rollout._group, "suspect", away)
+    monkeypatch.setattr(rollout._shard.group, "suspect", away)
     with pytest.raises(CorruptWeights):
         rollout.replicate()
     assert "may be read from again" in caplog.text
@@ -852,35 +851,35 @@ def test_a_guarded_optimizer_unpublishes_before_it_steps(opened):
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has_other, is_full):
     now_s, asked = [100.0], []
-    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 60, started_s=100.0)
     others = (lambda: has_other) if is_full else None  # who fills answers, and is waited for
-    patience = reading.Patience("t", deadline, lambda: not asked.append(now_s[0]), others)
+    patience = feed.SourceWait("t", deadline, lambda: not asked.append(now_s[0]), others)
     with pytest.raises(SourceLost if is_full and has_other else DeadlineExceeded) as error:
         while True:
-            now_s[0] += reading.BLINK_S / 2
+            now_s[0] += feed.BLINK_S / 2
             patience.look("'t' does not answer")
-    assert len(asked) > 0.9 * (now_s[0] - 100) / reading.STALL_S - 1
+    assert len(asked) > 0.9 * (now_s[0] - 100) / feed.STALL_S - 1
     if error.type is SourceLost:
-        assert reading.SILENCE_S < now_s[0] - 100 < reading.SILENCE_S + 2 * reading.STALL_S
+        assert feed.SILENCE_S < now_s[0] - 100 < feed.SILENCE_S + 2 * feed.STALL_S
 
 
 def test_a_source_that_is_gone_is_lost_after_a_second_or_so(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
-    patience = reading.Patience("t", Deadline("read", 60, started_s=100.0), lambda: False)
+    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
+    patience = feed.SourceWait("t", Deadline("read", 60, started_s=100.0), lambda: False)
     with pytest.raises(SourceLost, match="it is gone"):
         while True:
-            now_s[0] += reading.BLINK_S / 2
+            now_s[0] += feed.BLINK_S / 2
             patience.look("'t' does not answer")
-    assert now_s[0] - 100 < 2 * reading.STALL_S
+    assert now_s[0] - 100 < 2 * feed.STALL_S
 
 
 def test_that_this_process_stood_still_is_not_held_against_its_source(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(reading.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 600, started_s=100.0)
-    patience = reading.Patience("t", deadline, lambda: False, lambda: True)
+    patience = feed.SourceWait("t", deadline, lambda: False, lambda: True)
     for _ in range(5):
         now_s[0] += 60  # stopped, or the host slept
         patience.look("'t' does not answer")

@@ -1,8 +1,5 @@
 """Fork: who may open a handle in the child, and that it can be read from."""
 
-import subprocess
-import sys
-
 SCRIPT = """
 import os, sys
 import torch, torch_ros
@@ -51,11 +48,5 @@ assert os.waitpid(serving, 0)[1] == 0
 """
 
 
-def test_a_child_opens_a_handle_only_if_its_parent_has_none(etcd_endpoint):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, etcd_endpoint, "fork"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_child_opens_a_handle_only_if_its_parent_has_none(etcd_endpoint, started):
+    started.start(SCRIPT, etcd_endpoint, "fork").finish()

@@ -21,24 +21,26 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros import handle as handle_module
-from torch_ros import reading
+from torch_ros.costs import NIXL_COSTS
+from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     ClosedError,
     ContractBroken,
     DeadlineExceeded,
     ManifestMismatch,
-    SelfFenced,
+    SeatLost,
     StoreUnavailable,
     UsageError,
     VersionConflict,
     VersionNotFound,
 )
-from torch_ros.p2p.memory import MemoryRead
+from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.protocol import calls
+from torch_ros.protocol.records import Holding
+from torch_ros.shard import core, opening
 from torch_ros.store import memory
-from torch_ros.store.records import Holding
 from torch_ros.store.txn import Put
-from torch_ros.weights.plan import NIXL_COSTS
+from torch_ros.transfer import batches
 
 DTYPES = [
     value
@@ -143,7 +145,7 @@ def test_non_contiguous_targets_and_sources_meet(opened):
 def test_published_in_place_and_read_in_place(opened):
     source, target = torch.randn(1000), torch.zeros(1000)
     trainer = publisher(opened, {"w": source})
-    assert trainer._offer.manifest.addresses == (source.data_ptr(),)
+    assert trainer._shard.mailbox.manifest.addresses == (source.data_ptr(),)
     rollout = opened("rollout")
     rollout.register({"w": target})
     where, before = target.data_ptr(), target._version
@@ -277,14 +279,14 @@ def test_who_waits_wakes_when_only_a_reader_is_left(opened):
     for handle in (first, late):
         handle.register({"w": torch.zeros(3)})
     reading, go_on = threading.Event(), threading.Event()
-    read = first._reading.read
+    read = first._shard.reading.read
 
     def slow(*arguments, **options):
         reading.set()
         assert go_on.wait(10)
         read(*arguments, **options)
 
-    first._reading.read = slow
+    first._shard.reading.read = slow
     with ThreadPoolExecutor(3) as pool:
         filling = pool.submit(first.replicate)
         assert reading.wait(10)
@@ -319,11 +321,11 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
         other.publish(1)
     lonely = opened("lonely", rank=0, world_size=1)
     lonely.register({"w": torch.ones(3)})
-    group = lonely._group
+    group = lonely._shard.group
 
     def fails(call):
         keys, run = group.seat.keys, group.seat.run
-        effects = partial(handle_module.rules.publish, version=9, fresh_uid="uid")
+        effects = partial(calls.publish, version=9, fresh_uid="uid")
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         raise RuntimeError
 
@@ -334,7 +336,7 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
 
 
 def _deadline():
-    return handle_module.Deadline("test", 5)
+    return Deadline("test", 5)
 
 
 @only_memory
@@ -378,8 +380,8 @@ def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
         rollout.register({"w": target})
         rollout.replicate()
         assert torch.equal(target, torch.full((1000,), 5.0))
-    (left,) = (h for h in handle_module._open_handles if h.model == model)
-    left.close()
+    (left,) = (shard for shard in core._open_shards if shard.model == model)
+    left.close(linger_s=0.0)
 
 
 def test_several_handles_of_one_process_are_several_replicas(opened):
@@ -418,7 +420,7 @@ def test_bad_arguments_of_open_are_named(endpoint):
         ({"drain_s": -1}, "drain_s=-1"),
         ({"staging_bytes": 1.5}, "staging_bytes=1.5"),
         ({"staging_bytes": -1}, "staging_bytes=-1"),
-        ({"costs": 3}, "torch_ros.weights.plan.Costs"),
+        ({"costs": 3}, "torch_ros.costs.Costs"),
     ):
         with pytest.raises(UsageError, match=found):
             torch_ros.open("m", **{"endpoint": endpoint, "timeout_s": 1, **options})
@@ -445,7 +447,7 @@ def test_bad_arguments_of_calls_are_named(opened):
         (lambda: handle.guard(None), "Optimizer"),
         (lambda: handle.publish_copy(1, {}, keep_dtype="abc"), "keep_dtype='abc'"),
         (lambda: handle.publish_copy(1, {}, dtype="bf16"), "dtype='bf16'"),
-        (lambda: handle.publish_copy(1, {}, staging_bytes=-1), "staging_bytes=-1"),
+        (lambda: handle.publish_copy(1, {}, copy_bytes=-1), "copy_bytes=-1"),
     ):
         with pytest.raises(UsageError, match=found):
             call()
@@ -482,7 +484,7 @@ def test_a_handle_says_where_it_stands(opened):
     handle = opened("r")
     assert (handle.state, "seated" in repr(handle)) == ("seated", False)
     opened("r")  # takes the name
-    with pytest.raises(SelfFenced):
+    with pytest.raises(SeatLost):
         while True:
             with suppress(UsageError):  # it has nothing registered, and has not noticed yet
                 handle.update(timeout_s=0)
@@ -571,8 +573,8 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
     connect = lambda endpoint, timeout_s: (
         flaky.append(FlakyKV(memory.named(space), completes)) or flaky[-1]
     )
-    monkeypatch.setattr(handle_module, "connect_store", connect)
-    monkeypatch.setattr("torch_ros.store.group.CLEAN_UP_S", 0.5)
+    monkeypatch.setattr(opening, "connect_store", connect)
+    monkeypatch.setattr("torch_ros.protocol.call.CLEAN_UP_S", 0.5)
     trainer = torch_ros.open("m", endpoint=f"memory://{space}", replica="t", ttl_s=60)
     trainer.register({"w": torch.ones(3)})
     with pytest.raises(StoreUnavailable):
@@ -587,10 +589,9 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
 
 
 @only_memory
-def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened):
+def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened, ctrl_c):
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(3)})
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     with pytest.raises(KeyboardInterrupt):  # it may come at once
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         rollout.replicate()
@@ -620,9 +621,9 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leave
     left.unpublish()
     left.unpublish()
     assert left.list() == {}
-    with pytest.raises(SelfFenced, match="closed its handle"):
+    with pytest.raises(SeatLost, match="closed its handle"):
         left.publish(2)
-    left.close()
+    left.close(linger_s=0.0)
 
 
 @only_memory
@@ -654,7 +655,7 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
 
 
 def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypatch):
-    monkeypatch.setattr(reading, "BATCH_BYTES", 4096)  # so that a batch is not all of it
+    monkeypatch.setattr(batches, "BATCH_BYTES", 4096)  # so that a batch is not all of it
     shared, between = torch.randn(1000), torch.randn(3000)
     publisher(opened, {"embed": shared, "between": between, "head": shared})
     tied, apart = opened("tied"), opened("apart")
@@ -691,7 +692,7 @@ def test_a_handle_is_not_closed_nor_called_within_one_of_its_calls(etcd_endpoint
 def test_close_tells_readers_before_it_frees_the_tensors(opened):
     memory = np.zeros(1 << 20, np.uint8)
     handle = opened("t")
-    word, words = handle._offer._word, []
+    word, words = handle._shard.mailbox._word, []
     weakref.finalize(memory, lambda: words.append(int(word[0])))
     handle.register({"w": torch.from_numpy(memory)})
     handle.publish(1)
@@ -713,7 +714,7 @@ def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
         reads.set()
         return False
 
-    monkeypatch.setattr(MemoryRead, "is_done", is_done)
+    monkeypatch.setattr(MemoryTransfer, "is_done", is_done)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(rollout.replicate)
         assert reads.wait(10)
@@ -770,19 +771,19 @@ def test_ctrl_c_at_the_very_end_of_a_call_does_not_take_its_number_away(opened):
     """It comes between the call's good end and its return."""
     handle = opened("t")
     handle.register({"w": torch.ones(3)})
-    made = type(handle._group)._made
+    made = type(handle._shard.group.ledger).made
 
     def interrupted(*_):
-        type(handle._group)._made = made
+        type(handle._shard.group.ledger).made = made
         raise KeyboardInterrupt
 
     for call in (lambda: handle.publish(1), handle.unpublish, lambda: handle.publish(2)):
-        type(handle._group)._made = interrupted
+        type(handle._shard.group.ledger).made = interrupted
         try:
             with pytest.raises(KeyboardInterrupt):
                 call()
         finally:
-            type(handle._group)._made = made
+            type(handle._shard.group.ledger).made = made
     assert (handle.version, handle.list()) == (2, {2: {"t"}})
     handle.unpublish()
     handle.publish(3)

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from torch_ros import identity
 from torch_ros.errors import UsageError
-from torch_ros.identity import identify
+from torch_ros.shard import identity
+from torch_ros.shard.identity import identify
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job7", "ROLE_NAME": "actor"}
 

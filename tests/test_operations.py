@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.protocol.keys import Keys
 from torch_ros.store import local
 from torch_ros.store.endpoint import connect
-from torch_ros.store.keys import Keys
 from torch_ros.store.txn import Put, Txn
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "OPERATIONS.md"
@@ -64,7 +64,7 @@ def test_the_list_for_a_rollout_that_does_not_update(local_etcd, said):
             handle.register({"weight": torch.zeros(3)})
         trainer.publish(7)
         rollout.replicate(7)
-        [t, r] = [handle._group.seat.inst for handle in (trainer, rollout)]
+        [t, r] = [handle._shard.group.seat.inst for handle in (trainer, rollout)]
         keys, kv = Keys("my-model"), connect(local_etcd, timeout_s=5)
         # It reads from the trainer, and others from it; and both are called in a call.
         records = [
@@ -91,3 +91,52 @@ def test_the_list_for_a_rollout_that_does_not_update(local_etcd, said):
     assert about("grep '/trainer@").split() == [records[0]]
     assert "ERRORS" in about("endpoint status")
     assert about("lease list").startswith("found 2 leases")
+    assert "`etcdctl alarm disarm`" in DOCUMENT.read_text()
+    assert said("etcdctl alarm disarm") == ""
+
+
+def test_the_local_etcd_is_started_shown_and_stopped(tmp_path):
+    path = ":".join([*map(str, PROGRAMS), os.environ["PATH"]])
+    surroundings = {**os.environ, "PATH": path, local.DIRECTORY: str(tmp_path / "local")}
+    [status, start, stop, _export] = commands("The local etcd")
+
+    def run(command):
+        return subprocess.run(
+            ["bash", "-c", command], env=surroundings, capture_output=True, text=True, timeout=60
+        )
+
+    try:
+        assert run(status).returncode == 1
+        assert run(start).returncode == 0
+        shown = run(status)
+        assert shown.returncode == 0
+        assert "etcd://" in shown.stdout
+    finally:
+        assert run(stop).returncode == 0
+    assert run(status).returncode == 1
+
+
+def test_etcdctl_gets_our_own_users_and_files(tmp_path):
+    password = tmp_path / "password"
+    password.write_text("s3cret")
+    ours = {"CA": "ca.pem", "CERT": "cert.pem", "KEY": "key.pem", "USER": "ros"}
+    surroundings = {f"TORCH_ROS_ETCD_{name}": value for name, value in ours.items()}
+    surroundings["TORCH_ROS_ETCD_PASSWORD_FILE"] = str(password)
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join([*commands("An etcd of your own"), "export -p"])],
+        env={"PATH": os.environ["PATH"], **surroundings},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    given = dict(re.findall(r'ETCDCTL_(\w+)="(.*)"', done.stdout))
+    endpoints = given.pop("ENDPOINTS")
+    assert endpoints.startswith("https://")
+    assert given == {
+        "CACERT": "ca.pem",
+        "CERT": "cert.pem",
+        "KEY": "key.pem",
+        "USER": "ros",
+        "PASSWORD": "s3cret",
+    }

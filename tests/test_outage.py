@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import SelfFenced, StoreUnavailable
+from torch_ros.errors import SeatLost, StoreUnavailable
 
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "5"))
 TTL_S = 2 if OUTAGE_S < 60 else 10
@@ -109,7 +109,7 @@ class Job:
         with handle:
             handle.register(tensors)
             while not self.stop.is_set():
-                with contextlib.suppress(SelfFenced, StoreUnavailable):
+                with contextlib.suppress(SeatLost, StoreUnavailable):
                     if handle.update(timeout_s=PATIENCE_S):
                         now = {float(x) for tensor in tensors.values() for x in tensor}
                         assert now == {float(handle.version)}

@@ -1,13 +1,15 @@
-"""The line on the terminal: when it is there, and what it says."""
+"""A read's progress: the bar on a terminal, and the function that `open` takes."""
 
 import io
-import uuid
+import sys
 
 import pytest
 import torch
 
 import torch_ros
-from torch_ros.progress import AFTER_S, EVERY_S, ProgressLine, as_line
+from torch_ros.shard import report
+from torch_ros.shard.report import Meter
+from torch_ros.transfer import batches
 
 
 class Terminal(io.StringIO):
@@ -15,106 +17,94 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
-def clock():
-    return Clock()
+def stderr(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(report, "BAR_AFTER_S", 0.0)
+    return lambda stream: monkeypatch.setattr(sys, "stderr", stream) or stream
 
 
-def test_nothing_is_shown_of_what_is_soon_done(clock):
-    stream = Terminal()
-    with ProgressLine("v", stream=stream, clock=clock) as line:
-        line.expect(100)
-        clock.now_s += AFTER_S - 0.01
-        line.add(100)
-    assert stream.getvalue() == ""
-
-
-def test_a_long_read_is_shown_and_its_end_stays(clock):
-    stream = Terminal()
-    with ProgressLine("version 7", stream=stream, clock=clock) as line:
-        line.expect(4_000_000_000)
+def read(rank=0, on_progress=None):
+    with Meter("version 7", on_progress, rank) as meter:
+        meter.expect(4000)
         for _ in range(4):
-            clock.now_s += 1
-            line.add(1_000_000_000)
-    drawn = stream.getvalue().split("\r")[1:]
-    assert [text[11:15] for text in drawn] == [" 25%", " 50%", " 75%", "100%", "100%"]
-    assert drawn[-1].rstrip(" ").endswith("4.00/4.00 GB [00:04<00:00, 1.00 GB/s]\n")
+            meter.add(1000)
 
 
-def test_it_is_not_drawn_more_often_than_anyone_can_read(clock):
-    stream = Terminal()
-    line = ProgressLine("v", stream=stream, clock=clock)
-    line.expect(1000)
-    clock.now_s += AFTER_S
-    for _ in range(100):
-        line.add(10)
-        clock.now_s += EVERY_S / 10
-    assert stream.getvalue().count("\r") in (10, 11)
-
-
-def test_an_error_leaves_the_terminal_at_the_start_of_a_line(clock):
-    stream = Terminal()
-
-    def fail():
-        with ProgressLine("v", stream=stream, clock=clock) as line:
-            line.expect(10)
-            clock.now_s += AFTER_S
-            line.add(5)
-            raise ValueError
-
-    with pytest.raises(ValueError):
-        fail()
+def test_a_bar_is_drawn_on_a_terminal_and_its_end_stays(stderr):
+    stream = stderr(Terminal())
+    read()
+    assert "version 7: 100%" in stream.getvalue()
     assert stream.getvalue().endswith("\n")
-    assert " 50%" in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("stream", "options", "variable"),
-    [
-        (io.StringIO(), {}, None),
-        (Terminal(), {"is_shown": False}, None),
-        (Terminal(), {}, "0"),
-    ],
-    ids=["no terminal", "another rank", "switched off"],
-)
-def test_it_stays_away(clock, monkeypatch, stream, options, variable):
-    if variable is not None:
-        monkeypatch.setenv("TORCH_ROS_PROGRESS", variable)
-    with ProgressLine("v", stream=stream, clock=clock, **options) as line:
-        line.expect(10)
-        clock.now_s += 60
-        line.add(5)
+def test_nothing_is_drawn_in_a_log(stderr):
+    stream = stderr(io.StringIO())
+    read()
     assert stream.getvalue() == ""
 
 
-def test_it_says_how_long_it_will_take():
-    assert as_line("v", 0, 10, 0.0).startswith("v:   0%|")
-    assert "[00:10<00:30, 0.10 GB/s]" in as_line("v", 10**9, 4 * 10**9, 10)
-    assert "[1:00:00<1:00:00," in as_line("v", 10**9, 2 * 10**9, 3600)
-    assert as_line("v", 0, 0, 1.0).startswith("v: 100%|")
-    assert as_line("v", 11, 10, 1.0).startswith("v: 100%|"), "whole rows can be more than asked"
+def test_nothing_is_drawn_of_a_short_read(stderr, monkeypatch):
+    monkeypatch.setattr(report, "BAR_AFTER_S", 60.0)
+    stream = stderr(Terminal())
+    read()
+    assert stream.getvalue() == ""
 
 
-def test_replicate_feeds_it(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("torch_ros.progress.AFTER_S", 0.0)
-    endpoint = f"memory://{uuid.uuid4().hex}"
+@pytest.mark.parametrize(("local", "rank", "is_drawn"), [("", 1, 0), ("0", 8, 1), ("1", 0, 0)])
+def test_the_first_rank_of_a_host_draws(stderr, monkeypatch, local, rank, is_drawn):
+    if local:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    stream = stderr(Terminal())
+    read(rank)
+    assert bool(stream.getvalue()) == is_drawn
+
+
+def test_the_environment_turns_the_bar_off(stderr, monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_PROGRESS", "0")
+    stream = stderr(Terminal())
+    read()
+    assert stream.getvalue() == ""
+
+
+def test_a_function_gets_the_numbers_and_replaces_the_bar(stderr):
+    stream, seen = stderr(Terminal()), []
+    read(on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1000, 4000), (2000, 4000), (3000, 4000), (4000, 4000)]
+    assert stream.getvalue() == ""
+
+
+def publish_and_read(on_progress):
+    options = {"endpoint": f"memory://{id(on_progress)}"}
     with (
-        torch_ros.open("m", endpoint=endpoint, replica="a") as trainer,
-        torch_ros.open("m", endpoint=endpoint, replica="b") as rollout,
+        torch_ros.open("m", replica="t", **options) as trainer,
+        torch_ros.open("m", replica="r", on_progress=on_progress, **options) as rollout,
     ):
-        trainer.register({"w": torch.ones(1000, 1000)})
-        trainer.publish(7)
-        rollout.register({"w": torch.zeros(1000, 1000)})
-        rollout.replicate()
-    last = stream.getvalue().split("\r")[-1]
-    assert last.startswith("version 7 of 'm': 100%|####################| 0.00/0.00 GB")
+        trainer.register({f"w{n}": torch.ones(1000) for n in range(4)})
+        trainer.publish(1)
+        rollout.register({f"w{n}": torch.zeros(1000) for n in range(4)})
+        return rollout.replicate()
+
+
+def test_open_takes_the_function(monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_BYTES", 4000)
+    seen = []
+    assert publish_and_read(lambda *numbers: seen.append(numbers)) == 1
+    assert seen == [(4000 * n, 16_000) for n in (1, 2, 3, 4)]
+
+
+def test_an_exception_in_the_function_is_logged_and_the_read_goes_on(caplog):
+    calls = []
+
+    def fails(done, total):
+        calls.append(done)
+        raise ValueError("no display")
+
+    assert publish_and_read(fails) == 1
+    assert len(calls) == 1
+    assert "no display" in caplog.text
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(torch_ros.errors.UsageError, match="on_progress=3"):
+        torch_ros.open("m", endpoint="memory://none", on_progress=3)

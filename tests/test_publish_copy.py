@@ -79,7 +79,7 @@ def test_buffers_are_registered_once_and_used_in_turn(opened):
     shown = []
     for version in range(4):
         trainer.publish_copy(version, {"w": torch.randn(1000)})  # allocated anew
-        shown.append(trainer._offer.manifest)
+        shown.append(trainer._shard.mailbox.manifest)
     places = [manifest.addresses for manifest in shown]
     assert places[0] == places[2] != places[1] == places[3]
     assert len({manifest.descriptor for manifest in shown}) == 1
@@ -88,15 +88,15 @@ def test_buffers_are_registered_once_and_used_in_turn(opened):
 def test_a_copy_that_does_not_fit_is_refused_and_what_is_held_stays(opened):
     trainer = opened("trainer")
     bf16 = torch.bfloat16
-    trainer.publish_copy(1, {"w": torch.ones(1000)}, dtype=bf16, staging_bytes=5000)
-    with pytest.raises(UsageError, match=r"12160 bytes .*staging_bytes=9000"):
+    trainer.publish_copy(1, {"w": torch.ones(1000)}, dtype=bf16, copy_bytes=5000)
+    with pytest.raises(UsageError, match=r"12160 bytes .*copy_bytes=9000"):
         # 2 x 4032 would fit, but not beside what is published still.
-        trainer.publish_copy(2, {"w": torch.ones(1000)}, staging_bytes=9000)
+        trainer.publish_copy(2, {"w": torch.ones(1000)}, copy_bytes=9000)
     assert trainer.list() == {1: {"trainer"}}
-    trainer.publish_copy(2, {"w": torch.ones(1000)}, dtype=bf16, staging_bytes=5000)
+    trainer.publish_copy(2, {"w": torch.ones(1000)}, dtype=bf16, copy_bytes=5000)
     assert trainer.list() == {2: {"trainer"}}
-    with pytest.raises(UsageError, match=r"4096 bytes .*staging_bytes=4000"):
-        trainer.publish_copy(3, {"w": torch.ones(10)}, staging_bytes=4000)
+    with pytest.raises(UsageError, match=r"4096 bytes .*copy_bytes=4000"):
+        trainer.publish_copy(3, {"w": torch.ones(10)}, copy_bytes=4000)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.int1, torch.bits8, torch.float8_e5m2])
@@ -122,14 +122,14 @@ def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(o
     trainer.publish_copy(7, {"w": torch.full((1000,), 7.0)})
     with pytest.raises(VersionConflict):
         trainer.publish_copy(6, {"w": torch.full((1000,), 6.0)})
-    held = trainer._registered.memory[0]
-    unpublish = trainer._unpublish
+    held = trainer.checkpoints.registered.memory[0]
+    unpublish = trainer._shard.unpublish
 
     def look(deadline, **options):
         assert torch.equal(held, torch.full((1000,), 7.0)), "written while it was published"
         unpublish(deadline, **options)
 
-    trainer._unpublish = look
+    trainer._shard.unpublish = look
     trainer.publish_copy(8, {"w": torch.full((1000,), 8.0)})
     rollout.replicate()
     assert torch.equal(target, torch.full((1000,), 8.0))

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
-from torch_ros import reading
-from torch_ros.exchange import EVERYTHING, joined
 from torch_ros.p2p.nixl import NixlTransport
-from torch_ros.p2p.transport import Region
-from torch_ros.reading import Progress
-from torch_ros.registered import LocalState, Registered, as_segments
+from torch_ros.spans import Region
+from torch_ros.transfer import reading
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.feed import Progress
+from torch_ros.transfer.posting import joined
+from torch_ros.transfer.registered import LocalState, Registered, as_segments
 from torch_ros.weights.local import local_chunks
 
 COUNT, ELEMENTS = 2000, 16
@@ -47,8 +48,8 @@ def test_tensors_that_fill_one_storage_are_one_registration():
 def told(target, *batches):
     """The positions that readers are told as these chunks arrive."""
     positions = []
-    offer = SimpleNamespace(serve=lambda _, position: positions.append(position))
-    progress = Progress(offer, target)
+    mailbox = SimpleNamespace(serve=lambda _, position: positions.append(position))
+    progress = Progress(mailbox, target)
     for chunks in batches:
         progress.add(np.array(chunks), 0)
     return positions
@@ -58,10 +59,10 @@ def test_a_tied_tensor_is_there_with_the_one_that_is_read_for_it():
     shared, between = torch.zeros(8), torch.zeros(8)
     target = registered({"a": shared, "b": between, "c": shared.view(8), "d": shared.view(2, 4)})
     assert target.ties == {2: 0}, "only what has the same shape"
-    assert [record.fqn for record in target.parts[-1].layout.tensors] == ["a", "b", "c", "d"]
-    assert [chunk.tensor for chunk in target.parts[-1].layout.chunks] == [0, 1, 3]
-    assert target.parts[-1].blocks.tolist() == [0, 1, 3]
-    assert told(target, [1], [0, 3]) == [0, EVERYTHING]
+    assert [record.fqn for record in target.phases[-1].layout.tensors] == ["a", "b", "c", "d"]
+    assert [chunk.tensor for chunk in target.phases[-1].layout.chunks] == [0, 1, 3]
+    assert target.phases[-1].blocks.tolist() == [0, 1, 3]
+    assert told(target, [1], [0, 3]) == [0, ALL_BLOCKS]
 
 
 def test_what_is_written_twice_is_told_when_all_that_is_written_there_has_arrived():
@@ -71,10 +72,10 @@ def test_what_is_written_twice_is_told_when_all_that_is_written_there_has_arrive
     target = registered(parts)  # fused, k, other, q, z
     group = target.overlaps[0]
     assert target.overlaps.tolist() == [group, group, -1, group, -1]
-    assert told(target, [0], [1], [2], [3], [4]) == [0, 0, 0, 4, EVERYTHING]
+    assert told(target, [0], [1], [2], [3], [4]) == [0, 0, 0, 4, ALL_BLOCKS]
     apart = registered({"k": fused[:6], "q": fused[6:], "tied": fused[6:]})
     assert apart.overlaps is None
-    assert told(apart, [0], [1]) == [1, EVERYTHING]
+    assert told(apart, [0], [1]) == [1, ALL_BLOCKS]
 
 
 def test_a_gap_in_a_storage_is_not_registered():
@@ -122,8 +123,8 @@ def test_tensors_side_by_side_at_both_ends_are_read_as_one_span():
         rollout.register(got)
         rollout.replicate()
         assert all(bool((tensor == 7).all()) for tensor in got.values())
-        [(_, batches)] = rollout._reading._prepared.values()
-        assert [len(read._pieces) for batch in batches for read in batch.reads] == [1]
+        [(_, batches)] = rollout._shard.reading._prepared.values()
+        assert [len(read._pieces) for batch in batches for read in batch.transfers] == [1]
 
 
 @pytest.mark.parametrize(
@@ -147,31 +148,31 @@ def test_reads_of_the_last_sources_are_kept_up_to_a_bound(monkeypatch, bound, mo
             trainer.publish(version)
             rollout.unpublish()
             rollout.replicate(version)
-            *_, (_, batches) = rollout._reading._prepared.values()
-            seen.append([read for batch in batches for read in batch.reads])
+            *_, (_, batches) = rollout._shard.reading._prepared.values()
+            seen.append([read for batch in batches for read in batch.transfers])
         assert all(bool((tensor == 3).all()) for tensor in got.values())
-        assert len(rollout._reading._prepared) == kept
+        assert len(rollout._shard.reading._prepared) == kept
         for number, reads in enumerate(seen):
             assert all(read._is_closed == (number < 3 - kept) for read in reads)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_joined_spans_are_the_same_bytes_and_as_few_as_can_be(seed):
-    random = np.random.default_rng(seed)
-    runs = []  # bytes that follow each other on both sides, with room around them
-    for number in range(random.integers(1, 5)):
-        cuts = np.unique(random.integers(1, 90, random.integers(0, 6)))
-        ends = [0, *cuts.tolist(), 90]
-        source, target = (
-            1000 * number,
-            2**63 + 1000 * int(random.permutation(9)[0]) + 10_000 * number,
-        )
-        runs.append([(source + a, target + a, b - a) for a, b in itertools.pairwise(ends)])
-    rows = [row for run in runs for row in run]
-    spans = np.array([rows[i] for i in random.permutation(len(rows))], np.uint64)
-    expected = {(run[0][0], run[0][1], 90) for run in runs}
-    assert {tuple(span) for span in joined(spans).tolist()} == expected
-    assert len(joined(spans)) == len(expected)
+def test_joined_spans_are_the_same_bytes_and_as_few_as_can_be():
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        runs = []  # bytes that follow each other on both sides, with room around them
+        for number in range(random.integers(1, 5)):
+            cuts = np.unique(random.integers(1, 90, random.integers(0, 6)))
+            ends = [0, *cuts.tolist(), 90]
+            source, target = (
+                1000 * number,
+                2**63 + 1000 * int(random.permutation(9)[0]) + 10_000 * number,
+            )
+            runs.append([(source + a, target + a, b - a) for a, b in itertools.pairwise(ends)])
+        rows = [row for run in runs for row in run]
+        spans = np.array([rows[i] for i in random.permutation(len(rows))], np.uint64)
+        expected = {(run[0][0], run[0][1], 90) for run in runs}
+        assert {tuple(span) for span in joined(spans).tolist()} == expected, seed
+        assert len(joined(spans)) == len(expected), seed
 
 
 def test_spans_that_touch_on_one_side_only_stay_apart_and_in_order():

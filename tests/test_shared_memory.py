@@ -5,8 +5,6 @@ import logging
 import mmap
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -53,21 +51,18 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def publish(etcd_endpoint):
+def publish(etcd_endpoint, started):
     """Publishes a matrix in a process of its own; the model's name is what it is."""
-    started = []
 
     def start(kind):
-        command = [sys.executable, "-c", SOURCE, etcd_endpoint, kind, kind, str(SIZE)]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
-        assert started[-1].stdout.readline() == "published\n"
+        source = started.start(SOURCE, etcd_endpoint, kind, kind, SIZE, talks=True)
+        assert source.hear() == "published"
         return kind
 
     yield start
-    for process in started:
-        process.communicate()
-        assert process.returncode == 0
+    for source in started.started:
+        source.stdin.close()
+        source.finish()
 
 
 def replicate(endpoint, model, transport):

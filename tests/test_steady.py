@@ -8,9 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ros
-from torch_ros import exchange, reading
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
+from torch_ros.transfer import peers, reading
 
 STEPS = 6
 ONCE = 3  # steps until all is known: two buffers take turns
@@ -33,7 +33,7 @@ def counted(monkeypatch):
     count(MemoryTransport, "register")
     count(MemoryPeer, "prepare")
     count(MemoryPeer, "attach")
-    count(exchange.Intake, "_read_bytes")
+    count(peers.Peers, "_read_bytes")
     count(reading, "plan")
     return counts
 

@@ -10,35 +10,34 @@ Importing this package imports neither torch nor nixl; the first use of `open` d
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_ros import errors
 
 if TYPE_CHECKING:
-    from torch_ros.filling import ReadReport
-    from torch_ros.handle import ShardHandle, open  # noqa: A004
-    from torch_ros.weights.plan import Costs
+    from torch_ros.costs import Costs
+    from torch_ros.shard.handle import ShardHandle
+    from torch_ros.shard.opening import open  # noqa: A004
+    from torch_ros.shard.report import ReadReport
 
 __version__ = "0.1.0"
 __all__ = ["Costs", "ReadReport", "ShardHandle", "errors", "open"]
 
+_HOMES = {  # imported at their first use
+    "Costs": "torch_ros.costs",
+    "ReadReport": "torch_ros.shard.report",
+    "ShardHandle": "torch_ros.shard.handle",
+    "open": "torch_ros.shard.opening",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # The embedded etcd's supervisor and the command line live without torch's 200 MB.
-    if name in ("ShardHandle", "open"):
-        from torch_ros import handle  # noqa: PLC0415
-
-        return getattr(handle, name)
-    if name == "Costs":
-        from torch_ros.weights.plan import Costs  # noqa: PLC0415
-
-        return Costs
-    if name == "ReadReport":
-        from torch_ros.filling import ReadReport  # noqa: PLC0415
-
-        return ReadReport
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The supervisor of the local etcd lives without torch's 200 MB.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)  # what is imported late is found by Tab too
+    return sorted(__all__)  # Tab finds the late imports too

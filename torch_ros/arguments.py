@@ -1,4 +1,4 @@
-"""Checks of what a caller passes, so that a wrong type is named here and not met further down."""
+"""Checks of a caller's arguments: a wrong type is named here and not met further down."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch_ros.errors import UsageError
 FOREVER_S = 1e9  # thirty years; clocks and locks take no more
 
 Check = Callable[[str, Any], object]
-"""Takes a name and a value. Raises: UsageError: Such a value is not taken; names both."""
+"""Takes a name and a value. Raises: UsageError: The value is refused; the error names both."""
 
 
 def check(given: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Raises: UsageError: One of the values that are named in `checks` is not taken."""
+    """Raises: UsageError: A value that `checks` names is refused."""
     for name, each in checks.items():
         each(name, given[name])
 
@@ -29,7 +29,7 @@ def text(name: str, value: Any) -> None:
 
 
 def texts(name: str, value: Any) -> None:
-    """A single string is none: it would be taken letter by letter."""
+    """Refuses a single string, which would be taken letter by letter."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(f"{name}={value!r}: expected a list of strings, such as [{value!r}]")
     for each in value:

@@ -15,7 +15,8 @@
     * SourceLost         a replica vanished while it was read
     * CorruptWeights     what was read is not what was published
     * CallAborted        another rank of this group gave up on the call
-  * SelfFenced         this process lost its place; its shards are no longer visible
+  * SeatLost           this process lost its place, and takes it again: call again later
+    * Fenced             for good: close the handle and open a new one
   * BackendError       etcd or the fabric did not answer
     * StoreUnavailable
     * AccessDenied       TLS, the user or its role; the field `what` says which
@@ -60,26 +61,38 @@ class PeerError(TorchRosError):
     """Another process failed."""
 
 
-class SelfFenced(TorchRosError):
-    """This replica lost its place in the store.
+class SeatLost(TorchRosError):
+    """This replica lost its place in the store, and takes it again by itself. Call again later.
 
-    If `may_return`, its processes take their seats again by themselves, as soon as all of them
-    can reach etcd: call again later. Else the place belongs to another start of the replica, or a
-    peer closed its handle: close this one and open a new one. Either way `unpublish` gives the
-    tensors back: what readers still get from them after it has returned does not count for them.
+    Its processes take their seats again as soon as all of them can reach etcd. `unpublish` gives
+    the tensors back meanwhile: bytes that readers get after it has returned do not count for them.
     """
 
-    def __init__(self, replica: str, reason: str, may_return: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
-        super().__init__(replica, reason, may_return)
-        self.replica, self.reason, self.may_return = replica, reason, may_return
+    way_out = "it takes its place again by itself once all its ranks are back; call again later"
+
+    def __init__(self, replica: str, reason: str) -> None:
+        super().__init__(replica, reason)
+        self.replica, self.reason = replica, reason
 
     def __str__(self) -> str:
-        way_out = (
-            "it takes its place again by itself once all its ranks are back; call again later"
-            if self.may_return
-            else "close this handle and open a new one"
+        return (
+            f"replica {self.replica!r} is no longer part of the store: {self.reason}; "
+            f"{self.way_out}"
         )
-        return f"replica {self.replica!r} is no longer part of the store: {self.reason}; {way_out}"
+
+
+class Fenced(SeatLost):
+    """This replica lost its place for good: close this handle and open a new one.
+
+    Another start of the replica has taken its name, or a peer closed its handle (`is_orderly`).
+    `unpublish` still gives the tensors back.
+    """
+
+    way_out = "close this handle and open a new one"
+
+    def __init__(self, replica: str, reason: str, is_orderly: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
+        super().__init__(replica, reason)
+        self.args, self.is_orderly = (replica, reason, is_orderly), is_orderly
 
 
 class BackendError(TorchRosError):
@@ -195,7 +208,7 @@ class TransferFailed(PeerError):
 class SourceLost(PeerError):
     """A source vanished while it was read, and no other was left.
 
-    What was read so far is in the target tensors; treat their content as undefined.
+    Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int) -> None:

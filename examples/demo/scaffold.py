@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ros.handle import ReadReport
+from torch_ros.shard.report import ReadReport
 
 
 class Scaffold:

@@ -15,7 +15,7 @@ from model import build
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
-import torch_ros.store.rendezvous  # noqa: F401  # torch knows etcd:// from here on
+import torch_ros.store.distributed.rendezvous  # noqa: F401  # torch knows etcd:// from here on
 from torch_ros.dcp import ROSReader, ROSWriter, default_handle
 from torch_ros.errors import NotAvailable, PeerError
 

@@ -11,7 +11,7 @@ import pytest
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.transport import Region
+from torch_ros.spans import Region
 
 DEADLINE_S = 20
 
@@ -25,10 +25,10 @@ def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
     if request.param in ("shared", "cma"):
-        from torch_ros.p2p import shared
+        from torch_ros.p2p import copying, near
 
-        for least in ("LOOK_BYTES", "CMA_BYTES", "SHARE_BYTES"):
-            monkeypatch.setattr(shared, least, 1)
+        for module, least in ((near, "LOOK_BYTES"), (near, "CMA_BYTES"), (copying, "SHARE_BYTES")):
+            monkeypatch.setattr(module, least, 1)
     if request.param == "shared":
         monkeypatch.setattr(sys.modules[__name__], "random_bytes", random_shared_bytes)
 
@@ -41,7 +41,7 @@ def make(request, monkeypatch):
             made.append(NixlTransport(*args))
             if request.param in ("shared", "cma"):
                 threads = 2 if request.param == "cma" else 0
-                made.append(shared.SharedTransport(made[-1], threads=threads))
+                made.append(near.NearTransport(made[-1], threads=threads))
                 made[-1].never = 0  # here both ends are one process
         return made[-1]
 

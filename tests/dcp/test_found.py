@@ -144,7 +144,7 @@ def test_a_rank_with_several_parts_of_a_dtensor_saves_and_loads_them_all(handles
         assert expected[1:3, 0].diff() != 3, "two parts"
         for version in (1, 2):  # planned, and as remembered
             save(trainer, version, {"w": mine}, is_own=is_own, no_dist=True)
-            chunks = trainer._offer.manifest.layout.chunks
+            chunks = trainer._shard.mailbox.manifest.layout.chunks
             rows = [range(c.offsets[0], c.offsets[0] + c.sizes[0]) for c in chunks]
             assert [row for part in rows for row in part] == (expected[:, 0] // 3).tolist()
     for version in (3, 4):
@@ -178,7 +178,7 @@ def test_an_object_that_is_remembered_is_not_read_into(handles):
     trainer.unregister()
     save(trainer, 2, {"w": weight, "lr": 0.1})  # remembered, and registered anew
     trainer.unpublish()
-    trainer._registered.objects["lr"].zero_()
+    trainer.checkpoints.registered.objects["lr"].zero_()
     save(trainer, 3, {"w": weight, "lr": 0.1})
     got = {"w": torch.zeros(3), "lr": 0.0}
     load(rollout, got)

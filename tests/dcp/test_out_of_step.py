@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.testing._internal.distributed import multi_threaded_pg
 
 import torch_ros
-from torch_ros import beginnings
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.errors import CallAborted, CallMismatch, DeadlineExceeded
-from torch_ros.registered import LocalState
-from torch_ros.store import group
+from torch_ros.protocol import seating
+from torch_ros.shard import beginnings
+from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Read
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
 SIZE = 2
@@ -40,7 +41,7 @@ class Planted(Exception):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(group, "RETRY_S", 0.02)  # between two looks of who minds
+    monkeypatch.setattr(seating, "RETRY_S", 0.02)  # between two looks of who minds
     monkeypatch.setattr(beginnings, "LOOK_S", 0.02)
 
 
@@ -240,17 +241,15 @@ def test_a_rank_that_never_began_a_save_is_in_step_with_its_next(replicas, first
     there = threading.Event()
 
     def publish(handle, version):
-        handle._save(
-            version, lambda: LocalState(local_chunks({"w": torch.ones(1)}), {}, {}),
-            is_staged=False, timeout_s=30,
-        )  # fmt: skip
+        state = LocalState(local_chunks({"w": torch.ones(1)}), {}, {})
+        handle.checkpoints.save(SaveRequest(version, state, timeout_s=30))
 
     def do(rank, handle):
         versions = [2, 3] if rank == 0 else [3]
         if rank != first:
             there.wait(BOUND_S)
-            key = handle._group.seat.own[1]
-            until(lambda: handle._group.kv.read(Read((key,)), timeout_s=5).entries)
+            key = handle._shard.group.seat.own[1]
+            until(lambda: handle._shard.group.kv.read(Read((key,)), timeout_s=5).entries)
         there.set()
         for version in versions:
             try:
@@ -267,10 +266,8 @@ def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
     trainer, _ = replicas
 
     def publish(handle, timeout_s):
-        handle._save(
-            2, lambda: LocalState(local_chunks({"w": torch.ones(1)}), {}, {}),
-            is_staged=False, timeout_s=timeout_s,
-        )  # fmt: skip
+        state = LocalState(local_chunks({"w": torch.ones(1)}), {}, {})
+        handle.checkpoints.save(SaveRequest(2, state, timeout_s=timeout_s))
 
     def do(rank, handle):
         try:

@@ -1,4 +1,4 @@
-"""What `planner()` leaves out, and that it leaves out nothing else. tests/e2e has the groups."""
+"""`planner()` leaves planning out, and nothing else; tests/processes has ranks."""
 
 import gc
 import pickle
@@ -98,7 +98,9 @@ def test_an_unchanged_state_dict_is_planned_and_registered_once(handles):
         loaded = renewed(got)
         load(rollout, loaded)
         assert_same(saved, loaded)
-        seen.append([(memos(h), h._registered, h._offer._tensors) for h in handles])
+        seen.append(
+            [(memos(h), h.checkpoints.registered, h._shard.mailbox._tensors) for h in handles]
+        )
         seen[-1] = [(dict(memo), *rest) for memo, *rest in seen[-1]]
     for before, after in zip(seen[0] + seen[1], seen[1] + seen[2], strict=True):
         assert before[0].keys() == after[0].keys()
@@ -156,7 +158,7 @@ def test_what_changed_is_noticed(handles, change):
     assert [type(v) for _, v in flat(blank)] == [type(v) for _, v in flat(saved)]
     assert str(blank["rate"]) == str(saved["rate"])
     mine = {t.data_ptr() for _, t in flat(saved) if isinstance(t, torch.Tensor) and t.numel()}
-    shown = set(trainer._offer.manifest.addresses)
+    shown = set(trainer._shard.mailbox.manifest.addresses)
     assert mine <= shown, "published somewhere else than in place"
 
 
@@ -214,9 +216,9 @@ def test_the_same_is_published_as_with_dcps_own_planner(handles):
     trainer, rollout = handles
     saved = state(1.0)
     save(trainer, 1, saved)
-    ours = trainer._offer.manifest.layout
+    ours = trainer._shard.mailbox.manifest.layout
     dcp.save(saved, storage_writer=ROSWriter(2, handle=trainer), planner=DefaultSavePlanner())
-    assert trainer._offer.manifest.layout == ours
+    assert trainer._shard.mailbox.manifest.layout == ours
     got = state(0.0)
     reader = ROSReader("latest", handle=rollout)
     dcp.load(got, storage_reader=reader, planner=DefaultLoadPlanner())
@@ -236,7 +238,7 @@ def test_names_that_flatten_alike_are_told_apart(handles, ours):
         writer = ROSWriter(version, handle=trainer)
         planner = writer.planner() if version in ours else None
         dcp.save(saved, storage_writer=writer, planner=planner)
-        (record,) = trainer._offer.manifest.layout.tensors
+        (record,) = trainer._shard.mailbox.manifest.layout.tensors
         assert record.path == path
 
 
@@ -261,9 +263,9 @@ def test_what_another_thread_registered_is_not_taken_for_ours(handles):
     first, second = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
     save(trainer, 1, first)
     save(trainer, 2, second)
-    memos(trainer)["save"].learn(outline(first), trainer._registered)
+    memos(trainer)["save"].learn(outline(first), trainer.checkpoints.registered)
     save(trainer, 3, first)
-    assert trainer._offer.manifest.addresses == (first["w"].data_ptr(),)
+    assert trainer._shard.mailbox.manifest.addresses == (first["w"].data_ptr(),)
 
 
 def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(handles):
@@ -272,10 +274,10 @@ def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(handles):
     for version in (1, 2):
         save(trainer, version, {"w": torch.from_numpy(place)})
     trainer.unpublish()
-    known = trainer._registered
+    known = trainer.checkpoints.registered
     known.memory[0].set_()  # what becomes of it when its storage is freed, as FSDP1 does
     save(trainer, 3, {"w": torch.from_numpy(place)})
-    assert trainer._registered is not known
+    assert trainer.checkpoints.registered is not known
 
 
 def test_what_a_rank_sends_to_the_coordinator_does_not_grow():

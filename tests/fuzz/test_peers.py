@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_ros
-from torch_ros import reading
 from torch_ros.errors import SourceLost, TorchRosError
-from torch_ros.exchange import MAILBOX_BYTES, Notice, _digest
-from torch_ros.p2p.transport import Region
-from torch_ros.store import group
+from torch_ros.protocol import call
+from torch_ros.spans import Region
+from torch_ros.transfer import feed
+from torch_ros.transfer.card import MAILBOX_BYTES, Notice
+from torch_ros.transfer.card import digest as digest_of
 from torch_ros.weights.manifest import Manifest
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
@@ -58,40 +59,40 @@ def replaced(value, path, other):
     return changed
 
 
-def write(offer, notice, *, is_torn=False):
+def write(mailbox, notice, *, is_torn=False):
     """Show these bytes as the notice."""
     notice = notice[: MAILBOX_BYTES - 32]
-    digest = bytes(16) if is_torn else _digest(notice)
+    digest = bytes(16) if is_torn else digest_of(notice)
     box = np.frombuffer(len(notice).to_bytes(8, "little") + digest + notice, np.uint8)
-    offer._mailbox[8 : 8 + len(box)] = box
+    mailbox._memory[8 : 8 + len(box)] = box
 
 
-def spoil(offer, what):
+def spoil(mailbox, what):
     """Returns the manifest that is shown instead, if it is one."""
     kind, path, other, is_torn = what
-    posted = offer._posted[0]
+    posted = mailbox._manifests[0]
     match kind:
         case "mailbox":
             length = (other if isinstance(other, int) else 2**63) % 2**64
-            offer._mailbox[8:16] = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
+            mailbox._memory[8:16] = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
         case "bytes":
-            write(offer, repr(other).encode() + bytes(path), is_torn=is_torn)
+            write(mailbox, repr(other).encode() + bytes(path), is_torn=is_torn)
         case "notice":
-            fields = msgspec.msgpack.decode(posted.notice)
-            write(offer, msgspec.msgpack.encode(replaced(fields, path[:1], other)))
+            fields = msgspec.msgpack.decode(posted.notice[24:])
+            write(mailbox, msgspec.msgpack.encode(replaced(fields, path[:1], other)))
         case "manifest":
             fields = msgspec.msgpack.decode(posted.manifest.encode())
             content = msgspec.msgpack.encode(replaced(fields, path, other))
             spoil.kept = buffer = np.frombuffer(bytearray(content or b"\0"), np.uint8)
             region = Region(buffer.ctypes.data, buffer.nbytes)
-            registration = offer._transport.register([region])
-            where = buffer.ctypes.data, buffer.nbytes, _digest(content)
-            write(offer, msgspec.msgpack.encode(Notice(*where, registration.descriptor)))
+            registration = mailbox._transport.register([region])
+            where = buffer.ctypes.data, buffer.nbytes, digest_of(content)
+            write(mailbox, msgspec.msgpack.encode(Notice(*where, registration.descriptor)))
             with contextlib.suppress(TorchRosError):
                 return Manifest.decode(content)
         case "word":
             value = other if isinstance(other, int) else 0
-            offer._word[0] = value % 2**64
+            mailbox._word[0] = value % 2**64
     return None
 
 
@@ -120,15 +121,15 @@ def replicas(transport, *names):
 @contextlib.contextmanager
 def quick():
     """What is waited for a second or so is waited for a moment."""
-    with patch.object(reading, "TORN_S", 0.02), patch.object(group, "RETRY_S", 0.01):
+    with patch.object(feed, "TORN_S", 0.02), patch.object(call, "RETRY_S", 0.01):
         yield
 
 
 def reads_from_the_good(transport, what):
     with quick(), replicas(transport, "bad", "good", "me") as all_:
         bad, _, me = all_
-        before = bad._offer.manifest
-        shown = spoil(bad._offer, what)
+        before = bad._shard.mailbox.manifest
+        shown = spoil(bad._shard.mailbox, what)
         mine = {fqn: torch.zeros(shape) for fqn, shape in TENSORS.items()}
         me.unregister()
         me.register(mine)
@@ -166,7 +167,7 @@ def test_a_bad_peer_fails_nobody_over_nixl(what):
 @given(spoiled())
 def test_a_bad_peer_alone_is_named(what):
     with quick(), replicas("auto", "bad", "me") as (bad, me):
-        spoil(bad._offer, what)
+        spoil(bad._shard.mailbox, what)
         try:
             me.replicate(1)
         except SourceLost as lost:

@@ -12,60 +12,61 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_ros.errors import BackendError, TorchRosError
-from torch_ros.store import keys as k
-from torch_ros.store import membership, rules, sources
-from torch_ros.store.keys import Keys
-from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
-from torch_ros.store.membership import Applicant
-from torch_ros.store.records import (
+from torch_ros.protocol import calls, membership, sources, unpublish
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.records import (
     Call,
     Decisions,
     Failure,
-    Group,
+    GroupRecord,
     Holding,
     Kept,
     Outcome,
     Reader,
     Ready,
     Record,
-    Run,
-    Shard,
+    RunRecord,
+    ShardRecord,
     Suspect,
-    Version,
+    VersionRecord,
     VersionRef,
 )
-from torch_ros.store.seat import Seat
+from torch_ros.protocol.retention import keeping
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.versions import Spec, listing, resolve
+from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import Entry, View
-from torch_ros.store.versions import Spec, keeping, listing, resolve
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 MODEL = Keys("m")
-OWN, REF, V = "r@1", VersionRef("run", 1, "u", 1), Version("u", "L")
-SHARD = Shard("h", 1, b"card")
+OWN, REF, V = "r@1", VersionRef("run", 1, "u", 1), VersionRecord("u", "L")
+SHARD = ShardRecord("h", 1, b"card")
 CALL = Call(1, "replicate", "replicate 1", 0, REF, ["t@1"])
 KEPT = Kept(REF, 1, "L", is_original=True)
 FAILED = Call(2, "update", "u", 0, outcome=Outcome(Failure("UsageError", ["x"], 0)))
 DECIDED = Decisions([CALL, FAILED])
 
 MINE = {
-    MODEL.group("r"): Group("1", 1, "run", is_complete=True),
+    MODEL.group("r"): GroupRecord("1", 1, "run", is_complete=True),
     MODEL.decisions(OWN): DECIDED,
     MODEL.shard(OWN, 0): SHARD,
     MODEL.holding("run", 1, OWN): Holding("u", 1, "filling", 1),
     MODEL.version("run", 1): V,
 }
 WELL = {
-    MODEL.group("t"): Group("1", 1, "run", is_complete=True, retain=["latest"]),
+    MODEL.group("t"): GroupRecord("1", 1, "run", is_complete=True, retain=["latest"]),
     MODEL.shard("t@1", 0): SHARD,
-    MODEL.run("run"): Run("h:1", 1),
+    MODEL.run("run"): RunRecord("h:1", 1),
     MODEL.holding("run", 1, "t@1"): Holding("u", 1, "full", 1, is_original=True),
     MODEL.reader("run", 1, "t@1", OWN, 0): Reader(1),
 }
 OTHERS = {
-    MODEL.group("z"): Group("1", 1, "run", is_complete=True, retain=["latest-1"]),
+    MODEL.group("z"): GroupRecord("1", 1, "run", is_complete=True, retain=["latest-1"]),
     MODEL.shard("z@1", 0): msgspec.structs.replace(SHARD, kept=KEPT, ended=[CALL]),
-    MODEL.run("other"): Run("h:1", 2),
-    MODEL.version("run", 2): Version("u2", "L"),
+    MODEL.run("other"): RunRecord("h:1", 2),
+    MODEL.version("run", 2): VersionRecord("u2", "L"),
     MODEL.version("other", 1): V,
     MODEL.holding("run", 1, "z@1"): Holding("u", 3, "full", 1),
     MODEL.holding("run", 2, "z@1"): Holding("u2", 3, "full", 1),
@@ -77,7 +78,9 @@ OTHERS = {
 }
 EVERY = (*MINE.items(), *WELL.items(), *OTHERS.items())
 SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0)
-WHO = Applicant(MODEL, "n", 0, 1, 9, SHARD, "2", False, None, "fresh", "default", False)
+WHO = Applicant(
+    MODEL, "n", 0, 1, SHARD, None, "default", False, lease_id=9, nonce="2", fresh_run="fresh"
+)
 
 
 def fuzz(examples):
@@ -160,7 +163,7 @@ def view_of(*parts):
 
 def effects(rule, **options):
     return partial(
-        rules.decide,
+        calls.decide,
         seat=SEAT,
         number=3,
         kind="publish",
@@ -177,17 +180,17 @@ RULES = {
     },
     "keep": lambda view: keeping(view, MODEL, REF, OWN),
     "keep an older": lambda view: keeping(view, MODEL, VersionRef("run", 0, "v", 1), OWN),
-    "publish": effects(rules.publish, version=3, fresh_uid="new"),
-    "replicate": effects(rules.replicate, spec=Spec(), floor=None, is_relay=True, sources_max=4),
+    "publish": effects(calls.publish, version=3, fresh_uid="new"),
+    "replicate": effects(calls.replicate, spec=Spec(), floor=None, is_relay=True, sources_max=4),
     "claim": lambda view: sources.claim(view, SEAT, CALL),
     "attach": lambda view: sources.attach(view, SEAT, CALL, "t@1"),
     "attach to another": lambda view: sources.attach(view, SEAT, CALL, "z@1"),
-    "complete": lambda view: rules.complete(view, SEAT, CALL, "L"),
-    "readies": lambda view: rules.readies(view, SEAT, CALL),
-    "unpublish": lambda view: rules.unpublish(view, SEAT, 3, "unpublish", REF),
-    "copied": lambda view: rules.copied(view, SEAT, KEPT, "r+3@1", 3, SHARD),
-    "release": lambda view: rules.release(view, SEAT, REF, OWN),
-    "abort": lambda view: rules.abort(view, SEAT, 1, "agree", "x", Failure("UsageError", ["x"], 0)),
+    "complete": lambda view: calls.complete(view, SEAT, CALL, "L"),
+    "readies": lambda view: calls.readies(view, SEAT, CALL),
+    "unpublish": lambda view: unpublish.unpublish(view, SEAT, 3, "unpublish", REF),
+    "copied": lambda view: unpublish.copied(view, SEAT, KEPT, "r+3@1", 3, SHARD),
+    "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
+    "abort": lambda view: calls.abort(view, SEAT, 1, "agree", "x", Failure("UsageError", ["x"], 0)),
     "find": lambda view: membership.find_group(view, WHO),
     "open": lambda view: membership.create_group(view, WHO),
     "join": lambda view: membership.join(view, dataclasses.replace(WHO, replica="r"), "1"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
 

@@ -23,7 +23,7 @@ from pattern import Pattern
 
 import torch_ros
 from torch_ros import errors
-from torch_ros.store.keys import replica_of
+from torch_ros.protocol.keys import replica_of
 
 TENSORS, WORDS = 12, 2 << 20  # of 16 MiB each: a transfer of three batches
 CALL_S = 6.0
@@ -58,7 +58,7 @@ class Part:
 
 class Player:
     def __init__(self, part):
-        self.part, self.parent = part, os.getppid()
+        self.part = part
         self.is_over = False
         self.handle = None
         self.number = 0
@@ -96,7 +96,7 @@ class Player:
             version=self.handle.version if self.handle else None,
             group=self.new_ends(),
         )
-        is_lost = isinstance(error, errors.SelfFenced) and not error.may_return
+        is_lost = isinstance(error, errors.Fenced)
         if self.handle is not None and (is_lost or isinstance(error, errors.ClosedError)):
             self.close()
         return answer
@@ -105,9 +105,9 @@ class Player:
         """How calls of the group ended, as far as this rank has learned since it said so last."""
         if self.handle is None:
             return None
-        group = self.handle._group
+        group = self.handle._shard.group
         news = []
-        for call in list(group._ended):
+        for call in list(group.ledger.ended):
             failure = call.outcome.failure
             end = [call.asked, call.ref.version if call.ref else None]
             end.append(failure.kind if failure else "")
@@ -151,7 +151,7 @@ class Player:
         self.attempt("close", handle.close, 0.0)
 
     def play(self, scene):
-        while not self.is_over and os.getppid() == self.parent:
+        while not self.is_over:
             if (self.open() if self.handle is None else scene()) is FAILED:
                 time.sleep(RETRY_S)
         if self.handle is not None:

@@ -1,11 +1,8 @@
 """Plays a plan: an etcd, the processes, the strikes, and an observer of etcd from outside."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -14,12 +11,13 @@ from pathlib import Path
 
 from strikes import CAST, ETCD, PROCESSES, RETAINING, SPOT, TTL_S, Strike
 
+from puppets import Puppet, Puppets
 from torch_ros.errors import TorchRosError
-from torch_ros.store import keys as k
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.versions import offered, spec_ranges
 from torch_ros.store.endpoint import connect
-from torch_ros.store.keys import Keys
 from torch_ros.store.txn import Read, whole
-from torch_ros.store.versions import offered, spec_ranges
 
 PLAYER = Path(__file__).with_name("player.py")
 DRAIN_S = 0.8  # shorter than most pauses: a paused reader is left behind
@@ -32,12 +30,12 @@ OBSERVE_S = 0.15
 
 @dataclass
 class Process:
-    """One seat of the workload, and whoever sits there now."""
+    """One seat of the workload, and the puppet that sits there now."""
 
     who: str
     rank: int
     lives: int = 0
-    popen: subprocess.Popen | None = None
+    puppet: Puppet | None = None
     is_stricken: bool = False
 
 
@@ -67,13 +65,7 @@ class Stage:
         self.keys = Keys(self.model)
         self.diary = Diary()
         self.processes = {seat: Process(*seat) for seat in PROCESSES}
-        self.environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore",
-            **({"UCX_TLS": ucx_tls} if ucx_tls else {}),
-        }
+        self.puppets = Puppets(folder, **({"UCX_TLS": ucx_tls} if ucx_tls else {}))
         self.heals: list[tuple[float, dict, object]] = []
         self.kv = connect(self.endpoint, timeout_s=5)
         self.is_over = threading.Event()
@@ -95,10 +87,7 @@ class Stage:
             self.end()
         finally:
             self.is_over.set()
-            for process in self.processes.values():
-                if process.popen.poll() is None:
-                    process.popen.kill()
-                    process.popen.wait()
+            self.puppets.close()
             self.kv.close()
         return self.diary
 
@@ -119,27 +108,21 @@ class Stage:
             "ttl_s": TTL_S,
             "drain_s": DRAIN_S,
         }
-        with (self.folder / f"{process.who}-{process.rank}.log").open("ab") as log:
-            process.popen = subprocess.Popen(
-                [sys.executable, PLAYER, json.dumps(part)],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        name = f"{process.who}-{process.rank}"
+        process.puppet = self.puppets.start(PLAYER, json.dumps(part), name=name)
 
     def end(self) -> None:
         """Ask all to close; what they answer is in the diary."""
         for process in self.processes.values():
-            process.popen.terminate()
+            process.puppet.signal(signal.SIGTERM)
         deadline = time.monotonic() + END_S
         for process in self.processes.values():
             try:
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.send_signal(signal.SIGUSR1)
+                process.puppet.wait(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                process.puppet.signal(signal.SIGUSR1)
                 time.sleep(1)  # to write it down
-            name, code = f"{process.who}/{process.rank}", process.popen.returncode
+            name, code = f"{process.who}/{process.rank}", process.puppet.returncode
             self.diary.exits.append({"who": name, "code": code})
 
     # Strikes
@@ -162,11 +145,10 @@ class Stage:
 
     def on_process(self, strike: Strike, process: Process):
         process.is_stricken = True
-        popen = process.popen
+        puppet = process.puppet
 
         def kill():
-            popen.kill()
-            popen.wait()
+            puppet.kill()
 
         def replace():
             process.is_stricken = False
@@ -174,11 +156,11 @@ class Stage:
 
         def resume():
             process.is_stricken = False
-            popen.send_signal(signal.SIGCONT)
+            puppet.signal(signal.SIGCONT)
 
         if strike.kind == "kill":
             return kill, replace
-        return lambda: popen.send_signal(signal.SIGSTOP), resume
+        return lambda: puppet.signal(signal.SIGSTOP), resume
 
     def on_etcd(self, strike: Strike):
         etcd = self.etcd

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     DeadlineExceeded,
-    SelfFenced,
+    SeatLost,
     TransferFailed,
     UsageError,
 )
-from torch_ros.exchange import Intake, Offer, Word
 from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.protocol.seat import CALLS_KEPT
 from torch_ros.store import memory
-from torch_ros.store.run import Deadline
-from torch_ros.store.seat import CALLS_KEPT
+from torch_ros.transfer.card import Word
+from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.peers import Peers
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def wait_for(condition, seconds=15):
 def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
     trainer, endpoint, monkeypatch
 ):
-    group, may_return = trainer._group, threading.Event()
-    take_seat, forget = group._take_seat_again, group.forget
+    group, may_return = trainer._shard.group, threading.Event()
+    take_seat, forget = group._take_seat_again, group.ledger.forget
 
     def take_seat_when_told():
         assert may_return.wait(15)
@@ -53,14 +55,14 @@ def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
 
     def forget_after_the_return(*args):
         may_return.set()
-        wait_for(lambda: not group.is_fenced)
+        wait_for(lambda: group.state == "seated")
         return forget(*args)
 
     trainer.publish(1)
     monkeypatch.setattr(group, "_take_seat_again", take_seat_when_told)
-    monkeypatch.setattr(group, "forget", forget_after_the_return)
+    monkeypatch.setattr(group.ledger, "forget", forget_after_the_return)
     memory.named(endpoint.removeprefix("memory://")).expire(group.session.lease_id)
-    wait_for(lambda: group.is_fenced)
+    wait_for(lambda: group.state != "seated")
     trainer.unpublish(timeout_s=0.1)
     assert trainer.version is None
     assert trainer.list() == {}
@@ -95,7 +97,7 @@ def test_a_rank_that_is_further_behind_than_its_group_remembers_does_not_decide_
         assert first.update() is False
     trainer.unpublish()
     trainer.publish(2)
-    with pytest.raises(SelfFenced, match="older than the 64 calls"):
+    with pytest.raises(SeatLost, match="older than the 64 calls"):
         second.update()
 
 
@@ -165,19 +167,19 @@ class SlowRead:
 
 
 def test_a_word_that_came_too_late_for_one_call_is_asked_for_again_by_the_next():
-    offer, transport = Offer(MemoryTransport()), Slow()
-    intake = Intake(transport)
-    offer.serve(5, 1)
-    shown = intake.shown(offer.card, Deadline("look", 5))
+    mailbox, transport = Mailbox(MemoryTransport()), Slow()
+    peers = Peers(transport)
+    mailbox.serve(5, 1)
+    shown = peers.state(mailbox.card, Deadline("look", 5))
     transport.flows.clear()
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
-            intake.word(shown, Deadline("ask", 0.05))
-    offer.serve(6, 2)
+            peers.word(shown, Deadline("ask", 0.05))
+    mailbox.serve(6, 2)
     transport.flows.set()
-    assert intake.word(shown, Deadline("ask", 5)) == Word(6, 2)
-    offer.close()
+    assert peers.word(shown, Deadline("ask", 5)) == Word(6, 2)
+    mailbox.close()
     with pytest.raises(TransferFailed):
-        intake.word(shown, Deadline("ask", 5))
+        peers.word(shown, Deadline("ask", 5))
     with pytest.raises(TransferFailed):
-        intake.word(shown, Deadline("ask", 5))
+        peers.word(shown, Deadline("ask", 5))

@@ -33,6 +33,7 @@ def folder(request):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.xdist_group("a GiB in each process")
 @pytest.mark.parametrize(
     ("seed", "count"), [(FIRST_SEED + i, count) for i, count in enumerate(COUNTS)]
 )

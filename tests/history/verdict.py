@@ -19,7 +19,7 @@ SLACK_S = 16.0
 CLOSE_S = 8.0  # which has no deadline of its own
 CATCH_UP_S = 10.0  # for the ranks of a group to agree again, once etcd is back
 # Calls that fail for these reasons may: the caller does the same again.
-EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SelfFenced"}
+EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SeatLost", "Fenced"}
 EXPECTED |= {"StoreUnavailable", "Contention", "VersionNotFound"}
 ENDS_LEASES = {"away", "hang", "wipe"}
 RETRY_S = 1.0  # at most, until a lease is renewed again after etcd has come back

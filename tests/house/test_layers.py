@@ -5,34 +5,19 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
-BELOW = {"arguments", "errors", "store", "weights", "p2p"}
-HANDLE = {
-    *("identity", "exchange", "reading", "registered", "staged", "copies", "beginnings"),
-    *("closing", "filling", "handle"),
+GROUND = {"errors", "deadline", "spans", "environment", "arguments", "costs"}
+ARROWS = {  # folder -> what it may import besides itself, the ground and the standard library
+    "store": {"msgspec"},
+    "store/distributed": {"store", "torch"},
+    "protocol": {"store", "msgspec"},
+    "weights": {"torch", "numpy", "msgspec"},
+    "p2p": {"numpy", "msgspec"},
+    "transfer": {"weights", "p2p", "torch", "numpy", "msgspec"},
+    "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch", "tqdm"},
+    "dcp": {"shard", "transfer", "weights", "torch"},
 }
-ARROWS = {  # part -> what it may import besides itself and the standard library
-    "errors": set(),
-    "arguments": {"errors"},
-    "store": {"errors", "msgspec"},
-    "weights": {"errors", "torch", "numpy", "msgspec"},
-    "p2p": {"errors", "numpy", "msgspec"},
-    "identity": {"errors", "torch"},
-    "exchange": {*BELOW, "numpy", "msgspec"},
-    "reading": {*BELOW, "exchange", "registered", "torch", "numpy"},
-    "registered": {*BELOW, "torch", "numpy"},
-    "staged": {*BELOW, "registered", "torch"},
-    "copies": {*BELOW, "exchange", "registered", "torch"},
-    "closing": {"errors", "store"},
-    "progress": set(),
-    "beginnings": {"errors", "store"},
-    "filling": {*BELOW, "exchange", "reading", "registered", "progress", "torch"},
-    "handle": {*BELOW, *HANDLE, "torch"},
-    "dcp": {"errors", "weights", "registered", "staged", "beginnings", "handle", "torch"},
-    "integrations": {"errors", "handle", "dcp", "torch"},
-    "cli": {"errors", "handle"},
-}
-# The records know no tensors; what torch.distributed keeps in etcd is the exception.
-TORCH_IN_STORE = {"store/torch_store.py", "store/rendezvous.py", "store/torchrun.py"}
+ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import
+FACE = {"__init__"}  # the public face may name everything
 DOORS = {"pyetcd": "store/etcd.py", "grpc": "store/etcd.py", "nixl": "p2p/nixl.py"}
 
 
@@ -40,27 +25,39 @@ def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch_ros":
-            yield from (f"torch_ros.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folder_of(name):
+    """The folder that a name of ours comes from; "" for the root."""
+    parts = name.split(".")[1:]
+    paths = ("/".join(parts[:depth]) for depth in (2, 1))
+    return next((path for path in paths if path in ARROWS), "")
 
 
 def broken_arrows(package):
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package)
-        part = file.parts[0].removesuffix(".py")
-        if part == "__init__":
-            continue  # the public face may name everything
+        folder = str(file.parent)
+        if folder == "." and file.stem in FACE:
+            continue
+        if folder == "." and file.stem not in GROUND:
+            yield f"{file} lies in the root; only the face and the ground may"
+            continue
+        allowed = ON_THE_GROUND if folder == "." else {folder, *ARROWS[folder], *GROUND}
+        is_lazy_face = str(file) == "store/__init__.py"
         for name in imported(path):
             top, *rest = name.split(".")
-            target = rest[0] if top == "torch_ros" else top
-            if top in DOORS:
-                if str(file) != DOORS[top]:
-                    yield f"{file} imports {name}; only {DOORS[top]} may"
-            elif target == "torch" and str(file) in TORCH_IN_STORE:
+            if top in DOORS and str(file) != DOORS[top]:
+                yield f"{file} imports {name}; only {DOORS[top]} may"
+            elif top in DOORS or (is_lazy_face and name.startswith("torch_ros.store.distributed")):
                 continue
-            elif target not in {part, *ARROWS[part], *sys.stdlib_module_names}:
+            elif top == "torch_ros":
+                target = rest[0] if rest[0] in GROUND else folder_of(name)
+                if target not in allowed:
+                    yield f"{file} imports {name}"
+            elif top not in {*allowed, *sys.stdlib_module_names}:
                 yield f"{file} imports {name}"
 
 
@@ -69,11 +66,62 @@ def test_imports_follow_the_arrows():
 
 
 def test_a_broken_arrow_is_seen(tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "keys.py").write_text("import torch\nfrom nixl import nixl_agent\n")
-    (tmp_path / "store" / "rendezvous.py").write_text("import torch, numpy\n")
+    for folder in ("store/distributed", "protocol", "transfer"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "loose.py").write_text("")
+    (tmp_path / "spans.py").write_text("import numpy, torch\n")
+    (tmp_path / "protocol/keys.py").write_text("import torch\nfrom nixl import nixl_agent\n")
+    (tmp_path / "store/distributed/lease.py").write_text("import torch, numpy\n")
+    (tmp_path / "store/kv.py").write_text("from torch_ros.protocol.keys import Keys\n")
+    (tmp_path / "transfer/card.py").write_text("from torch_ros.store.kv import KV\n")
     assert list(broken_arrows(tmp_path)) == [
-        "store/keys.py imports torch",
-        "store/keys.py imports nixl; only p2p/nixl.py may",
-        "store/rendezvous.py imports numpy",
+        "loose.py lies in the root; only the face and the ground may",
+        "protocol/keys.py imports torch",
+        "protocol/keys.py imports nixl.nixl_agent; only p2p/nixl.py may",
+        "spans.py imports torch",
+        "store/distributed/lease.py imports numpy",
+        "store/kv.py imports torch_ros.protocol.keys.Keys",
+        "transfer/card.py imports torch_ros.store.kv.KV",
     ]
+
+
+def private_imports(package):
+    """Names with an underscore that one folder takes from another."""
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package)
+        for name in imported(path):
+            *_, last = name.split(".")
+            is_private = last.startswith("_") and not last.startswith("__")
+            if name.startswith("torch_ros") and is_private and folder_of(name) != str(file.parent):
+                yield f"{file} imports {name}"
+
+
+def public_classes(package):
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node.name, str(path.relative_to(package))
+
+
+def twins(package):
+    """Names of public classes, each with the files that have one."""
+    files = {}
+    for name, file in public_classes(package):
+        files.setdefault(name, []).append(file)
+    return {name: homes for name, homes in files.items() if len(homes) > 1}
+
+
+def test_what_is_private_stays_in_its_folder(tmp_path):
+    assert not list(private_imports(PACKAGE))
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "shard/core.py").write_text("from torch_ros.protocol.calls import _end, __doc__\n")
+    assert list(private_imports(tmp_path)) == [
+        "shard/core.py imports torch_ros.protocol.calls._end"
+    ]
+
+
+def test_a_name_of_a_class_means_one_thing(tmp_path):
+    assert twins(PACKAGE) == {}
+    (tmp_path / "a.py").write_text("class Group: ...\nclass _Own: ...\n")
+    (tmp_path / "b.py").write_text("class Group: ...\nclass _Own: ...\n")
+    assert twins(tmp_path) == {"Group": ["a.py", "b.py"]}

@@ -1,21 +1,15 @@
 """Processes that are told what to do, and say how it went."""
 
-import os
-import pathlib
-import signal
-import subprocess
-import sys
-
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from puppets import Puppets
 
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import nixl
-from torch_ros.p2p.transport import Region
+from torch_ros.spans import Region
 
 def say(*words):
     print(*words, flush=True)
@@ -36,53 +30,35 @@ def wait(read):
 
 
 class Process:
-    def __init__(self, script, *arguments, environment=None):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + script, *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    """A puppet that talks in words."""
 
-    def tell(self, *words):
-        print(*words, file=self.process.stdin, flush=True)
+    def __init__(self, puppet):
+        self.tell, self.signal = puppet.tell, puppet.signal
+        self.process = puppet
 
     def hear(self):
-        return self.process.stdout.readline().split()
+        return self.process.hear().split()
 
     def ask(self, *words):
         self.tell(*words)
         return self.hear()
 
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
 
 @pytest.fixture
-def spawn():
-    yield from _spawning()
+def spawn(started):
+    return _spawning(started)
 
 
 @pytest.fixture(scope="module")
-def spawn_for_all():
+def spawn_for_all(tmp_path_factory):
     """For processes that all tests of a file use."""
-    yield from _spawning()
+    made = Puppets(tmp_path_factory.mktemp("puppets"))
+    yield _spawning(made)
+    made.close()
 
 
-def _spawning():
-    spawned = []
+def _spawning(puppets):
+    def start(script, *arguments, environment=None):
+        return Process(puppets.start(PRELUDE + script, *arguments, talks=True, **environment or {}))
 
-    def start(*arguments, **keywords):
-        spawned.append(Process(*arguments, **keywords))
-        return spawned[-1]
-
-    yield start
-    for each in spawned:
-        each.process.kill()
-        each.process.wait()
-        each.process.stdin.close()
-        each.process.stdout.close()
+    return start

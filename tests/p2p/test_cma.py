@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from torch_ros.errors import TransferFailed
-from torch_ros.p2p import cma, shared
+from torch_ros.p2p import cma, near
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.shared import SharedRead, SharedTransport
-from torch_ros.p2p.transport import Region
+from torch_ros.p2p.near import NearTransfer, NearTransport
 from torch_ros.p2p.voucher import Process
+from torch_ros.spans import Region
 
 SIZE = 3 << 20  # enough for two threads
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -120,7 +120,7 @@ def test_it_is_left_out_where_ucx_may_not_either(ucx_tls, is_allowed):
 @pytest.fixture
 def pair():
     """A source and a reader that copies with two threads."""
-    made = [SharedTransport(MemoryTransport(), threads=2) for _ in range(2)]
+    made = [NearTransport(MemoryTransport(), threads=2) for _ in range(2)]
     made[1].never = 0  # here both ends are one process
     yield made
     for each in made:
@@ -142,7 +142,7 @@ def prepared(pair, peer, *sources):
 
 
 def copied(read):
-    return read.copied_bytes if isinstance(read, SharedRead) else 0
+    return read.copied_bytes if isinstance(read, NearTransfer) else 0
 
 
 def test_all_but_a_byte_is_read_through_the_kernel(pair):
@@ -158,7 +158,7 @@ def test_all_but_a_byte_is_read_through_the_kernel(pair):
 
 
 def test_little_is_left_to_the_other_transport(pair):
-    source = random_bytes(0, shared.CMA_BYTES - 1)
+    source = random_bytes(0, near.CMA_BYTES - 1)
     read, _ = prepared(pair, attached(pair, source), source)
     assert copied(read) == 0
 
@@ -229,7 +229,7 @@ def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monk
     assert ended.is_set()
 
 
-def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monkeypatch):
+def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monkeypatch, ctrl_c):
     source = random_bytes(0)
     peer = attached(pair, source)
     pressed, ended = threading.Event(), threading.Event()
@@ -265,7 +265,7 @@ def test_without_a_thread_to_be_had_the_caller_copies_and_nobody_later(pair, mon
         orphans.append(part)  # as if a thread that exists took it later
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pair[1]._pool, "submit", submit)
+    monkeypatch.setattr(pair[1].threads._pool, "submit", submit)
     read.post()
     assert (targets[0] == source).all()
     targets[0][:] = 0

@@ -96,10 +96,13 @@ while True:
 
 # Begins with SIGHUP ignored, as under nohup.
 SIGNALS = """
+import threading
+
 def signals():
     with open("/proc/self/status") as status:
         return [line.split()[1] for line in status if line[:6] in ("SigIgn", "SigCgt")]
 
+threading.Thread(target=int).start()  # or glibc takes a signal with the first thread
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 before = signals()
 transport = nixl.NixlTransport()

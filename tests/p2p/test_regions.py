@@ -5,7 +5,7 @@ import pytest
 
 from torch_ros.errors import TransferFailed
 from torch_ros.p2p.regions import cut, merge
-from torch_ros.p2p.transport import HOST, Region
+from torch_ros.spans import HOST, Region
 
 
 def bounds(cover):

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from torch_ros.errors import ClosedError, TransferFailed
-from torch_ros.p2p import mapped, shared
+from torch_ros.p2p import copying as copying_module
+from torch_ros.p2p import mapped, near
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.shared import SharedRead, SharedTransport
-from torch_ros.p2p.transport import Region
+from torch_ros.p2p.near import NearTransfer, NearTransport
+from torch_ros.spans import Region
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -80,7 +81,7 @@ def make():
     made = []
 
     def transport(**options):
-        made.append(SharedTransport(MemoryTransport(), **options))
+        made.append(NearTransport(MemoryTransport(), **options))
         made[-1].never = 0  # here both ends are one process
         return made[-1]
 
@@ -111,7 +112,7 @@ def prepared(reader, peer, *sources):
 
 
 def copied(read):
-    return read.copied_bytes if isinstance(read, SharedRead) else 0
+    return read.copied_bytes if isinstance(read, NearTransfer) else 0
 
 
 def arrives(read, targets, *sources):
@@ -237,7 +238,7 @@ def test_what_cannot_be_mapped_is_left_to_the_other_transport(pair, caplog, spoi
 
 def test_more_mappings_than_a_process_can_have_are_not_made(pair, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(shared, "MAPPINGS_MAX", 1)
+    monkeypatch.setattr(mapped, "MAPPINGS_MAX", 1)
     files = [File(seed) for seed in range(2)]
     sources = [file.memory for file in files]
     peer, _ = attached(*pair, *sources)
@@ -318,14 +319,14 @@ def test_ctrl_c_while_memory_is_mapped_leaves_a_peer_that_can_be_attached_again(
     registration = pair[0].register([region(file.memory) for file in files])
     peer = pair[1].connect(pair[0].connection)
     with monkeypatch.context() as patched:
-        mapping, calls = peer._mapping, itertools.count()
+        mapping, calls = peer.mapped._mapping, itertools.count()
 
-        def interrupted(stretch):
+        def interrupted(*arguments):
             if next(calls):
                 raise KeyboardInterrupt
-            return mapping(stretch)
+            return mapping(*arguments)
 
-        patched.setattr(peer, "_mapping", interrupted)
+        patched.setattr(peer.mapped, "_mapping", interrupted)
         with pytest.raises(KeyboardInterrupt):
             peer.attach(registration.descriptor)
     peer.attach(registration.descriptor)
@@ -347,11 +348,11 @@ def test_what_a_living_source_replaced_is_unmapped_when_the_new_is_mapped(pair):
     assert arrives(read, targets, new.memory)
 
 
-@pytest.mark.parametrize(("size", "is_worth_it"), [(shared.LOOK_BYTES, 1), (PAGE, 0)])
+@pytest.mark.parametrize(("size", "is_worth_it"), [(near.LOOK_BYTES, 1), (PAGE, 0)])
 def test_what_is_small_is_not_worth_a_look_at_what_is_mapped(pair, size, is_worth_it):
     file = File(size=size)
     peer, _ = attached(*pair, file.memory)
-    assert len(peer.mappings) == is_worth_it
+    assert len(peer.mapped.mappings) == is_worth_it
     read, targets = prepared(pair[1], peer, file.memory)
     assert arrives(read, targets, file.memory)
 
@@ -379,9 +380,9 @@ def test_memory_that_is_being_copied_is_let_go_of_when_that_is_done(pair, monkey
     def slow(*arguments):
         copying.set()
         go_on.wait(20)
-        shared._move_at_once(*arguments)
+        copying_module._move_at_once(*arguments)
 
-    monkeypatch.setattr(shared, "_move", slow)
+    monkeypatch.setattr(copying_module, "_move", slow)
     poster = threading.Thread(target=read.post)
     closer = threading.Thread(
         target={"registration": registration, "peer": peer, "read": read}[closes].close
@@ -421,13 +422,13 @@ def test_a_forked_child_has_no_mapping_and_cannot_read(pair):
 # Has tensors of torch full of 7, shared in torch's two ways, or not.
 SOURCE = """
 import torch
-from torch_ros.p2p.shared import SharedTransport
+from torch_ros.p2p.near import NearTransport
 memory = torch.full((int(sys.argv[2]),), 7, dtype=torch.uint8)
 if sys.argv[1] != "not shared":
     torch.multiprocessing.set_sharing_strategy(sys.argv[1])
     memory.share_memory_()
 word = np.zeros(1, np.uint64)
-transport = SharedTransport(nixl.NixlTransport())
+transport = NearTransport(nixl.NixlTransport())
 registration = transport.register([Region(memory.data_ptr(), memory.numel()), region(word)])
 say(transport.connection.hex(), registration.descriptor.hex(), memory.data_ptr(), word.ctypes.data)
 if sys.argv[3:]:
@@ -464,7 +465,7 @@ class Remote:
 def reader():
     from torch_ros.p2p.nixl import NixlTransport
 
-    transport = SharedTransport(NixlTransport(), threads=2)
+    transport = NearTransport(NixlTransport(), threads=2)
     yield transport
     transport.close()
 

@@ -14,9 +14,9 @@ import pytest
 from torch_ros.errors import TransferFailed
 from torch_ros.p2p import cma, voucher
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.shared import SharedRead, SharedTransport
-from torch_ros.p2p.transport import Region
+from torch_ros.p2p.near import NearTransfer, NearTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher
+from torch_ros.spans import Region
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -28,7 +28,7 @@ SIZE = 2 << 20
 # in shared. All else that it is told to do an honest process may do, or an attacker on its host.
 SOURCE = """
 import fcntl, mmap
-from torch_ros.p2p.shared import SharedTransport
+from torch_ros.p2p.near import NearTransport
 
 def shared(value):
     fd = os.memfd_create("weights")
@@ -39,7 +39,7 @@ def shared(value):
 
 size = int(sys.argv[1])
 weights, secrets = ([np.full(size, value, np.uint8), shared(value)] for value in (7, 83))
-transport = SharedTransport(nixl.NixlTransport(*sys.argv[2:]))
+transport = NearTransport(nixl.NixlTransport(*sys.argv[2:]))
 registrations = [transport.register([region(each)]) for each in weights]
 started = open("/proc/self/stat").read().split()[21]
 say(transport.agent, transport.connection.hex(), started)
@@ -92,7 +92,7 @@ def evil(spawn_for_all):
 def reader():
     from torch_ros.p2p.nixl import NixlTransport
 
-    transport = SharedTransport(NixlTransport(), threads=2)
+    transport = NearTransport(NixlTransport(), threads=2)
     yield transport
     transport.close()
 
@@ -123,7 +123,7 @@ def fetched(reader, connection, descriptor, address):
             pass
     except TransferFailed:
         pass
-    return target, isinstance(read, SharedRead)
+    return target, isinstance(read, NearTransfer)
 
 
 @pytest.mark.parametrize("memory", [0, 1])
@@ -246,7 +246,7 @@ def test_memory_that_was_let_go_of_is_not_copied_any_more(spawn, reader):
     peer = reader.connect(honest.connection)
     peer.attach(honest.descriptors[0])
     read = peer.prepare(np.array([(honest.weights[0], target.ctypes.data, SIZE)], np.uint64))
-    assert isinstance(read, SharedRead)
+    assert isinstance(read, NearTransfer)
     honest.process.ask("unregister")
     with pytest.raises(TransferFailed, match="let go of the memory"):
         read.post()
@@ -274,7 +274,7 @@ def test_two_agents_of_one_process_talk_without_a_warning(pair, caplog):
 @pytest.fixture
 def pair():
     """A source and a reader that copies."""
-    made = [SharedTransport(MemoryTransport(), threads=1) for _ in range(2)]
+    made = [NearTransport(MemoryTransport(), threads=1) for _ in range(2)]
     made[1].never = 0  # here both ends are one process
     yield made
     for each in made:
@@ -421,7 +421,7 @@ def test_without_a_voucher_all_is_left_to_the_other_transport(monkeypatch, caplo
             raise OSError("no such call")
 
         patched.setattr(os, "memfd_create", refuse)
-        source, reader = (SharedTransport(MemoryTransport(), threads=1) for _ in range(2))
+        source, reader = (NearTransport(MemoryTransport(), threads=1) for _ in range(2))
     reader.never = 0
     memory = np.full(SIZE, 7, np.uint8)
     registration = source.register([Region(memory.ctypes.data, SIZE)])
@@ -433,7 +433,7 @@ def test_without_a_voucher_all_is_left_to_the_other_transport(monkeypatch, caplo
     reader.close()
 
 
-# What docs/SECURITY.md says that a peer can reach
+# The reach of a peer, as docs/SECURITY.md has it
 
 
 OURS = 'our copies, `transport="auto"` on one host'

@@ -12,19 +12,27 @@ from replicas import CONTENT, TTL_S, Process, Start
 from torch_ros.errors import (
     CallMismatch,
     ClosedError,
-    SelfFenced,
+    SeatLost,
     StoreUnavailable,
 )
-from torch_ros.exchange import EVERYTHING, Word
-from torch_ros.store import keys as k
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.records import (
+    Decisions,
+    GroupRecord,
+    Holding,
+    RunRecord,
+    VersionRecord,
+    VersionRef,
+    mark,
+)
+from torch_ros.protocol.versions import Spec
 from torch_ros.store.loops import Act, Wait, WaitAtMost
-from torch_ros.store.records import Decisions, Group, Holding, Run, Version, VersionRef, mark
 from torch_ros.store.txn import Commit, Read, Watch, under, whole
-from torch_ros.store.versions import Spec
+from torch_ros.transfer.card import ALL_BLOCKS, Word
 
 SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
 SETTLED_S = 3.0  # until whoever watches has noticed that a lease has ended
-OF_A_RANK_ALONE = (SelfFenced, StoreUnavailable, ClosedError)
+OF_A_RANK_ALONE = (SeatLost, StoreUnavailable, ClosedError)
 
 
 class Broken(AssertionError):
@@ -58,7 +66,7 @@ class Checks:
         self.marks: dict[int, int] = {}  # what processes show -> the content
         self.answers: dict[tuple, object] = {}
         self.decided: dict[tuple, object] = {}
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, GroupRecord] = {}
         self.holdings: dict[str, Holding] = {}
         self.numbers: dict[str, int] = {}  # of runs
         self.root = under("/torch-ros/m/")
@@ -67,7 +75,7 @@ class Checks:
 
     def seated(self, process: Process) -> None:
         """Look over the shoulder of its calls, and of what it reads from."""
-        group = process.handle._group
+        group = process.handle._shard.group
         make = group.make
 
         def spied_make(kind, asked, deadline, body, **options):
@@ -185,7 +193,7 @@ class Checks:
             raise Broken(f"I1: {process} has {content} as {ref}, not {self.truth[ref.uid]}")
 
     def _held_by(self, process: Process) -> VersionRef | None:
-        kept = process.handle._group.held
+        kept = process.handle._shard.group.ledger.held
         return kept.ref if kept else None
 
     @told_at_once
@@ -194,9 +202,11 @@ class Checks:
         world = self.world
         if process.handle is None or world.now_s < process.unsure_until_s:
             return
-        if process.handle._group._left_over:
+        if process.handle._shard.group.ledger.left_over:
             return  # the store was away; it is noted, for the next call
-        seat = process.handle._group.seat
+        if process.handle._shard.group.state != "seated":
+            return  # its records go with the lease, which another thread gives back
+        seat = process.handle._shard.group.seat
         mine = f"/{seat.inst}/{seat.rank:06d}"
         left = [
             key
@@ -224,11 +234,11 @@ class Checks:
         """What it says is there, and how many of its cells that are."""
         if process.handle is None:
             return Word(), 0
-        word = Word.unpack(int(process.handle._offer._word[0]))
+        word = Word.unpack(int(process.handle._shard.mailbox._word[0]))
         if word.mark == 0 or word.position == 0:
             return word, 0
         ends = process.ends
-        position = len(ends) if word.position == EVERYTHING else word.position
+        position = len(ends) if word.position == ALL_BLOCKS else word.position
         return word, ends[position - 1] if ends else 0
 
     def _expected(self, process: Process, number: int):
@@ -250,7 +260,7 @@ class Checks:
         self._compare(process, 0, len(process.cells), "it said so")
         word, _ = self._shown(process)
         if process.handle is not None and word.mark:
-            inst = process.handle._group.seat.inst
+            inst = process.handle._shard.group.seat.inst
             for key, holding in self.holdings.items():
                 if holding.mark == word.mark and k.parse_holding(key).inst == inst:
                     self._compare_with(process, holding, key)
@@ -319,7 +329,7 @@ class Checks:
 
     def _changed_run(self, key: str, entry) -> None:
         if entry is not None:
-            self.numbers[k.parse_run(key)] = Run.decode(entry.value, key).number
+            self.numbers[k.parse_run(key)] = RunRecord.decode(entry.value, key).number
 
     def _changed_reader(self, key: str, entry) -> None:
         if entry is not None and key.endswith("/group"):
@@ -329,7 +339,7 @@ class Checks:
         old = self.groups.pop(key, None)
         if entry is None:
             return
-        group = self.groups[key] = Group.decode(entry.value, key)
+        group = self.groups[key] = GroupRecord.decode(entry.value, key)
         inst = k.instance(k.replica_of(key.rpartition("/")[2]), group.nonce)
         if inst not in self.starts:
             start = self.world.start_of(k.replica_of(inst), group.nonce)
@@ -405,7 +415,7 @@ class Checks:
         newer = [
             other
             for other, entry in self.world.store.read(Read((above,))).entries.items()
-            if Version.decode(entry.value, key).layout
+            if VersionRecord.decode(entry.value, key).layout
         ]
         demand(not newer, f"I3: {key} is published after {newer}")
 
@@ -429,7 +439,7 @@ class Checks:
                 if call.outcome is not None and call.outcome.failure is None:
                     self.world.saw("offered when back")
                     self._newest(self.world.keys.holding(call.ref.run, call.ref.version, inst))
-                self.truth[call.ref.uid] = self.world.content(call.ref.version)
+                self.truth[call.ref.uid] = self.world.content_of(call)
                 self.world.versions[call.ref.uid] = call.ref.version
             if call.ref is not None and call.ref.uid in self.truth:
                 self.marks[mark(call.ref.uid, call.number)] = self.truth[call.ref.uid]
@@ -440,7 +450,7 @@ class Checks:
                     self.world.saw("unpublished with a copy")
             self.decided[where] = call
 
-    def _retained(self, before: dict[str, Holding], groups: dict[str, Group]) -> None:
+    def _retained(self, before: dict[str, Holding], groups: dict[str, GroupRecord]) -> None:
         """I4: nobody gives up, of his own accord, the last copy of what others retain."""
         lost = self._keepers(before)
         for ref in self._keepers(self.holdings):
@@ -539,7 +549,7 @@ class Checks:
             # Whoever would have noticed may have died too.
             last_s = max(peer.died_s or 0.0 for peer in process.start.processes)
             since_s = max(last_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
-            inst = process.handle._group.seat.inst
+            inst = process.handle._shard.group.seat.inst
             insts = {key: k.parse_holding(key).inst for key in self.holdings}
             left = [key for key, other in insts.items() if k.owner_of(other) == inst]
             is_late = self.world.now_s > since_s and left
@@ -552,8 +562,11 @@ class Checks:
             if not start.is_intact or len(processes) < start.size:
                 continue
             refs = {self._held_by(process) for process in processes}
-            groups = [process.handle._group for process in processes]
-            if any(group.is_fenced or group.unfinished or group._pending for group in groups):
+            groups = [process.handle._shard.group for process in processes]
+            if any(
+                group.state != "seated" or group.ledger.unfinished or group.ledger.pending
+                for group in groups
+            ):
                 continue
             if len(refs) != 1 or None in refs or len({g.seat.inst for g in groups}) != 1:
                 continue
@@ -571,12 +584,12 @@ class Checks:
             if holding.state != "full" or "+" in inst or not start.is_intact:
                 continue
             for process in start.processes:
-                group = process.handle._group
-                if group.is_fenced or group._pending or group.seat.inst != inst:
+                group = process.handle._shard.group
+                if group.state != "seated" or group.ledger.pending or group.seat.inst != inst:
                     continue
                 word, _ = self._shown(process)
                 demand(
-                    word == Word(holding.mark, EVERYTHING),
+                    word == Word(holding.mark, ALL_BLOCKS),
                     f"I6: {key} is full with call {holding.call}, and {process} shows {word}",
                 )
 

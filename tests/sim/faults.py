@@ -18,11 +18,26 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from torch_ros import beginnings, copies, exchange, filling, handle, reading
-from torch_ros.store import ending, loops, membership, records, rules, seat, sources, versions
-from torch_ros.store import group as group_module
-from torch_ros.store import keys as keys_module
-from torch_ros.store.keys import Keys
+from torch_ros.protocol import call as call_module
+from torch_ros.protocol import (
+    calls,
+    ending,
+    ledger,
+    membership,
+    records,
+    retention,
+    seat,
+    seating,
+    sources,
+    unpublish,
+    versions,
+)
+from torch_ros.protocol import group as group_module
+from torch_ros.protocol import keys as keys_module
+from torch_ros.protocol.keys import Keys
+from torch_ros.shard import beginnings, core, replication
+from torch_ros.shard import host_copies as copies
+from torch_ros.store import loops
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -41,6 +56,8 @@ from torch_ros.store.txn import (
     Watch,
     one,
 )
+from torch_ros.transfer import batches, feed, mailbox, peers, reading
+from torch_ros.transfer.card import ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -142,10 +159,10 @@ fault(
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
 fault(
     "a nonce is tried again when the reply is lost",
-    (group_module, "_at_most_once"),
+    (seating, "_at_most_once"),
     scenario="same nonce",
 )(lambda once: lambda create: create)
-fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), hole=12)(
+fault("decisions are not guarded", (calls, "group_txn"), (seat, "group_txn"), hole=12)(
     lambda make: (
         lambda *args: msgspec.structs.replace(
             txn := make(*args), guards=tuple(filter(not_on("decisions"), txn.guards))
@@ -156,7 +173,7 @@ fault("decisions are not guarded", (rules, "group_txn"), (seat, "group_txn"), ho
 
 @fault(
     "decisions hang on the lease of who decides",
-    (rules, "group_txn"),
+    (calls, "group_txn"),
     (seat, "group_txn"),
     hole=13,
 )
@@ -169,7 +186,7 @@ def _(make):
     return faulty
 
 
-@fault("an abort is told to nobody", (rules, "abort"), hole=14)
+@fault("an abort is told to nobody", (calls, "abort"), hole=14)
 def _(rule):
     def faulty(view, seat, number, kind, asked, failure):
         step = rule(view, seat, number, kind, asked, failure)
@@ -178,26 +195,26 @@ def _(rule):
     return faulty
 
 
-@fault("an abort undoes a call that has ended", (rules, "abort"))
+@fault("an abort undoes a call that has ended", (calls, "abort"))
 def _(rule):
     def faulty(view, seat, number, kind, asked, failure):
         step = rule(view, seat, number, kind, asked, failure)
         if isinstance(step, Done) and step.value.outcome.failure is None:
             unended = msgspec.structs.replace(step.value, outcome=None)
-            with patch.object(rules, "_recall", lambda *_: unended):
+            with patch.object(calls, "recall", lambda *_: unended):
                 return rule(view, seat, number, kind, asked, failure)
         return step
 
     return faulty
 
 
-fault("an aborted call leaves its holding", (rules, "_undo"))(lambda undo: lambda seat, call: ())
+fault("an aborted call leaves its holding", (calls, "_undo"))(lambda undo: lambda seat, call: ())
 
 
-@fault("the second rank decides again", (rules, "decide"), hole=12)
+@fault("the second rank decides again", (calls, "decide"), hole=12)
 def _(rule):
     def faulty(view, seat, number, *args, **kwargs):
-        found = rules.find(view, seat, number)
+        found = calls.find(view, seat, number)
         if found is None or found.by == seat.rank or found.outcome is not None:
             return rule(view, seat, number, *args, **kwargs)
         others = [c for c in seat_calls(view, seat) if c.number != number]
@@ -214,7 +231,7 @@ def seat_calls(view, at):
     return seat.calls_of(view, at)
 
 
-fault("most ranks do not look what was decided", (rules, "look_up"), (rules, "decide"))(
+fault("most ranks do not look what was decided", (calls, "look_up"), (calls, "decide"))(
     lambda rule: (
         lambda view, seat, number, *args, **kwargs: rule(
             unseen(view, seat.decisions), seat, number, *args, **kwargs
@@ -223,7 +240,7 @@ fault("most ranks do not look what was decided", (rules, "look_up"), (rules, "de
 )
 
 
-@fault("ready: counted before it is put", (rules, "put_ready"))
+@fault("ready: counted before it is put", (calls, "put_ready"))
 def _(rule):
     def faulty(*args, **kwargs):
         step = rule(*args, **kwargs)
@@ -237,7 +254,7 @@ def _(rule):
 
 @fault(
     "ready: a repeat after a lost reply waits for the peers",
-    (rules, "put_ready"),
+    (calls, "put_ready"),
     hole=15,
     scenario="lost replies",
 )
@@ -249,7 +266,7 @@ def _(rule):
     return faulty
 
 
-@fault("all ranks say they are the last", (rules, "put_ready"), (rules, "readies"))
+@fault("all ranks say they are the last", (calls, "put_ready"), (calls, "readies"))
 def _(rule):
     def faulty(view, seat, call, *args, **kwargs):
         step = rule(view, seat, call, *args, **kwargs)
@@ -321,19 +338,19 @@ def _(settle):
 
 fault(
     "publish: newer versions are not guarded",
-    (rules, "publish"),
+    (calls, "publish"),
     hole=11,
     scenario="two trainers",
 )(edited(guards=without(NoneNewer)))
 fault(
     "publish: the version's record is not guarded",
-    (rules, "publish"),
+    (calls, "publish"),
     hole=6,
     scenario="two trainers",
 )(edited(guards=not_on("versions")))
 
 
-@fault("a number keeps its uid when nobody holds it", (rules, "_fellow_publisher"), hole=6)
+@fault("a number keeps its uid when nobody holds it", (calls, "_fellow_publisher"), hole=6)
 def _(fellow):
     def faulty(view, seat, version):
         key = seat.keys.version(seat.run, version)
@@ -342,15 +359,20 @@ def _(fellow):
     return faulty
 
 
-@fault("a number that only readers hold is published again", (rules, "_fellow_publisher"), hole=6)
+@fault("a number that only readers hold is published again", (calls, "_fellow_publisher"), hole=6)
 def _(fellow):
     def faulty(view, seat, version):
         try:
             return fellow(view, seat, version)
-        except rules.VersionConflict:
+        except calls.VersionConflict:
             return ""
 
     return faulty
+
+
+@fault("an error is decided from what the last call saw", (calls, "sure"), scenario="seen before")
+def _(_sure):
+    return lambda effects, seen: effects
 
 
 # Parts of what there is
@@ -408,7 +430,7 @@ def _(rule):
 
 @fault(
     "who completes a call relies on another to offer the version",
-    (rules, "complete"),
+    (calls, "complete"),
     scenario="last offer",
 )
 def _(rule):
@@ -472,7 +494,7 @@ fault(
 @fault(
     "a claim is not guarded on nobody being there",
     (sources, "claim_of"),
-    (rules, "claim_of"),
+    (calls, "claim_of"),
     hole=20,
     scenario="freed meanwhile",
 )
@@ -487,7 +509,7 @@ def _(claim_of):
 fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates: sources._best(
-            candidates, sources._suspected(view, seat), seat, {}
+            candidates, sources.suspects(view, seat.keys), seat, {}
         )
     )
 )
@@ -496,28 +518,28 @@ fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario
 @fault("a suspicion is a verdict", (sources, "_candidates"), hole=22, scenario="flaky")
 def _(rule):
     def faulty(view, seat, ref):
-        bad = sources._suspected(view, seat)
+        bad = sources.suspects(view, seat.keys)
         found = rule(view, seat, ref)
         return {inst: candidate for inst, candidate in found.items() if inst not in bad}
 
     return faulty
 
 
-fault("a failed call leaves its reader records", (rules, "withdraw"))(
+fault("a failed call leaves its reader records", (calls, "withdraw"))(
     lambda rule: lambda view: Done(None)
 )
 
 # Bytes, and the word that says whether they count
 
 
-@fault("the word is not asked for after the bytes have landed", (reading._Run, "_end"), hole=2)
+@fault("the word is not asked for after the bytes have landed", (reading.ReadPass, "_end"), hole=2)
 def _(end):
     return lambda self, batch: end(self, dataclasses.replace(batch, needs={}))
 
 
 @fault(
     "of several sources only the first is asked for its word",
-    (reading._Run, "_end"),
+    (reading.ReadPass, "_end"),
     hole=2,
     scenario="second source",
 )
@@ -532,7 +554,7 @@ def _(end):
 
 @fault(
     "the word is asked for before staged bytes have landed",
-    (reading._Run, "_end"),
+    (reading.ReadPass, "_end"),
     hole=2,
     scenario="staged landing",
 )
@@ -547,21 +569,21 @@ def _(end):
 
 fault(
     "what is staged is copied over what counts, unasked",
-    (reading._Run, "_read_staged"),
+    (reading.ReadPass, "_read_staged"),
     scenario="copied over",
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
 
 
 @fault(
     "a manifest that was read once is believed",
-    (exchange.Intake, "shown"),
+    (peers.Peers, "state"),
     hole=9,
     scenario="moved",
 )
 def _(shown):
-    def faulty(self, card, deadline):
+    def faulty(self, card, *others):
         known = dict(self._manifests)
-        now = shown(self, card, deadline)
+        now = shown(self, card, *others)
         if now.manifest is None or now.agent not in known:
             return now
         self._manifests[now.agent] = known[now.agent]
@@ -573,7 +595,7 @@ def _(shown):
 @fault(
     "the word does not name the call",
     (records, "mark"),
-    (group_module, "mark"),
+    (call_module, "mark"),
     (copies, "mark"),
     hole=10,
 )
@@ -584,7 +606,7 @@ def _(mark):
 @fault(
     "the word names the call, not the content",
     (records, "mark"),
-    (group_module, "mark"),
+    (call_module, "mark"),
     (copies, "mark"),
     hole=10,
 )
@@ -592,35 +614,32 @@ def _(mark):
     return lambda uid, call: call
 
 
-fault("the word is not voided before tensors are written", (exchange.Offer, "void"), hole=8)(
+fault("the word is not voided before tensors are written", (mailbox.Mailbox, "void"), hole=8)(
     lambda void: lambda self: None
 )
-fault("the word stays when the last call's bad end is learned", (handle.ShardHandle, "_catch_up"))(
-    lambda rule: lambda self, deadline: self._group.catch_up(deadline)
-)
 
 
-@fault("a relay is read beyond what it has", (reading._Run, "_is_there"))
+@fault("a relay is read beyond what it has", (reading.ReadPass, "_is_there"))
 def _(rule):
     return lambda self, batch: True
 
 
-@fault("progress counts blocks, not the prefix", (reading.Progress, "_tell"))
+@fault("progress counts blocks, not the prefix", (feed.Progress, "_tell"))
 def _(tell):
     def faulty(self):
         done = int(np.sum(self.done))
-        self._offer.serve(self._mark, exchange.EVERYTHING if self.done.all() else done)
+        self._mailbox.serve(self._mark, ALL_BLOCKS if self.done.all() else done)
 
     return faulty
 
 
-@fault("progress is told before it is certain", (reading._Run, "_landed"))
+@fault("progress is told before it is certain", (reading.ReadPass, "landed"))
 def _(landed):
     def faulty(self, read):
         batch = self._batch_of[read]
-        if self._reads_left[batch] == 1:
+        if self._left[batch] == 1:
             done = self._progress.done.copy()
-            self._progress.add(self._part.blocks[batch.blocks], 0)
+            self._progress.add(self._phase.blocks[batch.blocks], 0)
             self._progress.done[:] = done
         landed(self, read)
 
@@ -629,7 +648,7 @@ def _(landed):
 
 @fault(
     "what was read of another version is kept",
-    (filling.Filling, "start"),
+    (replication.Replication, "start"),
     hole=6,
     scenario="other version",
 )
@@ -644,12 +663,18 @@ def _(start):
 
 fault(
     "a reader does not look whether it has its seat",
-    (filling, "connect"),
+    (replication, "connect"),
     scenario="replaced reader",
-)(lambda connect: lambda *args, **options: connect(*args, **{**options, "check": lambda: None}))
+)(
+    lambda connect: (
+        lambda peers, cards, source, deadline: connect(
+            peers, cards, dataclasses.replace(source, check=lambda: None), deadline
+        )
+    )
+)
 fault(
     "reads of a lost source are not ended",
-    (reading, "close_all"),
+    (batches, "close_all"),
     hole=3,
     scenario="late landing",
 )(lambda close_all: lambda reads: None)
@@ -664,15 +689,17 @@ fault(
 # Unpublishing
 
 fault(
-    "unpublish: nobody reading is not guarded", (rules, "unpublish"), scenario="claimed meanwhile"
+    "unpublish: nobody reading is not guarded",
+    (unpublish, "unpublish"),
+    scenario="claimed meanwhile",
 )(edited(guards=without(Empty)))
 
 
-@fault("unpublish: readers are not looked at", (rules, "unpublish"), scenario="drain")
+@fault("unpublish: readers are not looked at", (unpublish, "unpublish"), scenario="drain")
 def _(rule):
-    def faulty(view, **kwargs):
+    def faulty(view, *args):
         readers = [key for key in view.entries if "/readers/" in key]
-        return edited(guards=without(Empty))(rule)(unseen(view, *readers), **kwargs)
+        return edited(guards=without(Empty))(rule)(unseen(view, *readers), *args)
 
     return faulty
 
@@ -685,7 +712,9 @@ fault(
 )(lambda name: lambda self, run, version, source: self.readers_of(run, version, source))
 
 
-@fault("unpublish waits without a bound", (rules, "unpublish"), hole=19, scenario="stuck reader")
+@fault(
+    "unpublish waits without a bound", (unpublish, "unpublish"), hole=19, scenario="stuck reader"
+)
 def _(rule):
     def faulty(*args, **kwargs):
         step = rule(*args, **kwargs)
@@ -696,35 +725,35 @@ def _(rule):
 
 # Retention
 
-fault("the last copy is not kept", (rules, "keeping"), hole=21)(
+fault("the last copy is not kept", (unpublish, "keeping"), hole=21)(
     lambda keeping: (
         lambda view, keys, ref, inst: dataclasses.replace(
             keeping(view, keys, ref, inst), is_needed=False
         )
     )
 )
-fault("what a copy may go for is not guarded", (rules, "keeping"), hole=21)(
+fault("what a copy may go for is not guarded", (unpublish, "keeping"), hole=21)(
     lambda keeping: (
         lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
     )
 )
-fault("a witness may be draining", (versions, "_counts"), hole=21, scenario="both drain")(
+fault("a witness may be draining", (retention, "_counts"), hole=21, scenario="both drain")(
     lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
-fault("a witness may be filling", (versions, "_counts"), hole=21)(
+fault("a witness may be filling", (retention, "_counts"), hole=21)(
     lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
 )
-fault("a spot replica is a witness", (versions, "_counts"))(
+fault("a spot replica is a witness", (retention, "_counts"))(
     lambda counts: lambda held: held.state == "full"
 )
 
 
-@fault("the own copy is the witness", (rules, "keeping"))
+@fault("the own copy is the witness", (unpublish, "keeping"))
 def _(keeping):
     return lambda view, keys, ref, inst: keeping(view, keys, ref, "nobody")
 
 
-@fault("a copy is offered before all ranks have theirs", (rules, "copied"))
+@fault("a copy is offered before all ranks have theirs", (unpublish, "copied"))
 def _(rule):
     def faulty(view, seat, **kwargs):
         step = rule(view, seat, **kwargs)
@@ -737,10 +766,10 @@ def _(rule):
 
 fault(
     "a copy is offered behind the back of who ends its group",
-    (rules, "copied"),
+    (unpublish, "copied"),
     scenario="copied meanwhile",
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
-fault("a copy is never released", (rules, "release"))(
+fault("a copy is never released", (unpublish, "release"))(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
 )
 
@@ -755,7 +784,7 @@ fault("a spot replica is stayed for", (ending, "awaited"), scenario="spot only")
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
 )
-fault("what lingers is a witness", (versions, "lingers"), scenario="no witness")(
+fault("what lingers is a witness", (keys_module, "lingers"), scenario="no witness")(
     lambda _: lambda _: False
 )
 fault("of two that close, each may count on the other", (ending, "give_up"), scenario="both close")(
@@ -836,7 +865,7 @@ def _(rule):
 def _(rule):
     def faulty(view, seat):
         step = rule(view, seat)
-        return Wait("", (rules.one(seat.group),)) if step == Done(None) else step
+        return Wait("", (calls.one(seat.group),)) if step == Done(None) else step
 
     return faulty
 
@@ -845,7 +874,7 @@ def unfenced(own_group):
     def faulty(view, at):
         try:
             return own_group(view, at)
-        except seat.SelfFenced:
+        except seat.SeatLost:
             if at.group in view.entries:
                 return view.entries[at.group]
             raise
@@ -855,7 +884,8 @@ def unfenced(own_group):
 
 fault(
     "a fenced incarnation does not notice",
-    (rules, "own_group"),
+    (calls, "own_group"),
+    (unpublish, "own_group"),
     (seat, "own_group"),
     (sources, "own_group"),
     (membership, "own_group"),
@@ -867,7 +897,7 @@ def _(rule):
     def faulty(view, who, nonce):
         step = rule(view, who, nonce)
         if isinstance(step, Wait) and "has ranks" in step.reason:
-            group = records.Group.decode(view.entries[who.group].value, who.group)
+            group = records.GroupRecord.decode(view.entries[who.group].value, who.group)
             return Done(membership.Joined(group, 1, is_complete=True))
         return step
 
@@ -883,7 +913,7 @@ def _(rule):
 def _(rule):
     def faulty(view, who):
         if who.left_behind:
-            raise membership.SelfFenced(who.replica, "it is over")
+            raise membership.Fenced(who.replica, "it is over")
         return rule(view, who)
 
     return faulty
@@ -936,25 +966,23 @@ def _(adopted):
     return lambda shards: ([], adopted(shards)[1])
 
 
-@fault(
-    "what the owner took back is not noted", (group_module.Group, "forget"), scenario="took back"
-)
+@fault("what the owner took back is not noted", (ledger.Ledger, "forget"), scenario="took back")
 def _(forget):
-    def faulty(self):
-        ended = list(self._ended)
-        result = forget(self)
-        self._ended.clear()
-        self._ended.extend(ended)
+    def faulty(self, counted=None):
+        ended = list(self.ended)
+        result = forget(self, counted)
+        self.ended.clear()
+        self.ended.extend(ended)
         return result
 
     return faulty
 
 
-@fault("what the owner took back is still held", (group_module.Group, "forget"))
+@fault("what the owner took back is still held", (ledger.Ledger, "forget"))
 def _(forget):
-    def faulty(self):
+    def faulty(self, counted=None):
         held = self.held
-        result = forget(self)
+        result = forget(self, counted)
         if result is not False:
             self.held = held
         return result
@@ -964,7 +992,7 @@ def _(forget):
 
 @fault(
     "the only copy is given up while etcd is away",
-    (group_module.Group, "must_copy"),
+    (ledger.Ledger, "must_copy"),
     scenario="retained meanwhile",
 )
 def _(must_copy):
@@ -973,7 +1001,7 @@ def _(must_copy):
 
 @fault(
     "a copy at each unpublish while etcd is away",
-    (group_module.Group, "must_copy"),
+    (ledger.Ledger, "must_copy"),
     scenario="retained meanwhile",
 )
 def _(must_copy):
@@ -987,7 +1015,7 @@ def _(must_copy):
 
 @fault(
     "a call that was not waited for uses no number",
-    (group_module.Group, "_goes_on_without"),
+    (ledger.Ledger, "goes_on_without"),
     scenario="half cut off",
 )
 def _(goes_on_without):
@@ -1012,7 +1040,7 @@ def _(done_by):
 
 @fault(
     "what came to nothing is not unpublished by who knows",
-    (group_module.Group, "not_waited_for"),
+    (ledger.Ledger, "not_waited_for"),
     scenario="half cut off",
 )
 def _(not_waited_for):
@@ -1030,15 +1058,13 @@ def _(rule):
 
 @fault(
     "what is published again without etcd has the number of before",
-    (group_module.Group, "_unbegun"),
+    (ledger.Ledger, "number_unbegun"),
     scenario="trains on",
 )
 def _(unbegun):
-    def faulty(self, kind, asked, deadline):
-        call = unbegun(self, kind, asked, deadline)
-        same = (one.number for one in self._ended if (one.kind, one.asked) == (kind, asked))
-        call.number = next(same, call.number)
-        return call
+    def faulty(self, kind, asked):
+        same = (one.number for one in self.ended if (one.kind, one.asked) == (kind, asked))
+        return next(same, unbegun(self, kind, asked))
 
     return faulty
 
@@ -1052,15 +1078,15 @@ def _(rule):
     return lambda shards: next((shard.ready for shard in shards if shard.ready), None)
 
 
-@fault("an end is learned without a seat", (group_module.Group, "learn"), scenario="late answer")
+@fault("an end is learned without a seat", (ledger.Ledger, "learn"), scenario="late answer")
 def _(learn):
     def faulty(self, call, outcome, seat):
-        lost, mine = self._lost, self.seat
-        self._lost, self.seat = None, seat
+        standing, mine = self.standing, self.seat
+        self.standing, self.seat = ledger.Standing(), seat
         try:
             learn(self, call, outcome, seat)
         finally:
-            self._lost, self.seat = lost, mine
+            self.standing, self.seat = standing, mine
 
     return faulty
 
@@ -1068,18 +1094,16 @@ def _(learn):
 # Ranks that are out of step
 
 
-@fault(
-    "who skips a call leaves its word", (handle.ShardHandle, "_skip"), scenario="unpublished alone"
-)
+@fault("who skips a call leaves its word", (core.Shard, "skip"), scenario="unpublished alone")
 def _(skip):
     def faulty(self, learn):
-        offer = self._offer
+        mailbox = self.mailbox
 
         def serve(*args):  # of another call
-            del offer.void, offer.serve
-            offer.serve(*args)
+            del mailbox.void, mailbox.serve
+            mailbox.serve(*args)
 
-        offer.void, offer.serve = (lambda: None), serve
+        mailbox.void, mailbox.serve = (lambda: None), serve
         learn()
 
     return faulty
@@ -1087,12 +1111,12 @@ def _(skip):
 
 @fault(
     "who skips a call that failed holds nothing any more",
-    (handle.ShardHandle, "_skip"),
+    (core.Shard, "skip"),
     scenario="failed before",
 )
 def _(skip):
     def faulty(self, learn):
-        self._offer.void()
+        self.mailbox.void()
         learn()
 
     return faulty
@@ -1100,21 +1124,21 @@ def _(skip):
 
 @fault(
     "a call that was skipped uses no number",
-    (group_module.GroupCall, "_found"),
+    (call_module.GroupCall, "_found"),
     scenario="failed before",
 )
 def _(found):
     def faulty(self, call):
         try:
             found(self, call)
-        except group_module.Missed:
-            self.is_recorded = False
+        except call_module.Missed:
+            self.is_recorded, self._ledger.calls_made = False, self.number - 1
             raise
 
     return faulty
 
 
-@fault("a missed unpublish is another call", (rules, "meet"), scenario="unpublished alone")
+@fault("a missed unpublish is another call", (calls, "meet"), scenario="unpublished alone")
 def _(meet):
     def faulty(call, *args, **options):
         met = meet(call, *args, **options)

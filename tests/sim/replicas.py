@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from torch_ros import handle as handle_module
-from torch_ros.errors import SelfFenced, TorchRosError
-from torch_ros.registered import LocalState
+from torch_ros.costs import Costs
+from torch_ros.errors import Fenced, SeatLost, TorchRosError
+from torch_ros.shard import opening
+from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
-from torch_ros.weights.plan import Costs
 
 TTL_S = 10
 PROBE = 10_000  # the version that must get through once all faults are over
@@ -90,6 +91,19 @@ def chunk_of(sharding: str, number: int, shape: tuple[int, ...], rank: int, size
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = rank * part, part
     return tuple(offsets), tuple(sizes)
+
+
+@dataclass
+class AllTensors:
+    """Loads go into these, whatever the sources' layouts."""
+
+    state: LocalState
+
+    def fill(self, layouts) -> LocalState:
+        return self.state
+
+    def vet(self) -> None:
+        pass
 
 
 class Process:
@@ -180,14 +194,14 @@ class Process:
     def live(self) -> None:
         try:
             self._live()
-        except SelfFenced as fenced:
+        except SeatLost as fenced:
             self.world.tell(self, f"is fenced for good: {fenced.reason}")
             self.world.saw("fenced for good")
             self._take_back()
         self.gave_up = self.gave_up or not self.world.is_calm
         if self.handle is not None:
             self._close()
-            assert not self.handle._copies or self._has_keepers, "copies are left after close"
+            assert not self.handle._shard.copies or self._has_keepers, "copies are left after close"
             self.cells[:] = -self.world.number()
         self.is_gone = True
         self.reads_from = []
@@ -207,7 +221,7 @@ class Process:
     def _live(self) -> None:
         start, world = self.start, self.world
         try:
-            self.handle = handle_module.open(
+            self.handle = opening.open(
                 "m",
                 endpoint=f"sim://{self.number}",
                 replica=start.replica,
@@ -232,7 +246,7 @@ class Process:
         world.saw("opened")
         world.checks.seated(self)
         if not start.loads:
-            self.handle._register(LocalState(self.tensors, {}, {}))
+            self.handle._shard.tensors.show(LocalState(self.tensors, {}, {}))
         if start.script is not None:
             start.script(self)
             return
@@ -253,10 +267,10 @@ class Process:
             answer = getattr(self, task.kind)(task)
             world.tell(self, f"{task.kind} {task.version} -> {answer}")
             world.saw(f"{task.kind}: {'ok' if answer is None else answer}")
-        except SelfFenced as fenced:
+        except SeatLost as fenced:
             world.tell(self, f"{task.kind} {task.version} raises {fenced}")
-            world.saw(f"{task.kind}: SelfFenced")
-            if not fenced.may_return:
+            world.saw(f"{task.kind}: SeatLost")
+            if isinstance(fenced, Fenced):
                 raise
             error = fenced
         except TorchRosError as failed:
@@ -284,16 +298,16 @@ class Process:
             self.handle.unpublish(timeout_s=task.timeout_s)  # before it trains
         if self.handle.version is None:
             self.fill(task.content)
-        elif self.start.loads or self.handle._group.unfinished:
+        elif self.start.loads or self.handle._shard.group.ledger.unfinished:
             return  # it would publish the old content again
         if self.start.loads:
-            state = lambda: LocalState(self.tensors, {}, {})
-            is_offered = self.handle._save(
-                task.version,
-                state,
-                is_staged=False,
-                timeout_s=task.timeout_s,
-                store_wait_s=self.start.store_wait_s,
+            is_offered = self.handle.checkpoints.save(
+                SaveRequest(
+                    task.version,
+                    LocalState(self.tensors, {}, {}),
+                    timeout_s=task.timeout_s,
+                    store_wait_s=self.start.store_wait_s,
+                )
             )
         else:
             is_offered = self.handle.publish(
@@ -326,16 +340,15 @@ class Process:
         return None if is_new else False
 
     def load(self, task: Task):
-        state = LocalState(self.tensors, {}, {})
-        found = self.handle._inspect(task.version, task.timeout_s)
-        is_served = self.start.number % 3 > 0
-        report = self.handle._load(
-            task.version,
-            found,
-            lambda layouts: state,
-            lambda: None,
-            is_served=is_served,
-            timeout_s=task.timeout_s,
+        checkpoints = self.handle.checkpoints
+        report = checkpoints.load(
+            LoadRequest(
+                task.version,
+                checkpoints.inspect(task.version, task.timeout_s),
+                AllTensors(LocalState(self.tensors, {}, {})),
+                is_served=self.start.number % 3 > 0,
+                timeout_s=task.timeout_s,
+            )
         )
         self.world.saw("loaded")
         self.loaded = report.version
@@ -367,10 +380,12 @@ class Process:
             return
         world.meet("nobody retains", self)
         until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
-        while self.handle._copies and world.now_s < until_s:
+        while self.handle._shard.copies and world.now_s < until_s:
             world.sleep(4.0)
-        left = self.handle._copies and self.start.is_intact
-        assert not left, f"I6: {self} keeps {len(self.handle._copies)} copies that nobody retains"
+        left = self.handle._shard.copies and self.start.is_intact
+        assert not left, (
+            f"I6: {self} keeps {len(self.handle._shard.copies)} copies that nobody retains"
+        )
 
     def _insist(self, task: Task, wanted: int | None) -> None:
         """What a program does that wants to get on: it calls again."""
@@ -381,13 +396,13 @@ class Process:
             if error is not None:
                 errors.append(error)
             if len(errors) > 3 and not self.start.is_intact:
-                raise SelfFenced(self.start.replica, "its peers are gone")
+                raise Fenced(self.start.replica, "its peers are gone")
             is_late = world.now_s > until_s and self.start.is_intact
             assert not is_late, (
                 f"I6: with all faults over, {self} cannot {task.kind}: {errors[-3:]}"
             )
             if world.now_s > until_s:
-                raise SelfFenced(self.start.replica, "its peers are gone")
+                raise Fenced(self.start.replica, "its peers are gone")
             if not self._has(wanted):
                 world.sleep(0.5 if error is not None else 5.0)
 

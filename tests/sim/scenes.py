@@ -14,23 +14,25 @@ from replicas import TTL_S, Process, Start
 from story import short
 from world import MANY, SHAPES, World
 
-from torch_ros.beginnings import PATIENCE_S, Beginning
 from torch_ros.errors import (
     CallAborted,
     DeadlineExceeded,
-    SelfFenced,
+    SeatLost,
     SourceLost,
     TorchRosError,
     VersionConflict,
 )
-from torch_ros.exchange import Word
-from torch_ros.registered import LocalState
-from torch_ros.store import keys as k
-from torch_ros.store import membership
-from torch_ros.store.records import Call, Failure, Kept, Outcome, Shard, VersionRef
+from torch_ros.protocol import keys as k
+from torch_ros.protocol import membership
+from torch_ros.protocol.records import Call, Failure, Kept, Outcome, ShardRecord, VersionRef
+from torch_ros.shard.beginnings import PATIENCE_S, Beginning
+from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Commit, Delete, Put, Read
+from torch_ros.transfer.card import Word
+from torch_ros.transfer.registered import LocalState
 
 SIZE = 2  # ranks of a replica
+UNEVEN_S = 0.9  # less than STALL_S, after which a reader asks the store whether its source is there
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Scene(World):
         self.claims = 0  # the most that a source had at a time
         self.reached: set[str] = set()
         self.holds: list[Hold] = []
+        self.again: dict[int, int] = {}  # call -> content, where a number is published twice
 
     def _trouble(self) -> None:
         pass
@@ -80,6 +83,9 @@ class Scene(World):
             made.processes.append(process)
             self.spawn(process, "main", process.live)
         return made
+
+    def content_of(self, call: Call) -> int:
+        return self.again.get(call.number) or self.contents[call.ref.version]
 
     def content(self, version: int) -> int:
         return self.contents[version]
@@ -128,7 +134,7 @@ class Scene(World):
 
     def end_lease(self, process: Process) -> None:
         self.tell(process, "loses its lease")
-        self.store.expire(process.handle._group.seat.lease_id)
+        self.store.expire(process.handle._shard.group.seat.lease_id)
         self.store_changed("a lease ends")
 
     def request_fault(self, connection) -> str:
@@ -140,7 +146,7 @@ class Scene(World):
     def read_delay_s(self) -> float:
         process = self.current.process
         if process in self.uneven:
-            return 6.0 if self.random() < 0.3 else 0.0
+            return self.random() * UNEVEN_S if self.random() < 0.3 else 0.0
         return self.slow_s.get(process, 0.0)
 
     def read_error(self) -> str:
@@ -279,11 +285,11 @@ def earlier_readers(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         _await_reader(me)
-        seat = me.handle._group.seat
+        seat = me.handle._shard.group.seat
         if me.rank == 0:
             scene.store.expire(seat.lease_id)
             scene.store_changed("a lease ends")
-        while me.handle._group.seat is seat or me.handle._group.is_fenced:
+        while me.handle._shard.group.seat is seat or me.handle._shard.group.state != "seated":
             scene.sleep(0.1)
         unpublish(me)
 
@@ -408,7 +414,7 @@ def copied_over(scene: Scene) -> None:
         scene.reach(str(me))
         if name != "v":
             scene.when(lambda: is_read(name), f"reading from {name}")
-            scene.sleep(scene.random() * 10)
+            scene.sleep(scene.random() * (3 if name == "t" else 1))
             unpublish(me)
         scene.until("read")
 
@@ -496,13 +502,13 @@ def comes_back(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         scene.reach("lost")
-        group = me.handle._group
+        group = me.handle._shard.group
         scene._cut(me, 4 * TTL_S)
         scene.store.expire(group.seat.lease_id)
         scene.store_changed("a lease ends")
         scene.sleep(4 * TTL_S)
-        while group.is_fenced:
-            demand(group._lost.may_return, "I6: it does not come back")
+        while group.state != "seated":
+            demand(group.state == "away", "I6: it does not come back")
             scene.sleep(0.1)
         scene.back_s = scene.now_s
         scene.reach("back")
@@ -555,6 +561,32 @@ def two_trainers(scene: Scene) -> None:
 
     scene.start("t", train, size=1)
     scene.start("u", train, size=1)
+    scene.play()
+
+
+def seen_before(scene: Scene) -> None:
+    """The view of the last call may be over: a number that readers held then is free again."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("r.1/0", "r.1/1")
+        unpublish(me)
+        scene.reach(f"free {me}")
+        scene.until("left r.1/0", "left r.1/1")
+        try:
+            publish(me, 1)
+        except VersionConflict as error:
+            raise Broken(f"I6: nobody holds version 1 any more, but: {error}") from error
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach(str(me))
+        scene.until("free t.0/0", "free t.0/1")
+        unpublish(me)
+        scene.reach(f"left {me}")
+
+    scene.start("t", train)
+    scene.start("r", read)
     scene.play()
 
 
@@ -795,9 +827,9 @@ def _anchor_and_other(me: Process) -> tuple[Process, Process]:
     """The two processes of a replica, once both have their seats."""
     world, both = me.world, me.start.processes
     world.when(lambda: all(peer.handle is not None for peer in both), "the peer's handle")
-    anchor = world.store._entries[me.handle._group.seat.group].lease_id
+    anchor = world.store._entries[me.handle._shard.group.seat.group].lease_id
     first, second = both
-    return (first, second) if first.handle._group.seat.lease_id == anchor else (second, first)
+    return (first, second) if first.handle._shard.group.seat.lease_id == anchor else (second, first)
 
 
 def copied_meanwhile(scene: Scene) -> None:
@@ -866,10 +898,10 @@ def replaced_reader(scene: Scene) -> None:
     """A reader whose name is taken stops with what is in flight, not when it has everything."""
 
     def read(me: Process) -> None:
-        scene.slow_s[me] = 2.0
+        scene.slow_s[me] = 0.3  # three reads to reach the source take less than STALL_S
         try:
             replicate(me)
-        except SelfFenced:
+        except SeatLost:
             reads = (scene.now_s - scene.taken_s) / scene.slow_s[me]
             # Three to reach the source; two for the first batch, of many.
             demand(reads < 6, f"I6: its name was taken, and it made {reads:.0f} reads more")
@@ -891,7 +923,7 @@ def other_version(scene: Scene) -> None:
     """I1: who had a part of a version when its seat was lost, and reads another then, reads all."""
 
     def read(me: Process) -> None:
-        scene.slow_s[me] = 1.5
+        scene.slow_s[me] = 0.5
         replicate(me)
         scene.reach("read")
 
@@ -961,7 +993,7 @@ def closed_coming_back(scene: Scene) -> None:
         scene.hold("follows", me, puts("/shards/"), lambda: "sits" in scene.reached)
         scene.end_lease(other)
         scene.until("sits")
-        with suppress(SelfFenced):
+        with suppress(SeatLost):
             publish(me, 1)
 
     scene.start("t", train)
@@ -1013,10 +1045,11 @@ def trains_on(scene: Scene, *, cut_off: tuple[int, ...] = (0, 1)) -> None:
             began_s = scene.now_s
             unpublish(me)
             # Every other version is published twice, with other bytes.
+            scene.again[2 * step - 1] = 100 + step
             publish(me, step // 2, 100 + step, store_wait_s=0)
             waited_s[me.rank] += scene.now_s - began_s
             demand(me.handle.version == step // 2, "it returned, and nothing is held")
-            marks[me.rank].append(Word.unpack(int(me.handle._offer._word[0])).mark)
+            marks[me.rank].append(Word.unpack(int(me.handle._shard.mailbox._word[0])).mark)
             scene.sleep(pause_s)
             if step == 3 and me.rank == 0:
                 for process in me.start.processes:
@@ -1024,7 +1057,7 @@ def trains_on(scene: Scene, *, cut_off: tuple[int, ...] = (0, 1)) -> None:
                         scene._cut(process, away_s)
         demand(waited_s[me.rank] < 4 * TTL_S, f"I6: a trainer waits for etcd: {waited_s}")
         demand(len({*marks[me.rank]}) == steps, "I1: one mark for two contents")
-        demand(not me.handle._group.is_fenced, "I6: it does not come back")
+        demand(me.handle._shard.group.state == "seated", "I6: it does not come back")
         scene.until("read")
 
     def read(me: Process) -> None:
@@ -1080,7 +1113,7 @@ def retained_meanwhile(scene: Scene) -> None:
         publish(me, 2, 12)
         scene.reach(f"{me} holds 2")
         scene.until("t.1/0 holds 2", "t.1/1 holds 2")
-        scene.when(lambda: not me.handle._copies, "the copy of version 1 released")
+        scene.when(lambda: not me.handle._shard.copies, "the copy of version 1 released")
         scene.reach(f"{me} lets go of 1")
         scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
         scene._cut(me, 3 * TTL_S)
@@ -1088,7 +1121,8 @@ def retained_meanwhile(scene: Scene) -> None:
         for step in range(3):
             publish(me, 3, 13 + step, store_wait_s=0)
             unpublish(me)
-        demand(len(me.handle._copies) == 1, f"I4: {len(me.handle._copies)} copies of an outage")
+        copies = len(me.handle._shard.copies)
+        demand(copies == 1, f"I4: {copies} copies of an outage")
         scene.until("read")
 
     def read(me: Process) -> None:
@@ -1196,7 +1230,7 @@ def moved(scene: Scene) -> None:
         before = me.memory
         me._make_memory()
         demand(before.data_ptr() != me.memory.data_ptr(), "they have not moved")
-        me.handle._register(LocalState(me.tensors, {}, {}))
+        me.handle._shard.tensors.show(LocalState(me.tensors, {}, {}))
         publish(me, 2, 8)
         scene.until("r.1/0 has 2", "r.1/1 has 2")
 
@@ -1219,7 +1253,7 @@ def who_is_believed(_: Scene) -> None:
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
     publish_3 = Call(3, "publish", "publish 1", 0, held.ref, outcome=Outcome(is_source=True))
     unpublish_4 = Call(4, "unpublish", "unpublish 1", 0, held.ref, outcome=Outcome())
-    back = partial(Shard, "h", card=b"", is_back=True)
+    back = partial(ShardRecord, "h", card=b"", is_back=True)
     holder = back(pid=1, kept=held, ended=[publish_3])
     in_it = back(pid=2, pending=3)
     elsewhere = back(pid=3, pending=2)
@@ -1441,7 +1475,7 @@ def dies_lingering(scene: Scene) -> None:
         [key] = [key for key in scene.checks.holdings if "linger" in key]
         anchor = scene.store._entries[key].lease_id
         processes = scene.start_named("t").processes
-        other = next(p for p in processes if p.handle._closing._lease.lease_id != anchor)
+        other = next(p for p in processes if p.handle._shard._closing._lease.lease_id != anchor)
         scene.at(scene.now_s, scene.kill_process, other)
         scene.sleep(TTL_S + 3)
         demand(not scene.checks.holdings, "I7: a process is dead, and what it had is offered")
@@ -1460,13 +1494,11 @@ def save(
 ) -> None:
     """What dcp.save does on a rank: its content is there by the time that the group is asked."""
     process.world.contents[version] = content
-
-    def collect() -> LocalState:
-        if process.handle.version is None:
-            process.fill(content)
-        return LocalState(process.tensors, {}, {})
-
-    process.handle._save(version, collect, is_staged=False, timeout_s=timeout_s, begun=begun)
+    if process.handle.version is None:
+        process.fill(content)
+    state = LocalState(process.tensors, {}, {})
+    request = SaveRequest(version, state, timeout_s=timeout_s, begun=begun)
+    process.handle.checkpoints.save(request)
 
 
 def unpublished_alone(scene: Scene) -> None:
@@ -1519,7 +1551,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
         scene.checks.returned(me, 6)
         scene.reach(f"{me} has 6")
         scene.until("read")
-        scene.when(lambda: not me.handle._copies, "the copy released", 60.0)
+        scene.when(lambda: not me.handle._shard.copies, "the copy released", 60.0)
 
     def read(me: Process) -> None:
         scene.until("t.1/0 has 6", "t.1/1 has 6")
@@ -1558,7 +1590,7 @@ def failed_before(scene: Scene) -> None:
         except TorchRosError as error:
             raise Broken(f"I6: its ranks are out of step for good: {error!r}") from error
         scene.checks.returned(me, 7)
-        done.append(me.handle._group.calls_made)
+        done.append(me.handle._shard.group.ledger.calls_made)
         scene.reach(f"{me} is done")
         scene.until("t.0/0 is done", "t.0/1 is done")
         demand(len({*done}) == 1, f"I3: its ranks have made {done} calls")
@@ -1589,7 +1621,7 @@ def begins_late(scene: Scene) -> None:
         if me.rank == 1:
             scene.until("begun")
             scene.sleep(2 * PATIENCE_S)
-        begun = me.handle._begin_dcp("save 5", storage)
+        begun = me.handle.checkpoints.begin("save 5", storage)
         scene.reach("begun" if me.rank == 0 else "both have begun")
         scene.until("both have begun")
         try:
@@ -1608,7 +1640,7 @@ def never_comes(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         storage = _Storage()
-        begun = me.handle._begin_dcp("save 5", storage)
+        begun = me.handle.checkpoints.begin("save 5", storage)
         began_s = scene.now_s
         if me.rank == 0:
             with suppress(CallAborted):
@@ -1618,7 +1650,7 @@ def never_comes(scene: Scene) -> None:
             demand(took_s < 2 * PATIENCE_S, f"I6: a rank failed, and was waited for {took_s:.0f} s")
             scene.reach("failed")
         scene.until("failed")
-        save(me, 6, 16, begun=me.handle._begin_dcp("save 6", storage))
+        save(me, 6, 16, begun=me.handle.checkpoints.begin("save 6", storage))
         scene.checks.returned(me, 6)
         scene.reach(str(me))
         scene.until("t.0/0", "t.0/1")
@@ -1630,6 +1662,7 @@ def never_comes(scene: Scene) -> None:
 SCENES = {
     "who is believed": who_is_believed,
     "two trainers": two_trainers,
+    "seen before": seen_before,
     "lost replies": lost_replies,
     "burst": burst,
     "flaky": flaky,

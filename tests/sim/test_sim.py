@@ -1,21 +1,27 @@
-"""A short run of the simulator; `make sim` and `make sim-faults` are the long ones."""
+"""Short runs of the simulator; `make sim` and `make sim-faults` are the long ones."""
 
 import pytest
 from scenes import SCENES, perform
 from sim import play
 from world import EVENTS
 
-SEEDS = 50
+QUICK, LONG = range(3), range(3, 50)
+BOTH = pytest.mark.parametrize(
+    "seeds", [QUICK, pytest.param(LONG, marks=pytest.mark.long)], ids=["quick", "long"]
+)
+SEEDS_OF_A_SCENE = 17  # with those of the quick tier: 20
 
 
-def test_nothing_that_must_not_happen_happens_in_a_few_histories():
-    seen, failures = play(0, SEEDS, workers=1, story=60)
+@BOTH
+def test_nothing_that_must_not_happen_happens_in_a_few_histories(seeds):
+    seen, failures = play(seeds.start, len(seeds), workers=1, story=60)
     assert not failures, "\n\n".join(failures.values())
-    # More seeds see all of them: `make sim`.
-    assert sum(seen[event] > 0 for event in EVENTS) > len(EVENTS) / 2
+    if seeds is LONG:  # more seeds see all of them: `make sim`
+        assert sum(seen[event] > 0 for event in EVENTS) > len(EVENTS) / 2
 
 
+@BOTH
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_scene_ends_as_it_should_whoever_moves_first(scene):
-    for seed in range(20):
+def test_a_scene_ends_as_it_should_whoever_moves_first(scene, seeds):
+    for seed in seeds[:SEEDS_OF_A_SCENE]:
         perform(scene, seed)

@@ -13,7 +13,7 @@ import itertools
 from functools import partial
 
 from torch_ros.errors import ClosedError, TransferFailed
-from torch_ros.p2p.transport import HOST
+from torch_ros.spans import HOST
 
 LOOK_S = 1.0  # a reader looks again after that, so that its deadlines count
 LATE_S = 1e-6  # after a process that was mute is not any more

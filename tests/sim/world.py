@@ -1,7 +1,7 @@
 """One seed, one history: replicas of a model, a store and wires that fail, and who moves when.
 
 Production code that runs here as it is: everything behind `torch_ros.open`, which is the handle,
-its data plane (`exchange`, `reading`, `hostcopy`), the group with its threads, the session, the
+its data plane (`transfer`, `shard`), the group with its threads, the session, the
 loops and all the rules. Only three things are others: the store (`stores`), the transport
 (`wires`), and time and threads (`schedule`), by which the seed decides what happens next.
 """
@@ -9,8 +9,10 @@ loops and all the rules. Only three things are others: the store (`stores`), the
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import math
+import pkgutil
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -25,16 +27,30 @@ from stores import Connection, Store, wakes
 from story import short
 from wires import LOOK_S, Wire
 
-from torch_ros import beginnings, closing, copies, exchange, filling, handle, reading
-from torch_ros.copies import HostCopy
-from torch_ros.exchange import Card
-from torch_ros.identity import Identity
-from torch_ros.store import group, loops, run, session, sources, txn, versions
-from torch_ros.store.keys import Keys, parse_holding
-from torch_ros.store.records import Record
-from torch_ros.store.run import Deadline
+from torch_ros import deadline, protocol, shard, transfer
+from torch_ros.deadline import Deadline
+from torch_ros.protocol import group, sources, versions
+from torch_ros.protocol.keys import Keys, parse_holding
+from torch_ros.protocol.records import Call, Record
+from torch_ros.shard.host_copies import HostCopy
+from torch_ros.shard.identity import Identity
+from torch_ros.store import loops, run, session, txn
+from torch_ros.transfer import reading
+from torch_ros.transfer.card import Card
+from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.weights import manifest
 from torch_ros.weights.plan import ReadPlan, plan
+
+# The modules whose threads, time and waits are the world's: those that wait, and all above them.
+INHABITED = (
+    *(run, session, deadline, manifest),
+    *(
+        importlib.import_module(found.name)
+        for package in (protocol, transfer, shard)
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ),
+)
+HOMES = {(deadline, "Deadline")}  # the world's own is made of it
 
 FAULTS = (
     "kill", "suspend", "cut", "unlink", "lose", "lose reply", "late", "early", "read", "slow",
@@ -231,6 +247,9 @@ class World(Scheduler):
         longest_s = 20 if self.rng.random() < 0.15 else 80 * self.step_s
         return Task("idle", timeout_s=self.rng.random() * longest_s)
 
+    def content_of(self, call: Call) -> int:
+        return self.content(call.ref.version)
+
     def content(self, version: int) -> int:
         """The bytes of a version: others only when nobody is there who means the old ones."""
         known = self.contents.get(version)
@@ -403,7 +422,7 @@ class World(Scheduler):
         if victim.handle is not None:
             self.tell(victim, "loses its lease")
             victim.hindered_s += TTL_S
-            self.store.expire(victim.handle._group.session.lease_id)
+            self.store.expire(victim.handle._shard.group.session.lease_id)
             self.store_changed("a lease ends")
 
     def _kill_one(self, victim: Process) -> None:
@@ -479,16 +498,16 @@ class World(Scheduler):
                 super().__init__(transport, *args)
                 world.checks.copied(self, transport.process)
 
-        serve, void = exchange.Offer.serve, exchange.Offer.void
+        serve, void = Mailbox.serve, Mailbox.void
 
-        def slow_serve(offer, mark, position):
+        def slow_serve(mailbox, mark, position):
             world.pause("is about to say what is there")
-            serve(offer, mark, position)
-            world.checks.shown(offer._transport.process)
+            serve(mailbox, mark, position)
+            world.checks.shown(mailbox._transport.process)
 
-        def slow_void(offer):
+        def slow_void(mailbox):
             world.pause("is about to void what it says")
-            void(offer)
+            void(mailbox)
 
         def not_survived(_, what, error):
             raise error  # a mistake of ours, or a check: threads must not go on here
@@ -507,32 +526,19 @@ class World(Scheduler):
             "Deadline": self.deadline,
             "HostCopy": Copy,
             "identify": identify,
-            "_open_handles": set(),
-            "_close_open_handles_at_exit": lambda: None,
+            "_open_shards": set(),
+            "_close_open_shards_at_exit": lambda: None,
             "mark_written": lambda _: None,
-            "_transport": lambda *_, **__: Wire(world, world.current.process),
+            "choose_transport": lambda *_, **__: Wire(world, world.current.process),
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,
             "BLINK_S": LOOK_S,  # a wait for a read is as long
         }
         with ExitStack() as stack:
-            modules = (
-                beginnings,
-                closing,
-                copies,
-                exchange,
-                filling,
-                group,
-                handle,
-                manifest,
-                reading,
-                run,
-                session,
-            )
-            for module in modules:
+            for module in INHABITED:
                 for name, value in everywhere.items():
-                    if hasattr(module, name) and not (module is run and name == "Deadline"):
+                    if getattr(module, name, None) is not None and (module, name) not in HOMES:
                         stack.enter_context(patch.object(module, name, value))
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
@@ -540,8 +546,8 @@ class World(Scheduler):
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
-            stack.enter_context(patch.object(exchange.Offer, "serve", slow_serve))
-            stack.enter_context(patch.object(exchange.Offer, "void", slow_void))
+            stack.enter_context(patch.object(Mailbox, "serve", slow_serve))
+            stack.enter_context(patch.object(Mailbox, "void", slow_void))
             stack.enter_context(patch.object(group.Group, "_surprised", not_survived))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)

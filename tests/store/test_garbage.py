@@ -8,8 +8,9 @@ import torch
 
 import torch_ros
 from torch_ros.errors import BackendError, UsageError
-from torch_ros.store import membership, memory
-from torch_ros.store.records import Failure
+from torch_ros.protocol import membership
+from torch_ros.protocol.records import Failure
+from torch_ros.store import memory
 from torch_ros.store.txn import Put, Read, Txn, one
 
 GARBAGE = b"\xff\xfe garbage {"
@@ -53,7 +54,7 @@ def test_garbage_of_others_stops_nobody(caplog):
     model = Model()
     with model.open("t", 1) as trainer, model.open("r", 0) as rollout:
         trainer.publish(1)
-        names = {"run": trainer.run, "source": trainer._group.seat.inst}
+        names = {"run": trainer.run, "source": trainer._shard.group.seat.inst}
         for key, value in OTHERS.items():
             model.put(key.format(**names), value)
         assert rollout.list() == {1: {"t"}}
@@ -63,7 +64,7 @@ def test_garbage_of_others_stops_nobody(caplog):
         trainer.publish(1)
         with model.open("n", 0) as newcomer:
             assert newcomer.replicate(1) == 1
-    said = [r.getMessage() for r in caplog.records if r.name == "torch_ros.store.readable"]
+    said = [r.getMessage() for r in caplog.records if r.name == "torch_ros.protocol.readable"]
     assert len(said) == len(set(said)) > 8
     assert any("etcdctl del /torch-ros/m/groups/stranger" in line for line in said)
 
@@ -76,7 +77,7 @@ def test_what_one_cannot_do_without_is_named():
         model.put(key, GARBAGE)
         with pytest.raises(BackendError, match=f"{5:020d}.*etcdctl del"):
             rollout.replicate(5)
-        own = f"decisions/{rollout._group.seat.inst}"
+        own = f"decisions/{rollout._shard.group.seat.inst}"
         model.put(own, GARBAGE)
         with pytest.raises(BackendError, match=own):
             rollout.replicate(1)

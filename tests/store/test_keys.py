@@ -2,8 +2,8 @@
 
 import pytest
 
-from torch_ros.store import keys as k
-from torch_ros.store.keys import Keys
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
 
 HOSTILE = ("m", "Qwen/Qwen3", "a/shards/b", "../x", "%2F", " ", "naïve", "a@b", "m/0001", "é\0")
 

@@ -6,25 +6,28 @@ import random
 import msgspec
 import pytest
 
+from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.store import membership, sources, txn, versions
-from torch_ros.store.keys import Keys, parse_reader
-from torch_ros.store.loops import Act, Done, Wait, looking_ahead, settle
-from torch_ros.store.membership import Applicant
-from torch_ros.store.memory import MemoryKV
-from torch_ros.store.records import (
+from torch_ros.protocol import membership, retention, sources, versions
+from torch_ros.protocol.keys import Keys, parse_reader
+from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.records import (
     Call,
     Decisions,
-    Group,
+    GroupRecord,
     Holding,
-    Run,
-    Shard,
+    RunRecord,
+    ShardRecord,
     Suspect,
-    Version,
+    VersionRecord,
     VersionRef,
 )
-from torch_ros.store.run import Deadline, run
-from torch_ros.store.seat import Seat
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.versions import Spec
+from torch_ros.store import txn
+from torch_ros.store.loops import Act, Done, Wait, looking_ahead, settle
+from torch_ros.store.memory import MemoryKV
+from torch_ros.store.run import run
 from torch_ros.store.txn import (
     Commit,
     Part,
@@ -38,7 +41,6 @@ from torch_ros.store.txn import (
     under,
     whole,
 )
-from torch_ros.store.versions import Spec
 
 KEYS = Keys("m")
 RUNS = ("one", "two", "three")
@@ -196,11 +198,11 @@ def any_store(rng):
     store, names, todo = Store(), [f"r{number}" for number in range(rng.randrange(1, 9))], []
     for number, name in enumerate(rng.sample(RUNS, rng.randrange(len(RUNS) + 1))):
         if rng.random() < 0.9:
-            todo.append((KEYS.run(name), Run("h:1", rng.choice([number, number, 1]))))
+            todo.append((KEYS.run(name), RunRecord("h:1", rng.choice([number, number, 1]))))
         for version in rng.sample(range(6), rng.randrange(4)):
             layout = rng.choice(["L", "L", "L", ""])
             if rng.random() < 0.9:
-                todo.append((KEYS.version(name, version), Version("u", layout)))
+                todo.append((KEYS.version(name, version), VersionRecord("u", layout)))
             for replica in rng.sample(names, rng.randrange(len(names))):
                 uid, state = rng.choice("uuuo"), rng.choice(["full", "full", "filling", "draining"])
                 if not layout and uid == "u":
@@ -209,7 +211,7 @@ def any_store(rng):
                 todo.append((KEYS.holding(name, version, f"{replica}@x"), held))
     for name in rng.sample(names, rng.randrange(len(names))):
         retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
-        group = Group("x", 1, rng.choice(RUNS), retain=retain, left=left)
+        group = GroupRecord("x", 1, rng.choice(RUNS), retain=retain, left=left)
         todo.append((KEYS.group(name), group))
     if rng.random() < 0.3:
         todo.append((KEYS.suspect("r0@x", "r1@x"), Suspect("")))
@@ -225,7 +227,7 @@ def any_questions(rng):
     held = VersionRef(rng.choice(RUNS), rng.randrange(6), rng.choice("uo"), 1)
     floor, name = rng.choice([None, None, held]), f"r{rng.randrange(9)}"
     who = Applicant(
-        KEYS, name, 0, 1, 0, Shard("h", 1, b""), "y", is_shared=False,
+        KEYS, name, 0, 1, ShardRecord("h", 1, b""), nonce="y",
         run=rng.choice([None, None, "new", "one", "four"]), fresh_run="fresh",
         datacenter="default", spot=False,
     )  # fmt: skip
@@ -239,11 +241,11 @@ def any_questions(rng):
         return Done(offer.ref if offer else None)
 
     def is_kept(view):
-        return Done(versions.keeping(view, KEYS, held, f"{name}@x").is_needed)
+        return Done(retention.keeping(view, KEYS, held, f"{name}@x").is_needed)
 
     yield versions.spec_ranges(KEYS), resolved
     yield versions.newer_ranges(KEYS), newer
-    yield versions.keeping_ranges(KEYS, held), is_kept
+    yield retention.keeping_ranges(KEYS, held), is_kept
     yield membership.open_ranges(who), lambda view: membership.create_group(view, who)
 
 
@@ -270,15 +272,15 @@ def newcomer(name):
 def burst(fulls, newcomers):
     """All have decided to read the version, and nobody has a source yet."""
     store = Store()
-    store.put(KEYS.run(REF.run), Run("h:1", 1))
-    store.put(KEYS.version(REF.run, REF.version), Version(REF.uid, "L"))
+    store.put(KEYS.run(REF.run), RunRecord("h:1", 1))
+    store.put(KEYS.version(REF.run, REF.version), VersionRecord(REF.uid, "L"))
     for number in range(fulls):
         held = Holding(REF.uid, 1, "full", 1)
         store.put(KEYS.holding(REF.run, REF.version, f"t{number}@x"), held)
     seats = [newcomer(f"r{number}") for number in range(newcomers)]
     call = Call(1, "replicate", "replicate latest", 0, REF)
     for seat in seats:
-        store.put(seat.group, Group("x", 1, REF.run, is_complete=True))
+        store.put(seat.group, GroupRecord("x", 1, REF.run, is_complete=True))
         store.put(seat.decisions, Decisions([call]))
         store.put(seat.holding(REF), Holding(REF.uid, 1, "filling", 1, is_relay=True))
     return store, seats, call

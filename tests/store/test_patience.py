@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from torch_ros.protocol.patience import Outage, Patience
 from torch_ros.store import run
-from torch_ros.store.patience import Outage, Patience
 from torch_ros.store.run import Reminder, next_line_s
 
 TTL_S = 10.0

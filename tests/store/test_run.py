@@ -4,11 +4,12 @@ import time
 
 import pytest
 
+from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, Contention, DeadlineExceeded, StoreUnavailable
+from torch_ros.protocol.records import VersionRecord
 from torch_ros.store import memory
 from torch_ros.store.loops import ATTEMPTS_MAX, Act, Done, Wait, settle
-from torch_ros.store.records import Version
-from torch_ros.store.run import Deadline, run
+from torch_ros.store.run import run
 from torch_ros.store.txn import Put, Txn, one
 
 KEY = (one("k"),)
@@ -99,4 +100,4 @@ def test_who_may_not_go_on_is_stopped_before_the_next_request():
 def test_what_something_else_wrote_is_refused_and_named():
     for value in (b"", b"null", b'{"uid": 3}', b'{"uid": "x", "more": 1}', b"\xff"):
         with pytest.raises(Exception, match="Version record"):
-            Version.decode(value, "versions/run/1")
+            VersionRecord.decode(value, "versions/run/1")

@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 
-from torch_ros.store import loops, rules, sources
-from torch_ros.store.keys import Keys
+from torch_ros.protocol import calls, sources
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import GroupRecord, Holding, RunRecord, VersionRecord, VersionRef
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.versions import Spec, listing, resolve, spec_ranges
+from torch_ros.store import loops
 from torch_ros.store.loops import Done, Wait, settle
 from torch_ros.store.memory import MemoryKV, Space
-from torch_ros.store.records import Group, Holding, Run, Version, VersionRef
-from torch_ros.store.seat import Seat
 from torch_ros.store.txn import Commit, Follow, Put, Read, Txn, Watch, one, some, whole
-from torch_ros.store.versions import Spec, listing, resolve, spec_ranges
 
 KEYS = Keys("m")
 READS_MAX = 10
@@ -88,33 +89,33 @@ def put(kv, key, record, lease_id=0):
 
 def replica(kv, name):
     lease_id, _ = kv.grant(3600, timeout_s=1)
-    put(kv, KEYS.group(name), Group("1", 1, "run", is_complete=True), lease_id)
+    put(kv, KEYS.group(name), GroupRecord("1", 1, "run", is_complete=True), lease_id)
     return seat(name, lease_id)
 
 
 def reads(place):
     """All that a replica of one process asks etcd while it replicates, but for its shards."""
     own = place.own
-    effects = lambda view, call: rules.replicate(
+    effects = lambda view, call: calls.replicate(
         view, place, call, Spec(), None, is_relay=True, sources_max=1
     )
     ranges = (*own, *spec_ranges(KEYS), some(KEYS.readers()), KEYS.suspects())
     decide = partial(
-        rules.decide, seat=place, number=1, kind="replicate", asked="r", effects=effects
+        calls.decide, seat=place, number=1, kind="replicate", asked="r", effects=effects
     )
     call = yield from settle("decide", ranges, decide)
     if not call.sources:
         claim = partial(sources.claim, seat=place, call=call)
         call = yield from settle("claim", sources.source_ranges(place, call.ref), claim)
-    complete = partial(rules.complete, seat=place, call=call, layout="L")
-    return (yield from settle("complete", rules.end_ranges(place, call), complete))
+    complete = partial(calls.complete, seat=place, call=call, layout="L")
+    return (yield from settle("complete", calls.end_ranges(place, call), complete))
 
 
 def leaves(place):
     """Its process ends, at some time: nobody drains it."""
     for _ in range(3):
         yield Read((one(place.group),))
-    yield Commit(Txn(ops=tuple(rules.Delete(one(k)) for k in (place.group, place.holding(REF)))))
+    yield Commit(Txn(ops=tuple(calls.Delete(one(k)) for k in (place.group, place.holding(REF)))))
 
 
 def waits(spec):
@@ -136,8 +137,8 @@ def looks(count):
 def model():
     kv = MemoryKV(Space())
     trainer = replica(kv, "t")
-    put(kv, KEYS.run("run"), Run("h:1", 1))
-    put(kv, KEYS.version("run", 8), Version("uid", "L"))
+    put(kv, KEYS.run("run"), RunRecord("h:1", 1))
+    put(kv, KEYS.version("run", 8), VersionRecord("uid", "L"))
     put(kv, trainer.holding(REF), Holding("uid", 1, "full", 1, is_original=True), trainer.lease_id)
     return kv, trainer
 
@@ -153,7 +154,7 @@ def test_who_waits_for_an_older_version_is_not_woken_by_all_who_read(count):
     assert max(loop.reads for loop in waiting) <= READS_MAX
     # They are told when there is one.
     holding = Put(KEYS.holding("run", 9, "x@1"), Holding("new", 1, "full", 1).encode())
-    record = Put(KEYS.version("run", 9), Version("new", "L").encode())
+    record = Put(KEYS.version("run", 9), VersionRecord("new", "L").encode())
     assert kv.commit(Txn(ops=(holding, record)), timeout_s=1).applied
     play([], waiting, count)
     assert {loop.answer.ref.version for loop in waiting} == {8}

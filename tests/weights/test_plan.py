@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from torch_ros.costs import NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.errors import ManifestMismatch, UsageError
-from torch_ros.weights import pieces
+from torch_ros.weights import tiling
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
-from torch_ros.weights.pieces import Chunks, Pieces, untiled
-from torch_ros.weights.plan import NIXL_COSTS, TCP_COSTS, Costs, Route, copy_staged, plan
+from torch_ros.weights.plan import Route, copy_staged, plan
+from torch_ros.weights.tiling import Chunks, Pieces, untiled
 
 # Spans cost so much that everything with gaps is staged, as far as it fits.
 STAGE_ALWAYS = Costs(descriptor_s=1.0, read_bytes_per_s=1e18, copy_bytes_per_s=1e18, copy_s=0.0)
@@ -386,7 +387,7 @@ def test_a_reader_uses_only_so_many_copies():
     shard = [replace(t, spread=True) for t in local_chunks({str(i): WHOLE for i in range(99)})]
     sources = [build(shard, {})[0]] * 50
     direct = plan(sources, sources[0], staging_bytes=0, target_rank=7).direct
-    assert len(set(direct.source_rank.tolist())) == pieces.COPIES_MAX
+    assert len(set(direct.source_rank.tolist())) == tiling.COPIES_MAX
 
 
 def test_plain_tensors_come_from_the_lowest_rank_that_has_them():
@@ -501,12 +502,12 @@ def test_a_target_that_overlaps_itself_is_refused(tensor):
 
 
 def test_a_plan_that_misses_an_element_never_leaves(monkeypatch):
-    broken = pieces._intersections
+    broken = tiling._intersections
 
     def without_the_last(offered, wanted):
         return (made := broken(offered, wanted)).take(np.arange(len(made.target) - 1))
 
-    monkeypatch.setattr(pieces, "_intersections", without_the_last)
+    monkeypatch.setattr(tiling, "_intersections", without_the_last)
     with pytest.raises(ManifestMismatch):
         plan([one(WHOLE)], one(WHOLE), staging_bytes=0)
 

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from torch_ros import environment
 from torch_ros.errors import UsageError
-from torch_ros.handle import ShardHandle, open  # noqa: A004
+from torch_ros.shard.handle import ShardHandle
+from torch_ros.shard.opening import open  # noqa: A004
 
-MODEL_VARIABLE = "TORCH_ROS_MODEL"
 DEFAULT_MODEL = "default"
 
 Purpose = Literal["save", "load"]
@@ -39,7 +40,7 @@ def default_handle(purpose: Purpose) -> ShardHandle:
         if handle is None or pid != os.getpid() or handle.is_closed:
             alone = not (dist.is_available() and dist.is_initialized())
             handle = open(
-                os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL,
+                environment.value(environment.MODEL) or DEFAULT_MODEL,
                 rank=0 if alone else None,
                 world_size=1 if alone else None,
             )

@@ -1,7 +1,7 @@
-"""What was found out about a state dict the last time, so that an unchanged one costs little.
+"""Findings about the last state dict, so that an unchanged one costs little.
 
-What depends on structure only (names, layouts, which tensor has which chunk) is kept by the tokens
-of the state dict's outline. No tensor is: a memo keeps no memory allocated.
+Everything that depends on structure only (names, layouts, which tensor has which chunk) is kept by
+the tokens of the state dict's outline. No tensor is: a memo keeps no memory allocated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_ros.dcp.outline import Outline
-from torch_ros.handle import ShardHandle
-from torch_ros.registered import LocalState, Registered
+from torch_ros.shard.handle import ShardHandle
+from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout
 
@@ -58,8 +58,9 @@ class Memo:
     """A state dict that was saved, or loaded into, by one handle.
 
     Args:
-        tokens, addresses: Of its outline.
-        source: What else the answer depended on; for a load, the layouts of what it reads.
+        tokens, addresses: From its outline.
+        source: Everything else that the answer depended on; for a load, the layouts of what it
+            reads.
         objects: Its objects: fqn and number among the outline's leaves.
         paths: Of what is registered, by fqn.
         layout, chunk_addresses: Of what is registered, if that is this state dict.
@@ -86,7 +87,7 @@ class Memo:
         state: LocalState,
         source: tuple[str, ...],
     ) -> Memo | None:
-        """What to remember of a state that was made of the state dict the long way.
+        """Remember a state that was made of the state dict the long way.
 
         None if it cannot be told what became of each leaf: the next one is made the long way too.
 
@@ -127,8 +128,8 @@ class Memo:
         """The state of a state dict that fits.
 
         Args:
-            registered: What the handle has registered; if it is this very state, in the same
-                memory, then the state says so.
+            registered: The tensors that the handle has registered; if it is this very state, in the
+                same memory, then the state says so.
         """
         if registered is not None and self._is(registered, seen, objects):
             return LocalState((), objects, self.paths, known=registered)
@@ -148,7 +149,7 @@ class Memo:
         )
 
     def learn(self, seen: Outline, registered: Registered | None) -> None:
-        """That the state dict with this outline is what is registered now; if it is."""
+        """Remember this outline as the one that is registered, if it is."""
         if registered and registered.layout is self.layout and seen.addresses == self.addresses:
             return
         if registered is None or self._addresses(seen) != _addresses(registered):
@@ -206,13 +207,15 @@ def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _Te
 
 
 def _addresses(registered: Registered) -> set[int]:
-    return {tensor.data_ptr() for tensor in registered.parts[-1].memory}
+    return {tensor.data_ptr() for tensor in registered.phases[-1].memory}
 
 
-# The last one of each kind. A handle's own calls take turns, so its memos need no lock.
-_memos: WeakKeyDictionary[ShardHandle, dict[Literal["save", "load"], Memo | None]]
-_memos = WeakKeyDictionary()
+Memos = dict[Literal["save", "load"], Memo | None]
+"""The last memo of each kind. A handle's own calls take turns, so its memos need no lock."""
+
+_memos: WeakKeyDictionary[ShardHandle, Memos] = WeakKeyDictionary()
 
 
-def memos(handle: ShardHandle) -> dict[Literal["save", "load"], Memo | None]:
+def memos(handle: ShardHandle) -> Memos:
+    """The memos of `handle`, to be changed in place."""
     return _memos.setdefault(handle, {})

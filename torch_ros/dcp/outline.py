@@ -1,4 +1,4 @@
-"""What a state dict looks like, cheaply: to notice that it is still the one that was planned for.
+"""A state dict's structure, cheaply: to notice that it is still the one that was planned for.
 
 Two outlines with equal tokens have the same names, nesting, kinds, dtypes, shapes, strides, devices
 and shardings, in the same order; they may differ in where the tensors are and in what the objects
@@ -49,11 +49,11 @@ def _visit(value: Any, found: Outline) -> None:
     if kind in _PLAIN:
         found.tokens.append(_TENSOR)
         _visit_memory(value, value, found)
-    elif kind is DTensor and type(value._local_tensor) in _PLAIN:
-        spec = value._spec  # with the global shape
+    elif kind is DTensor and type(value._local_tensor) in _PLAIN:  # noqa: SLF001  # `to_local` costs more
+        spec = value._spec  # noqa: SLF001  # has the global shape too
         found.tokens += (_DTENSOR, spec)
         found.meshes[id(spec.mesh)] = spec.mesh
-        _visit_memory(value, value._local_tensor, found)
+        _visit_memory(value, value._local_tensor, found)  # noqa: SLF001  # as above
     elif isinstance(value, torch.Tensor):
         found.is_known = False
         found.leaves.append(value)

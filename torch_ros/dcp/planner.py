@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
-from torch_ros.errors import UsageError
+from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_name
 
 _TENSORS = (torch.Tensor, ShardedTensor)
 _Path = tuple[str | int, ...]
@@ -30,7 +31,7 @@ class ROSSavePlanner(DefaultSavePlanner):
         self._nested: dict[str, Any] = {}
         self.plan = SavePlan([])
         self.is_kept = False
-        """Whether a ROSWriter has the plan, which stands for all that is still to be planned."""
+        """Set by the ROSWriter that took the (empty) plan. If nobody did, `finish_plan` raises."""
 
     def set_up_planner(
         self,
@@ -66,7 +67,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=allow_partial_load)
         self.plan = LoadPlan([])
         self.is_kept = False
-        """Whether a ROSReader has the plan, which stands for all that is still to be planned."""
+        """Set by the ROSReader that took the (empty) plan. If nobody did, `finish_plan` raises."""
 
     def set_up_planner(
         self,
@@ -81,8 +82,11 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         self.plan = LoadPlan([])
         return self.plan
 
-    def plan_now(self) -> LoadPlan:
-        """dcp's plan for this rank; from then on `state_dict` is flat."""
+    def plan_now(self, contents: Mapping[str, LogicalTensor]) -> LoadPlan:
+        """Plan for this rank as dcp does; from then on `state_dict` is flat.
+
+        Raises: ManifestMismatch: It does not fit the version's contents.
+        """
         before = dict(_nodes(self.original_state_dict))
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
         # dcp puts None where it meets an object whose type it does not know, also within others,
@@ -92,6 +96,8 @@ class ROSLoadPlanner(DefaultLoadPlanner):
             if was is not self.state_dict[fqn] and not isinstance(was, _TENSORS):
                 self.state_dict[fqn] = was
                 self.put(fqn, was)
+        for fqn, value in self.state_dict.items():
+            _require_fit(fqn, value, contents, is_strict=not self.allow_partial_load)
         return super().create_local_plan()
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -120,6 +126,36 @@ def values_of(planner: SavePlanner | LoadPlanner) -> Mapping[str, Any] | None:
     return planner.state_dict
 
 
+def described(found: LogicalTensor | None) -> str:
+    """A tensor or object of a version, for people."""
+    if found is None:
+        return "nothing of that name"
+    return "an object" if found.dtype == OBJECT else f"{found.dtype} {list(found.shape)}"
+
+
+def _require_fit(
+    fqn: str, value: object, contents: Mapping[str, LogicalTensor], *, is_strict: bool
+) -> None:
+    found = contents.get(fqn)
+    if found is None and is_strict:
+        raise ManifestMismatch(
+            f"{fqn!r}",
+            "every key of the state dict to be in the version",
+            f"a version of {len(contents)} tensors and objects without it",
+            "leave it out, or pass planner=reader.planner(allow_partial_load=True)",
+        )
+    if found is None or found.dtype == OBJECT or not isinstance(value, torch.Tensor):
+        return
+    there, here = described(found), f"{dtype_name(value.dtype)} {list(value.shape)}"
+    if here != there:
+        raise ManifestMismatch(
+            f"tensor {fqn!r}",
+            f"{there} as in the version",
+            f"{here} in the state dict",
+            "load into the same shape and dtype: unlike dcp's files, this does not cast",
+        )
+
+
 def _nodes(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """All that is in a state dict, and where dcp says that it is."""
     yield path, value
@@ -132,7 +168,7 @@ def _nodes(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """What dcp calls `key`: to it, all keys of a dict are strings."""
+    """The container's own key for dcp's `key`: to dcp, all keys of a dict are strings."""
     if isinstance(container, list) or key in container:
         return key
     return next((own for own in container if str(own) == key), key)

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -16,15 +17,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_ros.beginnings import Beginning
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSSavePlanner, values_of
 from torch_ros.errors import UsageError
-from torch_ros.handle import ShardHandle
-from torch_ros.registered import LocalState
-from torch_ros.staged import Copying
+from torch_ros.shard.beginnings import Beginning
+from torch_ros.shard.checkpoint import SaveRequest
+from torch_ros.shard.handle import ShardHandle
+from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
 
 
@@ -36,7 +38,7 @@ class ROSWriter(StorageWriter):
     published in place: do not write to them until `handle.unpublish()` has returned, or the next
     save. A trainer that goes on training calls it before its optimizer's step.
 
-    What fails before the old version is given up changes nothing; afterwards the handle holds
+    A failure before the old version is given up changes nothing; afterwards the handle holds
     nothing. With dcp.async_save, dcp's staged copy is published, and kept until unpublished. A
     stager that keeps its buffers writes the next copy over what is published: call
     `handle.unpublish()` before each async_save then. One call of DCP at a time on a handle.
@@ -53,12 +55,14 @@ class ROSWriter(StorageWriter):
         timeout_s: For the whole save. None: the handle's.
         mode: "copy": publish a copy, so that the tensors may be written to at once; see
             `ShardHandle.publish_copy`.
-        dtype, keep_dtype, staging_bytes: Of the copy; likewise.
+        dtype: The copy's dtype; see `ShardHandle.publish_copy`.
+        keep_dtype: Names of tensors that the copy does not cast; see `ShardHandle.publish_copy`.
+        copy_bytes: Bound on the copy's memory; see `ShardHandle.publish_copy`.
         store_wait_s: How long the save waits for etcd when that is away; see
             `ShardHandle.publish`. 0: what is saved is offered when etcd is back.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
-        UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SelfFenced,
+        UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SeatLost,
         StoreUnavailable
     """
 
@@ -71,14 +75,14 @@ class ROSWriter(StorageWriter):
         mode: Literal["in_place", "copy"] = "in_place",
         dtype: torch.dtype | None = None,
         keep_dtype: Sequence[str] = (),
-        staging_bytes: int | None = None,
+        copy_bytes: int | None = None,
         store_wait_s: float | None = None,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
-        if mode == "in_place" and (dtype or keep_dtype or staging_bytes):
-            raise UsageError("dtype, keep_dtype and staging_bytes are of mode='copy'")
-        self._copying = Copying(dtype, keep_dtype, staging_bytes) if mode == "copy" else None
+        if mode == "in_place" and (dtype or keep_dtype or copy_bytes):
+            raise UsageError("dtype, keep_dtype and copy_bytes are of mode='copy'")
+        self._copying = Copying(dtype, keep_dtype, copy_bytes) if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._store_wait_s = store_wait_s
         self._handle: ShardHandle | None = None
@@ -104,7 +108,7 @@ class ROSWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """The first that dcp asks for: the call begins, and is one of the group's from here on."""
         self._handle = self._given or default_handle("save")
-        self._begun = self._handle._begin_dcp(f"save {self._version}", self)
+        self._begun = self._handle.checkpoints.begin(f"save {self._version}", self)
         return None
 
     # dcp looks for a parameter of this name before it passes rank and use_collectives.
@@ -127,7 +131,7 @@ class ROSWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep the plan here: no rank needs to know what another one holds.
 
-        That also keeps what dcp would leave to one rank of several (HSDP copies): each can serve.
+        This also keeps what dcp would leave to one rank of several (HSDP copies): each can serve.
         """
         if self._begun is not None:
             self._begun.touch()
@@ -144,28 +148,40 @@ class ROSWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._handle is not None
+        checkpoints = self._handle.checkpoints
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
-        is_staged = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-        in_place = not is_staged and self._copying is None
-        self._handle._save(
-            self._version,
-            lambda: self._collect(planner, may_be_known=in_place),
-            is_staged=is_staged and self._copying is None,
-            copying=self._copying,
-            timeout_s=self._timeout_s,
-            store_wait_s=self._store_wait_s,
-            begun=self._begun,
+        from_stager = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+        in_place = not from_stager and self._copying is None
+        state = self._collected(planner, may_be_known=in_place)
+        checkpoints.save(
+            SaveRequest(
+                self._version,
+                state,
+                from_stager=from_stager and self._copying is None,
+                copying=self._copying,
+                timeout_s=self._timeout_s,
+                store_wait_s=self._store_wait_s,
+                begun=self._begun,
+            )
         )
         memo = memos(self._handle).get("save")
         if memo is not None and self._seen is not None and in_place:
-            memo.learn(self._seen, self._handle._registered)
+            memo.learn(self._seen, checkpoints.registered)
         self._seen = None
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
+    def _collected(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState | BaseException:
+        """Collect the state; an error is raised by the save, on all ranks."""
+        with self._begun.hook() if self._begun else nullcontext():
+            try:
+                return self._collect(planner, may_be_known=may_be_known)
+            except BaseException as error:  # noqa: BLE001  # Ctrl-C too
+                return error
+
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
-        """What the planner planned for this rank, in place; or what it would, had it planned."""
+        """The state that the planner planned for this rank, in place; or would have planned."""
         assert self._handle is not None
         if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict
@@ -175,7 +191,7 @@ class ROSWriter(StorageWriter):
         self._seen = seen = outline(planner.state_dict)
         memo = kept.get("save")
         if memo is not None and memo.fits(seen, kind, None if is_own else planner.mappings):
-            known = self._handle._registered if may_be_known else None
+            known = self._handle.checkpoints.registered if may_be_known else None
             return memo.state(seen, memo.pickled(seen), known)
         plan = planner.plan_now() if isinstance(planner, ROSSavePlanner) else self._plan
         state = self._planned(plan, planner)
@@ -184,7 +200,8 @@ class ROSWriter(StorageWriter):
 
     def _planned(self, local: SavePlan, planner: SavePlanner) -> LocalState:
         if not local.usable:  # a caching planner says: as last time
-            local = SavePlanner._cached_save_plan[planner._cached_plans_key]  # type: ignore[attr-defined]
+            key = planner._cached_plans_key  # type: ignore[attr-defined]  # noqa: SLF001  # no public one
+            local = SavePlanner._cached_save_plan[key]  # noqa: SLF001  # no public one
         tensors: dict[str, LocalTensor] = {}
         objects: dict[str, torch.Tensor] = {}
         values = values_of(planner) or {}

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from torch_ros.p2p.transport import Spans
+from torch_ros.spans import Spans
 
 ROWS_MAX = 1024  # of one call, by the kernel's limit
 
@@ -28,7 +28,7 @@ if _readv:
 
 
 def is_allowed(ucx_tls: str) -> bool:
-    """Whether that value of UCX_TLS has UCX read memory of the host's processes; "": unset."""
+    """Whether this value of UCX_TLS lets UCX read memory of processes here; "": unset."""
     names = set(ucx_tls.lstrip("^").split(",")) if ucx_tls else {"all"}
     return ucx_tls.startswith("^") != bool(names & {"all", "cma", "shm", "sm"})
 
@@ -37,7 +37,7 @@ def read(pid: int, spans: Spans) -> None:
     """Copy memory of another process. Releases the GIL.
 
     Args:
-        pid: Of a process with this process's user, in the same namespace.
+        pid: A process of this process's user, in the same namespace.
         spans: A row each: address there, address here, bytes.
 
     Raises:
@@ -57,7 +57,7 @@ def read(pid: int, spans: Spans) -> None:
 
 
 def _behind(spans: Spans, count: int) -> Spans:
-    """What is left of `spans` after the first `count` bytes: a call may stop halfway."""
+    """Return the rest of `spans` after the first `count` bytes: a call may stop halfway."""
     ends = np.cumsum(spans[:ROWS_MAX, 2])
     row = int(np.searchsorted(ends, count, side="right"))
     rest = spans[row:]
@@ -68,7 +68,7 @@ def _behind(spans: Spans, count: int) -> Spans:
 
 
 def shares(spans: Spans, count: int) -> list[Spans]:
-    """`spans` in at most `count` parts of about as many bytes each."""
+    """Divide `spans` into at most `count` parts of about equal size."""
     ends = np.cumsum(spans[:, 2]).astype(np.int64)
     sizes = spans[:, 2].astype(np.int64)
     starts, total = ends - sizes, int(ends[-1]) if len(ends) else 0

@@ -1,6 +1,6 @@
 """Memory that is a file: found in another process on the same host, and mapped from there.
 
-What torch calls shared memory, a memfd and a file in /dev/shm are all files to the kernel. Two
+To the kernel, torch's shared memory, a memfd and a file in /dev/shm are all files. Two
 processes that map one see the same bytes, and no system call is needed to read them.
 
 Which file is behind which addresses of a process, the kernel says, and not the process: a path that
@@ -11,17 +11,27 @@ he could not read. Files that he has mapped are taken if they are on tmpfs: a me
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_ros.p2p.regions import Uint64s
 from torch_ros.p2p.voucher import Neighbour
+
+log = logging.getLogger(__name__)
+
+# Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
+MAPPINGS_MAX = 16_384
 
 # The same in all containers of a host, another one after each start of its kernel.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -196,6 +206,106 @@ class Mapping:
             _libc.munmap(address, self.stretch.size_bytes)
 
 
+# From, to, the mapping of these addresses, and the digest of the descriptor that names them.
+_Row = tuple[int, int, Mapping, bytes]
+
+
+class Segments:
+    """Stretches of a peer's registered memory that are mapped: disjoint, in order of address."""
+
+    def __init__(self, rows: Sequence[_Row] = ()) -> None:
+        self.rows = sorted(rows, key=lambda row: row[0])
+        self._starts = np.array([row[0] for row in self.rows], np.uint64)
+        self._ends = np.array([row[1] for row in self.rows], np.uint64)
+        shifts = [row[2].address - row[2].stretch.address for row in self.rows]
+        self._shifts = np.array(shifts, np.int64).view(np.uint64)  # it wraps, and back again
+
+    def find(
+        self, addresses: Uint64s, sizes: Uint64s
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
+        """Say for each span whether it lies in one segment, in which, and where that is here."""
+        row = np.searchsorted(self._starts, addresses, side="right") - 1
+        if not self.rows:
+            return np.zeros(len(row), np.bool_), row, addresses
+        ends = self._ends[row]
+        is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
+        return is_inside, row, addresses + self._shifts[row]
+
+    def without(self, starts: Uint64s, ends: Uint64s) -> list[_Row]:
+        """Return those that touch none of these regions, which are disjoint and in order."""
+        after = np.searchsorted(ends, self._starts, side="right")
+        beyond = np.append(starts, np.uint64(2**64 - 1))[after]
+        return [
+            row for row, is_free in zip(self.rows, beyond >= self._ends, strict=True) if is_free
+        ]
+
+
+class MappedMemory:
+    """The memory of one peer that is mapped here. The caller holds the transport's lock."""
+
+    def __init__(self) -> None:
+        self.segments = Segments()
+        self.mappings: dict[Stretch, Mapping] = {}
+
+    def forget(self, starts: Uint64s, ends: Uint64s) -> None:
+        """Take these addresses for unknown: they are about to be described anew."""
+        self.segments = Segments(self.segments.without(starts, ends))
+
+    def drop(self, gone: AbstractSet[Mapping]) -> None:
+        """Leave out these mappings. The caller closes them once no copy reads them."""
+        for mapping in gone:
+            mapping.is_open = False
+            self.mappings.pop(mapping.stretch, None)
+        self.segments = Segments([row for row in self.segments.rows if row[2] not in gone])
+
+    def map(
+        self, process: Neighbour, starts: Uint64s, ends: Uint64s, of: bytes, *, elsewhere: int
+    ) -> None:
+        """Map what can be mapped of these addresses.
+
+        Args:
+            of: The digest of the descriptor that names them.
+            elsewhere: How many mappings other peers have.
+        """
+        agent = process.agent
+        rows, refused = list(self.segments.rows), list[OSError]()
+        try:
+            stretches = find(process, starts, ends)
+        except OSError as error:
+            log.info("agent %s: the kernel does not say what it has mapped (%s)", agent, error)
+            return
+        for stretch in stretches:
+            try:
+                mapping = self._mapping(stretch, elsewhere)
+            except OSError as error:
+                refused.append(error)
+                continue
+            begin, end = stretch.address, stretch.address + stretch.size_bytes
+            those = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
+            for start, stop in zip(starts[those].tolist(), ends[those].tolist(), strict=True):
+                rows.append((max(start, begin), min(stop, end), mapping, of))
+        if not stretches:
+            return
+        self.segments = Segments(rows)
+        mapped_mb = sum(row[1] - row[0] for row in rows) / 1e6
+        log.info("agent %s: %.0f MB of its shared memory are mapped here", agent, mapped_mb)
+        if refused:
+            log.info(
+                "agent %s: %d of %d pieces of its shared memory are not mapped (%s)",
+                agent,
+                len(refused),
+                len(stretches),
+                refused[0],
+            )
+
+    def _mapping(self, stretch: Stretch, elsewhere: int) -> Mapping:
+        if stretch not in self.mappings:
+            if elsewhere + len(self.mappings) >= MAPPINGS_MAX:
+                raise OSError(f"there are {MAPPINGS_MAX} mappings already")
+            self.mappings[stretch] = Mapping(stretch)
+        return self.mappings[stretch]
+
+
 def _open(stretch: Stretch) -> tuple[int, str]:
     """A descriptor of the file, and the path that led there."""
     for path in stretch.paths:
@@ -218,7 +328,7 @@ def _refuse_others(fd: int) -> None:
 
 
 def _refuse_faults(fd: int, stretch: Stretch) -> None:
-    """What is not in the file, or cannot be allocated when it is touched, kills who touches it."""
+    """Refuse memory whose touch would kill: not in the file, or not to be allocated then."""
     found, end = os.fstat(fd), stretch.offset + stretch.size_bytes
     if found.st_size <= end - mmap.PAGESIZE:
         raise OSError(f"the file has {found.st_size} bytes, {end} are mapped by its process")

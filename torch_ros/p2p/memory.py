@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
-from torch_ros.p2p.transport import HOST, Region, Spans
+from torch_ros.spans import HOST, Region, Spans
 
 _PREFIX = b"memory:"
 
@@ -32,7 +32,7 @@ class MemoryRegistration:
             self._transport.registrations.pop(self._key, None)
 
 
-class MemoryRead:
+class MemoryTransfer:
     def __init__(self, peer: MemoryPeer, pieces: Pieces) -> None:
         self._peer, self._pieces = peer, pieces
         self._is_posted = self._is_closed = False
@@ -96,12 +96,13 @@ class MemoryPeer:
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
-    ) -> MemoryRead:
+    ) -> MemoryTransfer:
         _refuse_cuda((source_device, target_device))
         with _lock:
             self._refuse_closed()
             self.source()
-            return MemoryRead(self, cut(self.agent, spans, self._attached, self.transport.covers()))
+            pieces = cut(self.agent, spans, self._attached, self.transport.covers())
+            return MemoryTransfer(self, pieces)
 
     def cut(self) -> None:
         pass  # nothing is ever in flight
@@ -131,7 +132,7 @@ class MemoryTransport:
         return _agents.get(self.agent) is not self
 
     def covers(self) -> list[Cover]:
-        """Of all registrations, the newest first."""
+        """Return the covers of all registrations, the newest first."""
         registrations = reversed(self.registrations.values())
         return [cover for registration in registrations for cover in registration.covers]
 

@@ -38,7 +38,7 @@ import numpy as np
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
 from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
-from torch_ros.p2p.transport import HOST, Region, Spans
+from torch_ros.spans import HOST, Region, Spans
 
 # A peer that dies is expected here and becomes an exception; both libraries would print it first.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -65,7 +65,7 @@ _PROGRESS_DELAY_US = 100_000
 _CONNECT_TIMEOUT_S = 8.0
 _POLL_S = 0.0002
 
-# How long `Read.close` waits for a read in flight before it ends the whole transport: slow is
+# How long `Transfer.close` waits for a read in flight before it ends the whole transport: slow is
 # better than that, so it assumes a very slow network.
 _LINGER_S = 10.0
 _LINGER_BYTES_PER_S = 50e6
@@ -139,7 +139,7 @@ class NixlRegistration:
                 transport.nixl.deregisterMem(self.listed.pop(), [])
 
 
-class NixlRead:
+class NixlTransfer:
     def __init__(
         self, link: _Link, handle: int, size_bytes: int, targets: AbstractSet[NixlRegistration]
     ) -> None:
@@ -220,7 +220,7 @@ class _Link:
     def __init__(self, transport: NixlTransport, agent: str, ping: Pieces) -> None:
         self.transport, self.agent, self._ping = transport, agent, ping
         self.peers: set[NixlPeer] = set()
-        self.reads: set[NixlRead] = set()
+        self.reads: set[NixlTransfer] = set()
         self.covers: list[Cover] = []  # attached; the newest first
         self.failure = ""
 
@@ -273,14 +273,14 @@ class _Link:
         source_device: int,
         target_device: int,
         targets: AbstractSet[NixlRegistration],
-    ) -> NixlRead:
+    ) -> NixlTransfer:
         sources, landing = (
             bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
             for device, columns in ((source_device, [0, 2, 3]), (target_device, [1, 2, 4]))
         )
         with self.calls() as nixl:
             handle = nixl.createXferReq(bindings.NIXL_READ, landing, sources, self.agent, b"", [])
-            return NixlRead(self, handle, int(pieces[:, 2].sum()), targets)
+            return NixlTransfer(self, handle, int(pieces[:, 2].sum()), targets)
 
     def cut(self) -> None:
         """End the connection below reads that are in flight, and so these; over TCP only."""
@@ -337,7 +337,7 @@ class NixlPeer:
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
-    ) -> NixlRead:
+    ) -> NixlTransfer:
         self._refuse_closed()
         link = self._link
         with link.transport.lock:
@@ -380,7 +380,7 @@ class NixlTransport:
     """A `Transport` over NIXL with UCX: shared memory, RDMA, TCP, whichever connects two agents.
 
     A read on the same host may be copied inside `post`; calls in other threads wait for that long.
-    A peer that is alive but stuck can make `Read.close` close the whole transport: see above.
+    A peer that is alive but stuck can make `Transfer.close` close the whole transport: see above.
 
     After `fork`, calls in the child raise `ClosedError`, and to close something does nothing. A
     child of a process with an open transport cannot make its own: UCX has one thread for all agents
@@ -514,7 +514,7 @@ def _pack(*parts: bytes) -> bytes:
 
 
 def _unpack(agent: str, kind: bytes, packed: bytes) -> list[bytes]:
-    """What `_pack` got after `kind`. NIXL must not see anything else: it would trust it."""
+    """Return the parts behind `kind`. NIXL would trust any bytes, so it gets no others."""
     checksum, body = packed[:4], packed[4:]
     parts = []
     if int.from_bytes(checksum, "little") == zlib.crc32(body):

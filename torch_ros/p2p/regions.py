@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_ros.errors import TransferFailed, UsageError
-from torch_ros.p2p.transport import HOST, Region, Spans
+from torch_ros.spans import HOST, Region, Spans
 
 Uint64s = npt.NDArray[np.uint64]
 
@@ -20,7 +20,7 @@ Pieces = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """What one registration covers on one device: disjoint regions in order of address."""
+    """The regions of one registration on one device: disjoint, in order of address."""
 
     key: int  # unique among the covers of an agent
     device: int
@@ -54,7 +54,7 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
 
     Args:
         agent: Whom the spans are read from; for the error.
-        sources: Attached memory of the agent. Of two covers of a byte the longer one wins, then
+        sources: Attached memory of the agent. If two covers hold a byte, the longer one wins, then
             the first one.
         targets: Registered memory of this process; likewise.
 
@@ -84,7 +84,7 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
 def room(addresses: Uint64s, sizes: Uint64s, covers: Sequence[Cover]) -> tuple[Uint64s, Uint64s]:
     """For each address: the key of a cover that has it, and the bytes from there on; else 0.
 
-    Of two covers of a byte the longer one wins, then the first one.
+    Where two cover a byte, the longer one wins, then the first one.
     """
     keys, found = np.zeros_like(addresses), np.zeros_like(addresses)
     for cover in covers:

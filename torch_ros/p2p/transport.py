@@ -1,27 +1,11 @@
-"""What moving bytes between processes looks like from above. Knows no models or versions."""
+"""The seam behind which bytes move between processes. Knows no models or versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-# One read, a row per span: source address, target address, bytes; uint64.
-Spans = npt.NDArray[np.uint64]
-
-HOST = -1  # the device of host memory; CUDA devices count from 0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Contiguous memory of this process. Whoever registers it keeps it alive."""
-
-    address: int
-    size_bytes: int  # > 0
-    device: int = HOST
+from torch_ros.spans import HOST, Region, Spans
 
 
 class Registration(Protocol):
@@ -38,7 +22,7 @@ class Registration(Protocol):
         ...
 
 
-class Read(Protocol):
+class Transfer(Protocol):
     """Spans that one peer reads from another's memory; may be posted again once it is done."""
 
     size_bytes: int
@@ -84,14 +68,14 @@ class Peer(Protocol):
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
-    ) -> Read:
-        """Make a read. Costs microseconds a span; posting it again costs nothing of that.
+    ) -> Transfer:
+        """Make a transfer. Costs microseconds a span; posting it again costs none of that.
 
         Args:
             spans: Within memory attached from this peer and registered here; no span is empty.
                 Sources may overlap each other. Where targets do, one of their sources lands there.
-            source_device: Of all source addresses: `HOST` or a CUDA device of the peer.
-            target_device: Likewise, of this process.
+            source_device: The device of all source addresses: `HOST` or a CUDA device of the peer.
+            target_device: The device of all target addresses, likewise, of this process.
 
         Raises:
             TransferFailed: Memory that is not attached or not registered, or the peer is gone.
@@ -121,7 +105,7 @@ class Transport(Protocol):
 
     @property
     def connection(self) -> bytes:
-        """What a peer needs for `connect`, below 4 KiB. Does not depend on registrations."""
+        """The bytes that a peer needs for `connect`, below 4 KiB. They never change."""
         ...
 
     def register(self, regions: Sequence[Region]) -> Registration:

@@ -147,7 +147,7 @@ class Neighbour:
     """
 
     def __init__(self, agent: str, process: Process) -> None:
-        self._agent, self.process = agent, process
+        self.agent, self.process = agent, process
         self._lock = threading.Lock()
         self._known: tuple[_File, frozenset[bytes]] | None = None
         try:
@@ -217,11 +217,11 @@ class Neighbour:
         except (msgspec.DecodeError, ValueError) as error:
             raise Unproven(f"the voucher of process {pid} is none of this release") from error
         started = _started(self.read("stat"))
-        found_is, should_be = (said.agent, said.pid, said.started), (self._agent, pid, started)
+        found_is, should_be = (said.agent, said.pid, said.started), (self.agent, pid, started)
         if found_is != should_be:
             raise Unproven(
                 f"process {pid} shows a voucher of agent {said.agent}, process {said.pid}, begun at"
-                f" {said.started}; expected agent {self._agent}, process {pid}, begun at {started}"
+                f" {said.started}; expected agent {self.agent}, process {pid}, begun at {started}"
             )
         return _file(held), frozenset(said.digests)
 

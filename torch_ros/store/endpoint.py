@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from urllib.parse import parse_qsl
 
+from torch_ros import environment
 from torch_ros.errors import REFUSED, StoreUnavailable, UsageError
 from torch_ros.store import local, memory
 from torch_ros.store.etcd import EtcdKV, Tls, User
@@ -21,13 +21,12 @@ RETRY_S = 0.2
 HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 FORMS = '"etcd://host:port[,host:port]", with TLS "etcds://...", "local" or "memory://[name]"'
 # What may stand behind the hosts, as in "?ca=/etc/ca.pem&user=me", or else in the environment.
-# Names of files, and never what is in them: an endpoint ends up in logs and process lists.
 OPTIONS = {
-    "ca": "TORCH_ROS_ETCD_CA",
-    "cert": "TORCH_ROS_ETCD_CERT",
-    "key": "TORCH_ROS_ETCD_KEY",
-    "user": "TORCH_ROS_ETCD_USER",
-    "password_file": "TORCH_ROS_ETCD_PASSWORD_FILE",
+    "ca": environment.ETCD_CA,
+    "cert": environment.ETCD_CERT,
+    "key": environment.ETCD_KEY,
+    "user": environment.ETCD_USER,
+    "password_file": environment.ETCD_PASSWORD_FILE,
 }
 TLS_OPTIONS = ("ca", "cert", "key")
 
@@ -110,7 +109,7 @@ def _meant(endpoint: str) -> str:
 def _open_etcd(hosts: list[str], named: dict[str, str], *, is_tls: bool) -> EtcdKV:
     if not is_tls and any(name in named for name in TLS_OPTIONS):
         raise UsageError("the endpoint names certificates and not TLS; write etcds://")
-    value = {name: named.get(name) or os.environ.get(OPTIONS[name], "") for name in OPTIONS}
+    value = {name: named.get(name) or environment.value(OPTIONS[name]) for name in OPTIONS}
     tls = Tls(value["ca"], value["cert"], value["key"]) if is_tls else None
     if bool(value["user"]) != bool(value["password_file"]):
         raise UsageError(

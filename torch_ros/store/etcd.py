@@ -327,7 +327,7 @@ class EtcdKV:
                 self._forget(token)
 
     def _send(self, method: _Method, request: Any, deadline: float, token: str) -> Any:
-        """What one member answers. The next one is asked only if the request never left."""
+        """The answer of one member. The next one is asked only if the request never left."""
         failures: list[grpc.RpcError] = []
         start = self._current
         for step in range(len(self._members)):
@@ -588,7 +588,7 @@ def _look(compare: Any) -> Any:
 
 
 def _keys(request: Any) -> list[str]:
-    """What a request reads and writes; nothing if it is not a transaction."""
+    """The keys that a request reads and writes; nothing if it is not a transaction."""
     if not isinstance(request, rpc.TxnRequest):
         return []
     ops = [getattr(op, op.WhichOneof("request")) for op in request.success]
@@ -703,7 +703,7 @@ def _entry(kv: Any) -> Entry:
 
 
 def _reason(error: Any) -> str:
-    """What a person should know of a grpc error."""
+    """The part of a grpc error that a person should know."""
     details = error.details() or ""
     if found := re.search(r"(?:VERIFY_FAILED: |_ALERT_)([\w ]+)", details):
         return found[1].replace("_", " ").lower()

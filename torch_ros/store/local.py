@@ -6,7 +6,7 @@ by its path, sees to the latter, and starts an etcd that died again, on the same
 users look for it. An etcd that is only slow is left alone. So that the supervisor stays small, only
 the standard library is imported here.
 
-Whoever can open a connection on this host's loopback can read and write what is in it.
+Every process that can connect on this host's loopback can read and write what is in it.
 """
 
 # ruff: noqa: PLC0415, S603, T201  # what is not stdlib waits for its use; it runs etcd, and prints
@@ -54,7 +54,7 @@ WAKERS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What `state.json` says of an etcd; true only while `_is_alive`."""
+    """The content of `state.json` about an etcd; true only while `_is_alive`."""
 
     supervisor_pid: int
     etcd_pid: int

@@ -43,7 +43,7 @@ class Done(Struct, Generic[T_co], frozen=True):
 
 
 class Act(Struct, Generic[T_co], frozen=True):
-    """Commit `txn`; if it applied, `then` makes the answer of its reply. Else decide again.
+    """Commit `txn`; if it applied, `then` makes the answer of its reply. Otherwise decide again.
 
     Without `then` decide again in any case: it was a step on the way.
     """
@@ -82,13 +82,14 @@ def settle(
     own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
     of the view leaves no gap in which a change could be missed (I6).
 
-    Of `ranges` that are parts, the rule may ask for others (`Unseen`), or for everything: a rule
+    Where `ranges` are parts, the rule may ask for others (`Unseen`), or for everything: a rule
     that is right about whole ranges cannot be wrong about parts.
 
     Args:
-        first: What was seen before. If it shows all of `ranges` they are not read. Not for a mere
-            question: an answer is as old as the view; of what is done upon it, the guards fail if
-            something has changed since, and a wait ends at once.
+        first: A view from before. If it shows all of `ranges` they are not read, unless the rule
+            raises `Unseen` at it. Not for a mere question: an answer is as old as the view; of what
+            is done upon it, the guards fail if something has changed since, and a wait ends at
+            once.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
@@ -126,6 +127,9 @@ def _look(
         try:
             return view, rule(view)
         except Unseen as unseen:
+            if view is first:
+                view = None
+                continue
             if asked == whole(asked):
                 raise  # a mistake: it looks at what it did not ask for
             if unseen.more and looks < LOOKS_MAX:

@@ -51,7 +51,7 @@ ABSENT = Entry(b"", 0, 0, 0)
 
 
 class Space:
-    """What etcd keeps: entries, leases and the latest changes. Callers hold `changed`.
+    """The state of an etcd: entries, leases and the latest changes. Callers hold `changed`.
 
     Args:
         clock: Seconds, for leases. A lease ends at the first access after its time.

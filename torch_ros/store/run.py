@@ -6,11 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from torch_ros.errors import DeadlineExceeded, StoreUnavailable
+from torch_ros.deadline import Deadline
+from torch_ros.errors import StoreUnavailable
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -61,30 +61,6 @@ class Reminder:
             return False
         self._next_s = next_line_s(lasts_s)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The end of a call: `what` is being done, within `timeout_s` from when this was made.
-
-    `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
-    that helps people; it may ask etcd.
-    """
-
-    what: str
-    timeout_s: float
-    started_s: float = field(default_factory=time.monotonic)
-    check_open: Callable[[], object] = lambda: None
-    hint: Callable[[Watch], str] = lambda _: ""
-
-    def left_s(self) -> float:
-        return self.started_s + self.timeout_s - time.monotonic()
-
-    def check(self, reason: str) -> None:
-        """Raises: DeadlineExceeded: With `reason`, when the time is over."""
-        self.check_open()
-        if self.left_s() <= 0:
-            raise DeadlineExceeded(self.what, self.timeout_s, reason)
 
 
 def run(

@@ -208,7 +208,7 @@ class Changes(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True):
-    """What became of a `Txn`. `results`: one per `Get` and `Count` of its ops, in order."""
+    """The fate of a `Txn`. `results`: one per `Get` and `Count` of its ops, in order."""
 
     applied: bool
     rev: int  # the store's revision when it was answered

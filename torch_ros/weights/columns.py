@@ -1,4 +1,4 @@
-"""Arrays with one row per thing, and what numpy lacks for them."""
+"""Arrays with one row per thing, and functions for them that numpy lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outermost_first(by: Ints, *columns: Ints) -> list[Ints]:
 
 
 def numbered(counts: Ints) -> tuple[Ints, Ints]:
-    """For the things of each owner, one after the other: the owner, and a number from 0."""
+    """For the things of each owner in turn: the owner, and the number among its own, from 0."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - sum_before(counts)[owner]
 

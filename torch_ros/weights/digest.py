@@ -1,9 +1,9 @@
-"""Digests of what tensors contain, which do not depend on how they are sharded.
+"""Digests of the content of tensors that do not depend on how the tensors are sharded.
 
-A digest is a sum over elements modulo 2^64, and what an element adds depends on its bits, on its
-place in the *whole* tensor, and on nothing else. So the digests of the chunks of any partition add
-up to the digest of the tensor, and a reader can check what it got although it cuts the tensor in
-other ways than the trainer.
+A digest is a sum over elements modulo 2^64. An element's term depends on its bits, on its place in
+the *whole* tensor, and on nothing else. Therefore the digests of the chunks of any partition add up
+to the digest of the tensor, and a reader can check its bytes although it cuts the tensor in other
+ways than the trainer.
 
 **The sum.** A tensor is cut into *segments* of at most 1 KiB: its innermost dimensions, as many as
 fit, and a group of indices of the next one. They are counted in row-major order. With x[g, j] the
@@ -11,15 +11,15 @@ j-th 32-bit word of segment g, the digest is
 
     sum over g of W[g] * (sum over j of T[j] * x[g, j])   modulo 2^64
 
-with fixed, random-looking, odd 64-bit numbers T and W. A smaller element is a part of a word; as
-all of this is linear, it counts with a shifted weight, and a partition may cut a word in two. That
-is why nothing but a linear form is possible if four bytes are to be multiplied at a time: neither
-side of the cut could mix a word. The form is multilinear hashing (Carter and Wegman, "Universal
-classes of hash functions", 1979; Lemire and Kaser, "Strongly universal string hashing is fast",
-arXiv 1202.4961), on two levels so that few random numbers do. Digests of parts that add up are
-from Bellare and Micciancio, "A new paradigm for collision-free hashing", 1997.
+with fixed, random-looking, odd 64-bit numbers T and W. A smaller element is a part of a word. It
+counts with a shifted weight, because the form is linear, and a partition may cut a word in two.
+Only a linear form can multiply four bytes at a time: neither side of a cut could mix a word. The
+form is multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire
+and Kaser, "Strongly universal string hashing is fast", arXiv 1202.4961), on two levels so that few
+random numbers do. Digests of parts that add up are from Bellare and Micciancio, "A new paradigm for
+collision-free hashing", 1997.
 
-**What it finds.** A difference in one word, always: it is less than 2^32 and its weight is odd, so
+**Found.** A difference in one word, always: it is less than 2^32 and its weight is odd, so
 their product is not 0 modulo 2^64. Differences in several words may cancel. Let 2^v be the largest
 power of two that divides all of them. Over random T and W they cancel with a probability of at
 most 2^-(63-v) if they are in one segment, and (65-v) * 2^-(62-v) if in several, where an inner sum
@@ -30,10 +30,10 @@ weights that all change their sign: v = 31, 2^-25. (Words of 64 bits would be ne
 But two flips of a top bit would cancel always, and so would two float64 that change places and
 differ only in sign.) Elements, rows or blocks that change places are differences like any other.
 
-**What it does not find.** Anything made by somebody who wants it not to be found: T and W are no
-secret. A zero adds nothing, so a part that is left out is not missed if it is zero: `totals`
-counts that every element is in. Names, dtypes and shapes are not in a digest; compare by
-fqn, between tensors that are the same `manifest.LogicalTensor`.
+**Not found.** A change that an attacker has made: T and W are no secret. A zero adds nothing, so a
+missing part that is all zeros is not noticed by the sum: `totals` counts that every element is in.
+Names, dtypes and shapes are not in a digest; compare by fqn, between tensors that are the same
+`manifest.LogicalTensor`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MODULUS = 2**64
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what torch indexes and numpy takes
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
-# Nothing up the sleeve: the first digits of pi and e, and 2^64 divided by the golden ratio.
+# Constants that nobody chose: the first digits of pi and e, and 2^64 over the golden ratio.
 _WORD_SEED = np.uint64(0x243F6A8885A308D3)
 _SEGMENT_SEED = np.uint64(0xB7E151628AED2A6A)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -81,20 +81,20 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def digest(
     chunk: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int], depth: Depth
 ) -> int:
-    """What a chunk adds to the digest of its tensor: at least 0, less than 2^64.
+    """The share of a chunk in the digest of its tensor: at least 0, less than 2^64.
 
     0 for a chunk without elements, and for "off". "sampled" covers about 1/64 of a large tensor
     and reads no other memory; which elements these are depends on the global shape and the size of
     an element only. Digests are compared and added with others of the same depth.
 
-    The memory must not change meanwhile. Of a CUDA tensor it is what the current stream has put
-    there; returns when the device is done. Takes 1 MiB however large the chunk, and on a CUDA
-    device up to 128. Threads can digest different chunks in parallel.
+    The memory must not change during the call. A CUDA tensor is read on the current stream, and
+    the call returns when the device is done. It takes 1 MiB of memory however large the chunk is,
+    and on a CUDA device up to 128 MiB. Threads can digest different chunks in parallel.
 
     Args:
         chunk: A local tensor as `local_chunks` returns it; any dtype, any strides.
-        global_shape: Of the whole tensor.
-        offsets: Where in it the chunk starts.
+        global_shape: The shape of the whole tensor.
+        offsets: The place in it where the chunk starts.
         depth: "full" covers every bit.
     """
     if depth == "off" or chunk.numel() == 0:
@@ -114,7 +114,7 @@ def digest(
 
 
 def combine(parts: Iterable[int]) -> int:
-    """The digest of disjoint parts of a tensor together, from the digest of each."""
+    """The digest of the union of disjoint parts, from the digest of each part."""
     return sum(parts) % _MODULUS
 
 
@@ -137,10 +137,10 @@ def totals(
 ) -> dict[str, int]:
     """The digest of each whole tensor, from those of the chunks that ranks hold, by fqn.
 
-    Of equal chunks on several ranks the lowest rank's counts, and of objects the lowest rank's.
+    If several ranks have equal chunks, or objects, the lowest rank's counts.
 
     Args:
-        layouts: Of all ranks of a group, in rank order. Together they hold every element.
+        layouts: One per rank of the group, in rank order. Together they hold every element.
         chunks: Per rank, the digest of each chunk of its layout.
 
     Raises:
@@ -168,7 +168,7 @@ def totals(
 
 
 def first_difference(found: Mapping[str, int], expected: Mapping[str, int]) -> str | None:
-    """The fqn of a tensor whose digest is not what was expected. Others may be missing."""
+    """The fqn of a tensor whose digest differs from the expected one. Others may be missing."""
     return next((fqn for fqn in sorted(found) if expected.get(fqn) != found[fqn]), None)
 
 
@@ -287,7 +287,7 @@ def _windows(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
 
 @cache
 def _weights(unit_bytes: int) -> UInts:
-    """T, of each unit of a segment."""
+    """The weight T of each unit of a segment."""
     words = _odd(np.arange(SEGMENT_BYTES // 4, dtype=np.uint64), _WORD_SEED)
     shifts = np.arange(0, 32, 8 * unit_bytes, dtype=np.uint64)
     return (words[:, None] << shifts).ravel()

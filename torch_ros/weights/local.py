@@ -1,4 +1,4 @@
-"""From the tensors a process holds to the chunks it offers or wants. Views, never copies."""
+"""Turns the tensors of a process into the chunks it offers or wants. Views, never copies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LocalChunk:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What this process has of one tensor; no chunk if that is nothing."""
+    """The part of one tensor that this process has; no chunk if it has none."""
 
     fqn: str
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class LocalTensor:
 
 
 def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]:
-    """What this process holds of each tensor, in the order given.
+    """The part of each tensor that this process holds, in the order given.
 
-    A DTensor stands for its local shard: none on a rank outside its mesh. Any other tensor is
-    whole, and may differ between ranks.
+    A DTensor stands for its local shard, which a rank outside its mesh does not have. Any other
+    tensor is whole, and may differ between ranks.
 
     The views share the memory of `named_tensors` and keep it allocated. A tensor whose elements
     share memory (`expand`) can be published; `plan` refuses it as a target.
@@ -248,7 +248,7 @@ def _readable(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _obstacles(tensor: torch.Tensor) -> Iterator[str]:
-    """Take only the first: what is asked later can fail on what was refused earlier."""
+    """Take only the first: a later check may fail on a tensor that an earlier one refused."""
     if is_lazy(tensor):
         yield "is not initialised yet; run the lazy module once"
     if tensor.layout is not torch.strided or tensor.is_nested:

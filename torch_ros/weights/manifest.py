@@ -19,19 +19,19 @@ import numpy as np
 import torch
 
 from torch_ros.errors import ManifestMismatch
+from torch_ros.spans import HOST
 from torch_ros.weights.columns import Bools, Ints, sum_before
 
 OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
-HOST = -1  # the device of host memory; CUDA devices count from 0
 
-# The same in all processes of a model: positions count these.
+# All processes of a model use the same size: positions in the protocol count blocks.
 BLOCK_BYTES = 32 << 20
 
 # torch refuses more dimensions in most of its operations.
 DIMENSIONS_MAX = 64
 # Nothing larger exists, and sums of two such numbers still fit in int64.
 _ELEMENTS_MAX = 2**62
-UNIONS_MAX = 8  # kept of what ranks hold together: a handful of versions that are read at a time
+UNIONS_MAX = 8  # unions of layouts that are kept: a few versions are read at a time
 
 _Elements = Annotated[int, msgspec.Meta(ge=0, le=_ELEMENTS_MAX)]
 _PerDimension = Annotated[tuple[_Elements, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
@@ -101,9 +101,9 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The units in which a process says how much of a layout is there.
+    """The units in which a process says how much of a layout has arrived.
 
-    A chunk, or, of one that lies in memory without gaps, each `BLOCK_BYTES` of it.
+    A chunk without gaps in memory is cut every `BLOCK_BYTES`; any other chunk is one block.
     """
 
     counts: Ints  # of each chunk, at least 1
@@ -114,12 +114,12 @@ class Blocks:
         return int(self.counts.sum())
 
     def at(self, chunks: Ints, offsets: Ints) -> Ints:
-        """The blocks in which these bytes of these chunks are."""
+        """The blocks that hold these bytes of these chunks."""
         return self.starts[chunks] + np.minimum(offsets // BLOCK_BYTES, self.counts[chunks] - 1)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
-    """What a shard holds, without addresses."""
+    """The tensors and chunks of a shard, without addresses."""
 
     tensors: tuple[TensorRecord, ...]
     chunks: tuple[ChunkRecord, ...]
@@ -143,7 +143,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @cached_property
     def unspread(self) -> Layout:
-        """The same, where it does not matter whether other ranks have equal chunks."""
+        """The same layout for a replica of one rank: no other rank has equal chunks."""
         chunks = (msgspec.structs.replace(chunk, spread=False) for chunk in self.chunks)
         return Layout(self.tensors, tuple(chunks))
 
@@ -228,7 +228,7 @@ class LogicalTensor(NamedTuple):
 
 
 class Logical(dict[str, LogicalTensor]):
-    """What a version contains, by fqn. Shared; not to be changed."""
+    """The tensors of a version, by fqn. Shared: do not change it."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.paths = {
@@ -237,7 +237,7 @@ class Logical(dict[str, LogicalTensor]):
             for record in layout.tensors
             if record.path is not None
         }
-        """Where the publisher's state dict had it, by fqn, if there was one."""
+        """The place of each tensor in the publisher's state dict, by fqn, if it had one."""
 
     @cached_property
     def digest(self) -> str:
@@ -246,10 +246,10 @@ class Logical(dict[str, LogicalTensor]):
 
 
 def logical(layouts: Sequence[Layout]) -> Logical:
-    """What the ranks hold together, by fqn; `layouts` are in rank order.
+    """The union of the ranks' layouts, by fqn; `layouts` are in rank order.
 
-    The size of an object may differ between ranks: the lowest rank's counts. The last answers are
-    kept, since layouts seldom change.
+    The size of an object may differ between ranks: the lowest rank's counts. Recent answers are
+    cached, because layouts seldom change.
 
     Raises:
         ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
@@ -271,7 +271,7 @@ def require_all(version: int, wanted: Logical, found: Logical) -> None:
 
 
 class _ByDigest:
-    """A layout as a key: comparing digests instead of all that it contains."""
+    """A layout as a cache key: equal if the digests are."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -351,7 +351,11 @@ def _decoded(payload: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
 
 
 def _check(layout: Layout) -> Ints:
-    """Refuse what contradicts itself; bytes from each chunk's first element to its last's end."""
+    """Refuse a layout that contradicts itself.
+
+    Returns:
+        For each chunk, the bytes from its first element to the end of its last one.
+    """
     tensors, chunks = layout.tensors, layout.chunks
     if len({record.fqn for record in tensors}) != len(tensors):
         raise _refused("two tensors of the same name")

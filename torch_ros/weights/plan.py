@@ -1,7 +1,7 @@
-"""Which bytes of which rank go where, for a shard that is cut differently than its sources.
+"""Plans which bytes of which rank go where, for a shard that is cut differently from its sources.
 
-Pure: layouts in, a plan without addresses out, so that it can be computed once and bound to new
-addresses at every read.
+Pure: layouts in, a plan without addresses out. A plan is computed once and bound to new addresses
+at every read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_ros.errors import UsageError
+from torch_ros.costs import HOST_COSTS, Costs
+from torch_ros.spans import HOST, Spans
 from torch_ros.weights.columns import (
     Columns,
     Floats,
@@ -25,53 +26,12 @@ from torch_ros.weights.columns import (
     sum_after,
     sum_before,
 )
-from torch_ros.weights.manifest import HOST, Layout
-from torch_ros.weights.pieces import Chunks, Pieces, matched
-
-Spans = npt.NDArray[np.uint64]  # a row per span: source address, target address, bytes
+from torch_ros.weights.manifest import Layout
+from torch_ros.weights.tiling import Chunks, Pieces, matched
 
 # Equal in width to what is copied: torch has no copy kernels for some dtypes. It has no 16-byte
 # integer, but copies complex numbers bit by bit.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What reading and copying take: decides which short strided runs are read by whole rows.
-
-    The defaults are for two processes of one host, as ``benchmarks/costs.py`` measured them; run it
-    between your hosts for yours.
-
-    Raises:
-        UsageError: One is negative, or a speed is not positive.
-    """
-
-    descriptor_s: float = 0.4e-6  # per span of a read
-    read_bytes_per_s: float = 6e9  # spans as long as staging: 5 to 10 GB/s
-    copy_bytes_per_s: float = 4e9  # strided rows of about a KiB: 4 to 6 GB/s
-    copy_s: float = 1e-5  # per staged copy, however small: Python and torch
-
-    def __post_init__(self) -> None:
-        if not (self.descriptor_s >= 0 and self.copy_s >= 0):  # nan is not
-            raise UsageError(f"{self}: expected times of at least 0 seconds")
-        if not (self.read_bytes_per_s > 0 and self.copy_bytes_per_s > 0):
-            raise UsageError(f"{self}: expected speeds above 0 bytes/s")
-
-    def direct_s(self, spans: Ints, useful_bytes: Ints) -> Floats:
-        """Estimated time to read the runs of a piece straight to where they belong."""
-        return spans * self.descriptor_s + useful_bytes / self.read_bytes_per_s
-
-    def staged_s(self, spans: Ints, read_bytes: Ints, useful_bytes: Ints) -> Floats:
-        """Estimated time to read `spans` with gaps into staging, and to copy the rest out."""
-        reading = spans * self.descriptor_s + read_bytes / self.read_bytes_per_s
-        return reading + spans * self.copy_s + useful_bytes / self.copy_bytes_per_s
-
-
-HOST_COSTS = Costs()
-NIXL_COSTS = Costs(descriptor_s=2e-6)
-# Of a network of 10 Gbit/s: what is read in vain is traffic that others wait for. Over loopback,
-# where it is not, either way takes about the same (0.7 to 1.9 times were measured).
-TCP_COSTS = Costs(descriptor_s=2e-6, read_bytes_per_s=1.2e9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +68,7 @@ class StagedCopy:
 
 
 class Route(NamedTuple):
-    """What the spans of one read have in common."""
+    """Everything that the spans of one read have in common."""
 
     source_rank: int
     source_device: int = HOST
@@ -117,12 +77,12 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """Everything that fills a target layout. Holds no addresses: bind it per read."""
+    """The spans and copies that fill a target layout. It holds no addresses: bind it per read."""
 
     direct: DirectSpans
     staged: tuple[StagedCopy, ...]  # by target chunk
     bytes_total: int  # of the target chunks
-    bytes_read: int  # with what staged spans read in vain
+    bytes_read: int  # includes the gaps that staged spans read in vain
 
     @property
     def span_count(self) -> int:
@@ -181,16 +141,16 @@ def plan(
 ) -> ReadPlan:
     """How to fill `targets` from `sources`.
 
-    Of equal chunks on several ranks one is read: if `spread`, which one depends on `target_rank`
-    and changes along the version, so that readers load all copies; else the lowest rank's. Where
-    chunks overlap in part, the lowest rank's counts.
+    If several ranks have equal chunks, one is read: the lowest rank's, unless the chunks are
+    `spread`. The choice among spread chunks depends on `target_rank` and changes along the version,
+    so that readers load all copies. Where chunks overlap in part, the lowest rank's counts.
 
     Args:
         sources: One layout per rank of the version, in rank order.
-        targets: What to fill: may have fewer tensors than the version, and be cut differently.
+        targets: The layout to fill. It may have fewer tensors than the version, and other cuts.
         staging_bytes: Limit of every staged span; 0 plans direct spans only.
         target_rank: The number of this reader among those that read at the same time.
-        costs: Decides per piece whether it is read directly or staged.
+        costs: Decide for each piece whether it is read directly or staged.
 
     Raises:
         ManifestMismatch: A target tensor is not in the version, has another dtype or shape there,
@@ -215,18 +175,18 @@ def plan(
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between two tensors of one shape and dtype, of which torch need not know a thing."""
+    """Copy bits between two tensors of one shape and dtype; torch need not support the dtype."""
     word = _WORDS[target.element_size()]
     target.view(word).copy_(source.view(word))
 
 
 def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
-    """Copy what was read into staging to where it belongs.
+    """Copy a staged span to the place where it belongs.
 
     Args:
         staging: 1-d uint8; starts with the span of `staged`. Its address is a multiple of the
             element size.
-        staged: Of the plan.
+        staged: From the plan.
         target: The local tensor of chunk `staged.target_chunk`, on the device of `staging`.
     """
     word = _WORDS[target.element_size()]
@@ -268,7 +228,7 @@ def _strided(offered: Chunks, wanted: Chunks, pieces: Pieces) -> _Strided:
 
 
 def _runs(strided: _Strided) -> Ints:
-    """How many contiguous runs there are along each dimension: 1 where it is inside a run."""
+    """The number of contiguous runs along each dimension; 1 for a dimension inside a run."""
     counts = strided.sizes.copy()
     run = np.ones(len(counts), np.int64)
     for dim in reversed(range(counts.shape[1])):
@@ -322,7 +282,7 @@ def _direct(strided: _Strided, runs: Ints) -> DirectSpans:
 
 
 def _merged(spans: DirectSpans) -> DirectSpans:
-    """Make one span of those that touch on both sides: pieces may lie behind each other."""
+    """Merge spans that touch on both sides: pieces may lie behind each other."""
     if not len(spans.size_bytes):
         return spans
     starts = group_starts(

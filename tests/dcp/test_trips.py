@@ -1,0 +1,79 @@
+"""A save and a load call down through the house; the few calls that go up are counted here."""
+
+import sys
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ros
+from torch_ros.dcp import ROSReader, ROSWriter
+
+PACKAGE = str(Path(torch_ros.__file__).parent) + "/"
+FLOORS = {"dcp": 4, "shard": 3, "transfer": 2, "protocol": 2, "p2p": 1, "weights": 1, "store": 1}
+
+
+def floor_of(code):
+    """The floor of a function of ours; 0 is the ground, None what is not ours."""
+    if not code.co_filename.startswith(PACKAGE):
+        return None
+    return FLOORS.get(code.co_filename.removeprefix(PACKAGE).split("/")[0], 0)
+
+
+def calls_up(action):
+    """The functions of `shard` and `dcp` that lower floors call, with their numbers.
+
+    Rules that the store's loops evaluate are not counted: they are values with a name.
+    """
+    found = Counter()
+
+    def look(frame, event, _):
+        if event != "call" or (callee := floor_of(frame.f_code)) is None or callee < 3:
+            return
+        caller = frame.f_back
+        while caller is not None and floor_of(caller.f_code) is None:
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename.endswith("/store/loops.py"):
+            return
+        if floor_of(caller.f_code) < callee:
+            found[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.fixture
+def handles():
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    with (
+        torch_ros.open("m", endpoint=endpoint, replica="trainer") as trainer,
+        torch_ros.open("m", endpoint=endpoint, replica="rollout") as rollout,
+    ):
+        yield trainer, rollout
+
+
+def state():
+    return {"w": torch.rand(4, 3), "step": 1}
+
+
+def test_few_calls_go_up(handles):
+    trainer, rollout = handles
+    save = calls_up(lambda: dcp.save(state(), storage_writer=ROSWriter(1, handle=trainer)))
+    load = calls_up(lambda: dcp.load(state(), storage_reader=ROSReader(1, handle=rollout)))
+    assert save.total() <= 2, save  # the call's body, and the layout of all ranks
+    # Body, fetch and the verdict; the state dict fills once and vets twice; a batch is counted.
+    assert load.total() <= 8, load
+
+
+def test_a_call_up_is_seen(handles):
+    trainer, _ = handles
+    trainer.register({"w": torch.ones(3)})
+    assert calls_up(lambda: trainer.publish(1))["Publication.perform"] == 1

@@ -1,0 +1,73 @@
+"""A test runs every command that the documents give to users, or this list says why not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "docs/OPERATIONS.md", "docs/DISTRIBUTED.md")
+SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = ("apt", "etcdctl", "examples", "make", "pip", "py-spy", "python", "torchrun", ".")
+
+RUN = {  # the beginning of a command: the test that runs it, and words by which it does
+    "P=": ("tests/test_operations.py", "A rollout does not update"),
+    "etcdctl get --prefix $P": ("tests/test_operations.py", "A rollout does not update"),
+    "etcdctl endpoint": ("tests/test_operations.py", "A rollout does not update"),
+    "etcdctl alarm list": ("tests/test_operations.py", "A rollout does not update"),
+    "etcdctl alarm disarm": ("tests/test_operations.py", "etcdctl alarm disarm"),
+    "etcdctl lease": ("tests/test_operations.py", "A rollout does not update"),
+    "python -m torch_ros.store.local": ("tests/test_operations.py", "The local etcd"),
+    "export ETCDCTL_ENDPOINTS=$(": ("tests/test_operations.py", "The local etcd"),
+    "export ETCDCTL_": ("tests/test_operations.py", "An etcd of your own"),
+    "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
+    "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),
+}
+NOT_RUN = {  # the beginning of a command: why no test runs it
+    "make demo": "CI runs it",
+    "make test": "CI runs it: it is the tests",
+    "make docs": "CI runs it",
+    "make bench": "takes minutes of an idle machine, and tells figures, not right from wrong",
+    "pip install 'torch-ros[local]'": "needs the release; CI installs the clone with this extra",
+    "apt install": "needs root; a machine of CI has it done",
+    ". .venv/bin/activate": "changes the shell of the reader; venv's own",
+    "export ETCDCTL_ENDPOINTS=etcd-host": "stands for a second machine; the tests put theirs there",
+    "etcdctl get $P/shards/<reader>/<rank>": "a pattern; the list above it gets shards as printed",
+    "etcdctl auth enable": "a remark; the test of SECURITY.md's commands runs it",
+    "py-spy dump": "a tool of the reader's own",
+    "python benchmarks/": "figures of a machine, two machines for costs.py",
+}
+
+
+def commands(name):
+    text = (ROOT / name).read_text()
+    for block in SHELL.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield " ".join(line.split())
+    for quoted in re.findall(r"`([^`]+)`", CODE.sub("", text)):
+        words = quoted.split()
+        if len(words) > 1 and words[0].partition("/")[0] in PROGRAMS:
+            yield " ".join(words)
+
+
+def entry(command):
+    """The longest beginning that is listed."""
+    found = [start for start in (*RUN, *NOT_RUN) if command.startswith(start)]
+    return max(found, key=len, default=None)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_each_command_is_run_or_has_a_reason(name):
+    assert [command for command in commands(name) if entry(command) is None] == []
+
+
+def test_the_list_has_only_commands_that_are_there():
+    used = {entry(command) for name in DOCUMENTS for command in commands(name)}
+    assert used == {*RUN, *NOT_RUN}
+
+
+@pytest.mark.parametrize("start", RUN)
+def test_a_test_runs_it(start):
+    file, words = RUN[start]
+    assert words in (ROOT / file).read_text()

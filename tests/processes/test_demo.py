@@ -1,0 +1,129 @@
+import contextlib
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+ETCD = [sys.executable, "-m", "torch_ros.store.local"]
+
+
+@pytest.fixture
+def surroundings(tmp_path):
+    """The environment of a run with an etcd and a temporary directory of its own."""
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {
+        "TORCH_ROS_LOCAL_DIR": str(tmp_path / "etcd"),
+        "TORCH_ROS_ENDPOINT": "local",
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    yield environment
+    for pid in running_children(environment):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    subprocess.run([*ETCD, "stop"], env=environment, check=True, timeout=30)
+
+
+@contextlib.contextmanager
+def started_demo(surroundings, *options):
+    with subprocess.Popen(
+        [sys.executable, EXAMPLES / "fsdp2_to_rollouts.py", *options],
+        env=surroundings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as demo:
+        try:
+            yield demo
+        finally:
+            demo.kill()  # or the end of a failed test would wait for it
+
+
+def running_children(surroundings, named="examples/demo"):
+    """Processes of this test's demo with `named` in their command; etcd's has neither."""
+    found = []
+    mark = f"TORCH_ROS_LOCAL_DIR={surroundings['TORCH_ROS_LOCAL_DIR']}".encode()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = mark in (process / "environ").read_bytes().split(b"\0")
+            if is_ours and named.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def read_until(demo, words):
+    for line in demo.stdout:
+        if words in line:
+            return
+    pytest.fail(f"the demo ended before it said {words!r}")
+
+
+def wait_until_none_runs(surroundings, timeout_s):
+    deadline_s = time.monotonic() + timeout_s
+    while found := running_children(surroundings):
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(240)
+def test_two_rollouts_follow_a_trainer(surroundings):
+    with started_demo(surroundings, "--steps", "3") as demo:
+        output, _ = demo.communicate(timeout=230)
+    assert demo.returncode == 0, output
+    assert not running_children(surroundings)
+    assert not list(pathlib.Path(surroundings["TMPDIR"]).iterdir())
+
+    rows = re.findall(r"^ +(\d) +(\d\.\d\d) +[\d.]+ ms +[\d.]+ ms   \w", output, re.MULTILINE)
+    assert [int(version) for version, _ in rows] == [1, 2, 3], output
+    assert float(rows[-1][1]) < float(rows[0][1]) - 0.5, output
+    for reader in ("rollout group", "single rollout"):
+        assert re.search(rf"{reader} +(trainer|rollout group|single rollout) +16\.3 ", output)
+        assert re.search(rf"{reader} \| version 3 says 'Alice was", output)
+    assert "bit for bit, what the trainer had" in output
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_demo_leaves_nothing_behind(surroundings, ctrl_c):
+    with started_demo(surroundings, "--steps", "1000") as demo:
+        read_until(demo, "| step 2:")
+        assert len(running_children(surroundings)) == 7  # five ranks and two torchruns
+        demo.send_signal(signal.SIGINT)
+        output, _ = demo.communicate(timeout=15)
+    assert demo.returncode == 1
+    assert "interrupted" in output
+    wait_until_none_runs(surroundings, timeout_s=1)
+    assert not list(pathlib.Path(surroundings["TMPDIR"]).iterdir())
+
+
+@pytest.mark.timeout(120)
+def test_a_child_that_dies_ends_the_demo(surroundings):
+    with started_demo(surroundings, "--steps", "1000") as demo:
+        read_until(demo, "| step 1:")
+        # Its workers live on, in sessions of their own.
+        os.kill(running_children(surroundings, named="torch.distributed.run")[0], signal.SIGKILL)
+        output, _ = demo.communicate(timeout=15)
+    assert demo.returncode == 1
+    assert "ended with exit status -9" in output
+    wait_until_none_runs(surroundings, timeout_s=1)
+
+
+def test_a_rollout_with_one_wrong_bit_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rollout", "--steps", "1", "--directory", str(tmp_path)])
+    spec = importlib.util.spec_from_file_location("scaffold", EXAMPLES / "demo" / "scaffold.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scaffold = module.Scaffold("any")
+    trained = {"a": torch.ones(3, 5), "b": torch.ones(7, dtype=torch.bfloat16)}
+
+    scaffold.write_digests("trainer", 1, trained)
+    scaffold.check_digests(1, {fqn: tensor.clone() for fqn, tensor in trained.items()})
+    trained["b"].view(torch.int16)[3] ^= 1
+    with pytest.raises(SystemExit, match=r"1 of 2 tensors .*: b"):
+        scaffold.check_digests(1, trained)

@@ -1,0 +1,192 @@
+"""Processes that are killed or stopped in the middle of a transfer of a GiB."""
+
+import json
+import signal
+import time
+import uuid
+
+import pytest
+
+from puppets import PROGRAMS
+from torch_ros.protocol.keys import Keys, parse_reader, replica_of
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Read, one
+
+# Of UCX, when a TCP reader is killed while its source tries to send to it: docs/OPERATIONS.md.
+UCX_ASSERTION = "stubs.c:107  Assertion"
+
+pytestmark = [
+    pytest.mark.parametrize("ucx_tls", ["", "tcp,self"], ids=["cma", "tcp"]),
+    pytest.mark.xdist_group("a GiB in each process"),
+]
+
+
+class Actor:
+    """A process with programs/actor.py: `tell` it and `hear` what it answers, or both: `ask`."""
+
+    def __init__(self, name, process):
+        self.name, self.process = name, process
+
+    def tell(self, do, **more):
+        self.process.tell(json.dumps({"do": do, **more}))
+
+    def hear(self):
+        return json.loads(self.process.hear())
+
+    def ask(self, do, **more):
+        self.tell(do, **more)
+        return self.answer_of(self.hear())
+
+    def answer_of(self, heard):
+        assert "error" not in heard, (heard, self.log())
+        return heard["answer"]
+
+    def log(self):
+        return self.process.log.read_text()
+
+    def resume(self):
+        self.process.signal(signal.SIGCONT)
+
+
+class Theatre:
+    def __init__(self, endpoint, started, ucx_tls):
+        self.model, self.started = "m-" + uuid.uuid4().hex[:8], started
+        self.keys, self.kv = Keys(self.model), connect(endpoint, timeout_s=5)
+        self.environment = {
+            "TORCH_ROS_ENDPOINT": endpoint,
+            **({"UCX_TLS": ucx_tls} if ucx_tls else {}),
+        }
+
+    def start(self, *names, **options):
+        actors = [Actor(name, self._started(name, options)) for name in names]
+        for actor in actors:
+            assert actor.hear() == {"answer": "here"}
+        return actors
+
+    def _started(self, name, options):
+        given = json.dumps({"model": self.model, "name": name, **options})
+        program = PROGRAMS / "actor.py"
+        return self.started.start(program, given, name=name, talks=True, **self.environment)
+
+    def await_there(self, is_there, range_, seconds=20):
+        """Until the keys in `range_` are as wanted."""
+        deadline = time.monotonic() + seconds
+        while not is_there(keys := set(self.kv.read(Read((range_,)), timeout_s=5).entries)):
+            assert time.monotonic() < deadline, keys
+            time.sleep(0.005)
+
+    def await_reader(self, reader, source):
+        def is_there(keys):
+            pairs = [parse_reader(key)[:2] for key in keys if not key.endswith("/group")]
+            return (source, reader) in [(replica_of(s), replica_of(r)) for s, r in pairs]
+
+        self.await_there(is_there, self.keys.readers())
+
+    def await_gone(self, replica):
+        self.await_there(lambda keys: not keys, one(self.keys.group(replica)))
+
+
+@pytest.fixture
+def theatre(etcd_endpoint, started, ucx_tls):
+    made = Theatre(etcd_endpoint, started, ucx_tls)
+    yield made
+    made.kv.close()
+
+
+def test_a_killed_source_costs_a_second_more_than_what_was_left_to_read(theatre):
+    first, second, reader = theatre.start("first", "second", "reader")
+    first.ask("fill", version=1)
+    first.ask("publish", version=1)
+    second.ask("replicate")
+    undisturbed_s = min(read_and_leave(reader)["seconds"] for _ in range(2))
+    pids = {actor.name: actor.process.pid for actor in (first, second)}
+    found = reader.ask("replicate", at_half="kill", pids=pids)
+    assert reader.ask("is_whole", version=1)
+    survivor = ({"first", "second"} - {found["killed"]}).pop()
+    assert (found["source"], found["reroutes"]) == (survivor, 1)
+    after_s, left_s = found["ended_s"] - found["killed_s"], found["left"] * undisturbed_s
+    print(
+        f"{after_s:.2f} s after the kill, {left_s:.2f} s of it for the {found['left']:.0%} that "
+        f"were left ({undisturbed_s:.2f} s for all): {after_s - left_s:+.2f} s"
+    )
+    assert after_s <= left_s + 5, "half of what it takes until a lease ends"
+    assert f"lost '{found['killed']}'" in reader.log()
+    assert f"going on from '{survivor}'" in reader.log()
+
+
+def read_and_leave(reader):
+    reader.tell("replicate")
+    heard = reader.hear()
+    reader.ask("unpublish")
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "is_next_there"),
+    [(2, False), (60, True)],
+    ids=["beyond its lease", "within its lease"],
+)
+def test_what_a_stopped_reader_gets_of_tensors_that_were_taken_back_does_not_count(
+    theatre, ttl_s, is_next_there
+):
+    (source,) = theatre.start("source", drain_s=0.5)
+    (reader,) = theatre.start("reader", ttl_s=ttl_s, timeout_s=5)
+    source.ask("fill", version=1)
+    source.ask("publish", version=1)
+    reader.tell("replicate", at_half="stop")
+    reader.process.await_stop()
+    source.tell("unpublish")
+    assert source.hear()["seconds"] < 5
+    source.ask("fill", version=2)
+    if ttl_s == 2:
+        theatre.await_gone("reader")
+    if is_next_there:
+        source.ask("publish", version=2)
+    reader.resume()
+    heard = reader.hear()
+    if "error" in heard or reader.ask("version") is None:
+        assert source.ask("list") == ({"2": ["source"]} if is_next_there else {})
+        assert not reader.ask("is_whole", version=1)
+        if not is_next_there:
+            source.ask("publish", version=2)
+        assert reader.ask("update", timeout_s=60) is True
+    assert reader.ask("version") == 2
+    assert reader.ask("is_whole", version=2)
+    source.ask("close")
+    (late,) = theatre.start("late")
+    assert late.ask("replicate")["source"] == "reader"
+    assert late.ask("is_whole", version=2)
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["stopped", "running"])
+def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(theatre, runs):
+    source, r1, r2, r3 = theatre.start("source", "r1", "r2", "r3")
+    source.ask("fill", version=1)
+    source.ask("publish", version=1)
+    r1.tell("replicate", at_half="stop")
+    r1.process.await_stop()
+    r2.tell("replicate")
+    theatre.await_reader("r2", "r1")
+    r3.tell("replicate")
+    theatre.await_reader("r3", "r2")
+    if runs:
+        r1.resume()
+        time.sleep(0.02)  # the other half takes longer
+    r1.process.kill()
+    killed_s = time.monotonic()
+    heard = {actor: actor.hear() for actor in (r2, r3)}
+    if source.process.poll() is not None and UCX_ASSERTION in source.log():
+        assert all("error" in said for said in heard.values()), "nobody had all of it"
+        pytest.xfail("UCX aborted the source, whose TCP reader was killed")
+    found = {actor.name: actor.answer_of(said) for actor, said in heard.items()}
+    print(f"{time.monotonic() - killed_s:.2f} s after the kill both have it")
+    went_on = (found["r2"]["source"], found["r2"]["reroutes"])
+    if runs and went_on == ("r1", 0):
+        pytest.skip("the relay was through, and r2 with it, before it was killed")
+    assert went_on == ("source", 1)
+    assert (found["r3"]["source"], found["r3"]["reroutes"]) == ("r2", 0)
+    for actor in (r2, r3):
+        assert actor.ask("is_whole", version=1)
+    assert "lost 'r1'" in r2.log()
+    assert "going on from 'source'" in r2.log()
+    assert "from 'r2'" in r3.log()

@@ -1,0 +1,20 @@
+"""The processes that tests start: a kit that knows how they are started, heard, struck and ended.
+
+It knows nothing about torch_ros; the programs that it starts do.
+"""
+
+from puppets.jobs import PROGRAMS, Jobs
+from puppets.puppet import Puppet, Puppets
+from puppets.servers import EtcdCluster, EtcdServer, etcd_programs, free_port, running_etcd
+
+__all__ = [
+    "PROGRAMS",
+    "EtcdCluster",
+    "EtcdServer",
+    "Jobs",
+    "Puppet",
+    "Puppets",
+    "etcd_programs",
+    "free_port",
+    "running_etcd",
+]

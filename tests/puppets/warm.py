@@ -1,0 +1,92 @@
+"""The warm parent: it has imported torch, and forks processes that have it then. Never imported.
+
+python warm.py SOCKET
+
+A request is JSON, a program's name and source, its arguments and environment, and four files: its
+standard streams, and one that is told the process's id, its stops and its end. The fork runs the
+program as `python NAME ARGUMENTS` would: as `__main__`, and to the end that every interpreter has.
+It has a session of its own, and is killed when the tests end without it. NIXL and gRPC start
+threads, which no fork survives: each process imports them itself.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import types
+from pathlib import Path
+
+import numpy as np  # noqa: F401
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(requests):
+    """Return a program that is to be run, in a fork of its own; None when nobody asks any more."""
+    gc.freeze()  # or a fork's first collection writes to all pages that it shares
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of `watch`
+    while True:
+        request, files, *_ = socket.recv_fds(requests, 1 << 20, 4)
+        if not request:
+            return None
+        if os.fork() == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            end_with_parent()
+            *streams, report = files
+            child = os.fork()
+            if child == 0:
+                os.close(report)
+                end_with_parent()
+                return become(streams, **json.loads(request))
+            watch(child, streams, report)
+        for file in files:
+            os.close(file)
+
+
+def end_with_parent():
+    """Ask Linux for SIGKILL when the parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def watch(child, streams, report):
+    """Tell what becomes of `child`, a line each, and end with it."""
+    for stream in streams:
+        os.close(stream)
+    os.write(report, f"pid {child}\n".encode())
+    while True:
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            os.write(report, b"stopped 0\n")
+        else:
+            os.write(report, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
+            os._exit(0)
+
+
+def become(streams, name, source, arguments, environment):
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = [name, *arguments], str(Path(name).parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = name
+    return main, compile(source, name, "exec")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import has started a thread"
+    if found := serve(socket.socket(fileno=int(sys.argv[1]))):
+        parent, (sys.modules["__main__"], code) = sys.modules["__main__"], found
+        exec(code, vars(sys.modules["__main__"]))

@@ -1,1 +1,0 @@
-"""The `torch-ros` command. Not there yet: `python -m torch_ros.store.local` is all there is."""

@@ -1,0 +1,213 @@
+"""The state dict that a dcp.load fills."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from torch_ros.dcp.memo import ATOMS, Memo, Memos
+from torch_ros.dcp.outline import Outline, outline
+from torch_ros.dcp.planner import ROSLoadPlanner, described, values_of
+from torch_ros.errors import ManifestMismatch, UntrustedObject
+from torch_ros.shard.checkpoint import Checkpoints
+from torch_ros.transfer.registered import LocalState
+from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
+from torch_ros.weights.manifest import OBJECT, Layout, Logical, LogicalTensor, dtype_named, logical
+
+
+class StateDict:
+    """One state dict that is loaded into: between dcp's read items and local chunks.
+
+    Args:
+        kept: The memos of the handle.
+        contents: The version's, as it was when dcp began to plan.
+        trust_objects: Whether objects may use all of pickle.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        kept: Memos,
+        planner: LoadPlanner,
+        plan: LoadPlan,
+        contents: Logical,
+        *,
+        trust_objects: bool,
+    ) -> None:
+        self._checkpoints, self._kept, self._trust_objects = checkpoints, kept, trust_objects
+        self._plan, self._planner, self._contents = plan, planner, contents
+        self._own = planner if isinstance(planner, ROSLoadPlanner) else None
+        self._seen: Outline | None = None
+        self._targets: list[tuple[ReadItem, torch.Tensor]] = []
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._vetted: dict[str, tuple[bytes, Any]] = {}
+        self.wanted = 0
+        """How many tensors and objects are to be filled."""
+
+    def fill(self, layouts: Sequence[Layout]) -> LocalState:
+        """The tensors and objects to read from a source with these layouts.
+
+        Raises: ManifestMismatch: They are of other tensors than those that dcp has planned for.
+        """
+        planner, contents = self._planner, logical(layouts)
+        if contents.digest != self._contents.digest:
+            self._require_the_same(contents)
+        if values_of(planner) is None:
+            return self._planned(layouts)  # whatever it makes of the state dict
+        assert isinstance(planner, DefaultLoadPlanner)
+        kept = self._kept
+        source = (
+            "nested" if self._own else "flat",
+            "partial" if planner.allow_partial_load else "whole",
+            *(layout.digest for layout in layouts),
+        )
+        before = planner.original_state_dict if self._own else planner.state_dict
+        seen, memo = outline(before), kept.get("load")
+        if memo is None or not memo.fits(seen, source):
+            if self._own:
+                self._plan = self._own.plan_now(contents)
+                seen = outline(before)  # what was on no device is there now
+            state = self._planned(layouts)
+            memo = kept["load"] = Memo.of(seen, planner.state_dict, state, source)
+            if memo is not None:
+                memo.mappings = planner.mappings
+        else:
+            known = self._checkpoints.registered
+            if known is None or known.layout is not memo.layout:
+                known = None
+            contents = logical(layouts)
+            self._buffers = known.objects if known else _buffers(contents, dict(memo.objects))
+            self.wanted = len(memo.tensors) + len(memo.objects)
+            if self._own:
+                planner.mappings = dict(memo.mappings)
+            state = memo.state(seen, self._buffers, known)
+        self._seen = seen
+        return state
+
+    def _require_the_same(self, contents: Logical) -> None:
+        """Raise if a newer version has other tensors than those that DCP planned for."""
+        if values_of(self._planner) is not None:
+            assert isinstance(self._planner, DefaultLoadPlanner)
+            names = list(flatten_state_dict(self._planner.original_state_dict)[0])
+        else:
+            names = [item.storage_index.fqn for item in self._plan.items]
+        for fqn in names:
+            now, before = contents.get(fqn), self._contents.get(fqn)
+            if now != before and not (now and before and now.dtype == before.dtype == OBJECT):
+                raise ManifestMismatch(
+                    f"{fqn!r}",
+                    f"{described(before)}, as when the load began",
+                    f"{described(now)} in a version that has come since",
+                    "load again",
+                )
+
+    def _planned(self, layouts: Sequence[Layout]) -> LocalState:
+        contents, items = logical(layouts), self._plan.items
+        wanted = [item for item in items if item.type == LoadItemType.TENSOR]
+        self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
+        objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
+        self._buffers = _buffers(contents, objects)
+        tensors: dict[str, LocalTensor] = {}
+        values = values_of(self._planner) or {}
+        for item, target in self._targets:
+            fqn = item.storage_index.fqn
+            if is_strided(value := values.get(fqn)):
+                (tensors[fqn],) = local_chunks({fqn: value})
+            else:
+                _add(tensors, item, target, contents)
+        self.wanted = len(tensors) + len(objects)
+        for fqn, (dtype, shape) in contents.items():
+            # dcp does not ask for what has no elements; the version is whole with it.
+            if dtype != OBJECT and 0 in shape:
+                tensors[fqn] = LocalTensor(fqn, dtype_named(dtype), shape, (), spread=True)
+        paths = {
+            fqn: path
+            for fqn, path in contents.paths.items()
+            if fqn in tensors or fqn in self._buffers
+        }
+        return LocalState(list(tensors.values()), self._buffers, paths)
+
+    def vet(self) -> None:
+        """Refuse objects that weights_only does not accept: no other reaches pickle."""
+        if self._trust_objects:
+            return
+        for fqn, buffer in self._buffers.items():
+            content = buffer.numpy().tobytes()
+            if fqn in self._vetted and self._vetted[fqn][0] == content:
+                continue
+            try:
+                value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+            except Exception as error:  # whatever a hostile stream makes it raise
+                raise UntrustedObject(fqn, _what_was_refused(buffer, error)) from error
+            self._vetted[fqn] = (content, value)
+
+    def commit(self) -> None:
+        memo = self._kept.get("load")
+        if memo is not None and self._seen is not None:
+            memo.learn(self._seen, self._checkpoints.registered)
+        for fqn, buffer in self._buffers.items() if self._own else ():
+            assert self._own is not None
+            self._own.put(fqn, self._value(fqn, buffer))
+        for item in self._plan.items if not self._own else ():
+            if item.type == LoadItemType.BYTE_IO:
+                self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
+        for item, target in self._targets:
+            self._planner.commit_tensor(item, target)
+
+    def _value(self, fqn: str, buffer: torch.Tensor) -> Any:
+        value = self._vetted[fqn][1] if fqn in self._vetted else None
+        if fqn in self._vetted and type(value) in ATOMS:
+            return value
+        try:
+            return torch.load(_stream(buffer), weights_only=False)
+        except RuntimeError:  # on a device that is not there
+            if fqn not in self._vetted:
+                raise
+            return value  # on the CPU
+
+
+def _buffers(
+    contents: Mapping[str, LogicalTensor], objects: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    return {
+        fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8) for fqn in dict.fromkeys(objects)
+    }
+
+
+def _what_was_refused(buffer: torch.Tensor, error: Exception) -> str:
+    try:
+        names = get_unsafe_globals_in_checkpoint(_stream(buffer))
+    except Exception:  # noqa: BLE001  # not even the list can be made of it
+        names = []
+    return f"it needs {', '.join(names)}" if names else type(error).__name__
+
+
+def _stream(buffer: torch.Tensor) -> io.BytesIO:
+    return io.BytesIO(buffer.numpy().tobytes())
+
+
+def _add(
+    tensors: dict[str, LocalTensor],
+    item: ReadItem,
+    target: torch.Tensor,
+    contents: Mapping[str, LogicalTensor],
+) -> None:
+    """The metadata shows every tensor as one chunk, so `storage_offsets` are global offsets."""
+    fqn = item.storage_index.fqn
+    (local,) = local_chunks({fqn: target})  # checks it
+    chunks = tuple(LocalChunk(tuple(item.storage_offsets), c.tensor) for c in local.chunks)
+    known = tensors.get(fqn)
+    tensors[fqn] = LocalTensor(
+        fqn,
+        target.dtype,
+        contents[fqn].shape,
+        (*known.chunks, *chunks) if known else chunks,
+        spread=True,
+    )

@@ -1,0 +1,33 @@
+"""When a call ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch_ros.errors import DeadlineExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The end of a call: `what` is being done, within `timeout_s` from when this was made.
+
+    `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
+    that helps people; it may ask etcd.
+    """
+
+    what: str
+    timeout_s: float
+    started_s: float = field(default_factory=time.monotonic)
+    check_open: Callable[[], object] = lambda: None
+    hint: Callable[..., str] = lambda _: ""
+
+    def left_s(self) -> float:
+        return self.started_s + self.timeout_s - time.monotonic()
+
+    def check(self, reason: str) -> None:
+        """Raises: DeadlineExceeded: With `reason`, when the time is over."""
+        self.check_open()
+        if self.left_s() <= 0:
+            raise DeadlineExceeded(self.what, self.timeout_s, reason)

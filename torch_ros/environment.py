@@ -1,0 +1,32 @@
+"""Every environment variable of this package, and the option that it stands for.
+
+`store.local` alone keeps its own, `TORCH_ROS_LOCAL_DIR`: its supervisor runs as a file by itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+ENDPOINT = "TORCH_ROS_ENDPOINT"  # `open(endpoint=...)`
+MODEL = "TORCH_ROS_MODEL"  # of `dcp.save` and `dcp.load` without a handle
+TRANSPORT = "TORCH_ROS_TRANSPORT"  # `open(transport=...)`
+CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`
+PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars
+INIT_METHOD = "TORCH_ROS_INIT_METHOD"  # the URL behind `init_method="etcd://"`
+
+# Files and names, never secrets: an endpoint ends up in logs and process lists.
+ETCD_CA = "TORCH_ROS_ETCD_CA"
+ETCD_CERT = "TORCH_ROS_ETCD_CERT"
+ETCD_KEY = "TORCH_ROS_ETCD_KEY"
+ETCD_USER = "TORCH_ROS_ETCD_USER"
+ETCD_PASSWORD_FILE = "TORCH_ROS_ETCD_PASSWORD_FILE"  # noqa: S105  # the name of a file's name
+
+
+def value(variable: str) -> str:
+    """The variable's present value; "" if it is not set."""
+    return os.environ.get(variable, "")
+
+
+def is_on(variable: str) -> bool:
+    """Whether it is "1"."""
+    return value(variable) == "1"

@@ -1,0 +1,50 @@
+"""Chooses a process's transport by name, and knows the costs of each."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Literal
+
+from torch_ros.costs import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
+from torch_ros.p2p.copying import thread_count
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.transport import Transport
+
+log = logging.getLogger(__name__)
+
+TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
+# For memory that this process copies itself, and for memory that it reads through the transport.
+COSTS: Mapping[str, tuple[Costs, Costs]] = {
+    "auto": (HOST_COSTS, NIXL_COSTS),
+    "memory": (HOST_COSTS, HOST_COSTS),
+    "ucx": (NIXL_COSTS, NIXL_COSTS),
+    "ucx-tcp": (TCP_COSTS, TCP_COSTS),
+}
+REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
+
+
+def choose_transport(
+    name: str, *, replica: str, rank: int, in_process: bool, reason: str
+) -> Transport:
+    """Make the transport of that `TransportName`.
+
+    Args:
+        replica, rank: By these the logs of peers name this process.
+        in_process: The store is in this process too, so that "auto" needs no other.
+        reason: Why it is this one, for the log.
+    """
+    if name == "memory" or (name == "auto" and in_process):
+        log.info("transport: within this process")
+        return MemoryTransport()
+    # Importing nixl loads UCX and takes a second; a store in memory can do without.
+    from torch_ros.p2p.near import NearTransport  # noqa: PLC0415
+    from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
+
+    how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
+    log.info("transport: NIXL over UCX%s (%s)", how, reason)
+    agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
+    nixl = NixlTransport(agent, tcp_only=name == "ucx-tcp")
+    # Both ends can talk, whether they copy or not.
+    return NearTransport(nixl, is_used=name == "auto", threads=thread_count())

@@ -1,0 +1,111 @@
+"""Copies spans with several threads: out of memory mapped here, or in any other way."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch_ros.p2p import cma
+from torch_ros.spans import Spans
+
+THREADS_MAX = 4  # a few fill the memory's channels
+
+# The least that a thread should have to copy: to start one takes some 50 us.
+SHARE_BYTES = 1 << 20
+
+# To copy less takes less time than to give up the GIL, and to wait until the thread that took it
+# gives it back: up to 5 ms in Python.
+HOLD_BYTES = 256 << 10
+
+# The same function twice: called without the GIL, and with it.
+_move, _move_at_once = ctypes.CDLL(None).memmove, ctypes.PyDLL(None).memmove
+for _each in (_move, _move_at_once):
+    _each.argtypes, _each.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+
+def thread_count() -> int:
+    """Return how many cores may copy for this process while all of torchrun's on this host read."""
+    if not cma.is_allowed(os.environ.get("UCX_TLS", "")):
+        return 0
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
+    return max(1, min(cores, THREADS_MAX))
+
+
+def copy(spans: Spans) -> None:
+    """Copy within this process."""
+    for source, target, size_bytes in spans.tolist():
+        move = _move if size_bytes >= HOLD_BYTES else _move_at_once
+        move(target, source, size_bytes)
+
+
+class CopyThreads:
+    """The threads that copy for a transport.
+
+    Args:
+        count: How many copy at the same time. 0: one, and only out of mapped memory.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(max(1, count), "torch_ros copies")
+
+    def shares(self, spans: Spans) -> list[Spans]:
+        """Divide `spans` among the threads."""
+        wanted = int(spans[:, 2].sum()) // SHARE_BYTES
+        return cma.shares(spans, max(1, min(self.count, wanted)))
+
+    def perform(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Do all parts at the same time. None runs any more when this returns or raises."""
+        tasks = [_Task(part) for part in parts]
+        try:
+            for task in tasks[1:]:
+                with contextlib.suppress(RuntimeError):  # no thread to be had: it is done here
+                    self._pool.submit(task.run)
+            for task in tasks:
+                task.run()
+        finally:
+            _drop(tasks)
+        for task in tasks:
+            if task.error is not None:
+                raise task.error
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _Task:
+    """A part of a copy, done by the first thread that comes."""
+
+    def __init__(self, part: Callable[[], None]) -> None:
+        self._part, self._lock, self._is_taken = part, threading.Lock(), False
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Return when the part has been done, by this thread or by another."""
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                try:
+                    self._part()
+                except Exception as error:  # noqa: BLE001  # raised once all tasks have ended
+                    self.error = error
+
+    def drop(self) -> None:
+        """Keep the part from being begun. Returns when no thread is at it."""
+        with self._lock:
+            self._is_taken = True
+
+
+def _drop(tasks: Sequence[_Task]) -> None:
+    """Drop all, also if Ctrl-C is pressed meanwhile: the memory may be freed after this."""
+    try:
+        for task in tasks:
+            task.drop()
+    except BaseException:
+        _drop(tasks)
+        raise

@@ -1,0 +1,483 @@
+"""A transport that copies out of processes on the same host, and leaves the rest to another.
+
+The kernel reads another process's memory (cma) by looking up and holding each of its pages, at
+every read. Memory that is a file can be mapped instead, once; from then on a read is a copy. Either
+is done by several threads, which the other transport does not have.
+
+Nothing else changes for a reader, for these reasons:
+
+* Which bytes count. A read is copied inside `post`, before `is_done` can say that it has landed,
+  and with a lock held that is released after it. A reader then asks for the source's word through
+  the other transport, which takes locks, and the kernel's, before it looks. So the word is looked
+  at after the bytes, on processors that reorder loads too; and the other way round, a word that was
+  seen before `post` is older than the bytes.
+* Dead peers. The memory of a process that has ended can still be copied. So something of every
+  read, if only its last byte, goes by the other transport, which notices.
+* Reused addresses. An address may belong to a file now, to another one later, and then to none.
+  Descriptors say all that they register on the host, shared or not, and what they say replaces
+  what was known of those addresses.
+* Forged descriptors. They come from anybody who can write to etcd. Nothing is copied but what
+  the very process that a descriptor names vouches for (see `voucher`), and only while it does: that
+  is looked at before a copy and, with the lock still held, after it. A process that has ended, or
+  has let go of the memory, vouches no more; and one that does has had its number all the time.
+* Abandoned memory. A mapping keeps a file's memory allocated when its process has freed it, or
+  has ended. Whenever a peer is connected, or more is mapped, what was left like that is unmapped.
+
+A process that truncates a file which it has registered frees registered memory, which is not
+allowed; here that kills its readers (SIGBUS), as it would kill itself. torch never does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.p2p import cma, mapped
+from torch_ros.p2p.copying import CopyThreads, copy
+from torch_ros.p2p.mapped import MappedMemory, Mapping
+from torch_ros.p2p.regions import Cover, Uint64s, merge, room
+from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
+from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
+from torch_ros.spans import HOST, Region, Spans
+
+log = logging.getLogger(__name__)
+
+# Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
+# which takes a millisecond or two.
+LOOK_BYTES = 1 << 20
+
+# Below, one more request to the other transport costs more than it saves.
+CMA_BYTES = 1 << 20
+
+REFUSED_MAX = 4096  # agents that are not warned of again
+
+_agents = set[str]()  # of this process
+
+
+class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    host: str  # of the process; empty if it is left to the other transport
+    bounds: bytes  # the starts, then the ends, of all that is registered in host memory
+    process: Process
+    base: bytes  # what the other transport says; last, so that it notices what was cut off
+
+
+class NearRegistration:
+    def __init__(self, transport: NearTransport, base: Registration, cover: Cover | None) -> None:
+        self._transport, self._base, self.cover = transport, base, cover
+        self.is_open = True
+        self.descriptor = b""
+        if base.descriptor:
+            bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
+            said = _Descriptor(transport.host, bounds, transport.process, base.descriptor)
+            self.descriptor = msgspec.msgpack.encode(said)
+
+    def close(self) -> None:
+        transport = self._transport
+        if transport.is_foreign:
+            return
+        with transport.lock:
+            self.is_open = False
+            if self in transport.registrations:
+                transport.registrations.remove(self)
+                transport.vouch()  # from here on no peer's copy of this memory counts
+            reads = [read for read in transport.reads if self in read.targets]
+        for read in reads:
+            read.settle()
+        self._base.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The copies of one transfer."""
+
+    mapped: Spans  # whose sources are mapped at these addresses of this process
+    others: Spans  # whose sources the kernel copies, at these addresses of the peer
+    mappings: AbstractSet[Mapping]
+    digests: AbstractSet[bytes]  # of the descriptors that name the sources
+    targets: AbstractSet[NearRegistration]
+
+
+class NearTransfer:
+    """A read of which some is copied here, and at least a byte is left to the other transport."""
+
+    def __init__(
+        self,
+        peer: NearPeer,
+        base: Transfer,
+        work: _Work,
+    ) -> None:
+        self._peer, self._base = peer, base
+        self.mappings, self._digests, self.targets = work.mappings, work.digests, work.targets
+        self.copied_bytes = int(work.mapped[:, 2].sum() + work.others[:, 2].sum())
+        self.size_bytes = base.size_bytes + self.copied_bytes
+        threads, pid = peer.transport.threads, peer.pid or 0
+        self._parts = [
+            *(partial(copy, share) for share in threads.shares(work.mapped)),
+            *(partial(cma.read, pid, share) for share in threads.shares(work.others)),
+        ]
+        # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
+        self._lock = threading.Lock()
+        peer.transport.reads.add(self)
+
+    def post(self) -> None:
+        transport = self._peer.transport
+        transport.refuse_fork()
+        with self._lock:
+            if not all(registration.is_open for registration in self.targets):
+                raise TransferFailed(self._peer.agent, "the memory it lands in was unregistered")
+            if not all(mapping.is_open for mapping in self.mappings):
+                raise TransferFailed(self._peer.agent, "its shared memory is not mapped any more")
+            self._peer.refuse_unvouched(self._digests)
+            self._base.post()
+            try:
+                transport.threads.perform(self._parts)
+            except OSError as error:
+                reason = f"its memory cannot be read ({error.strerror})"
+                raise TransferFailed(self._peer.agent, reason) from error
+            self._peer.refuse_unvouched(self._digests)
+
+    def is_done(self) -> bool:
+        return self._base.is_done()
+
+    def close(self) -> None:
+        transport = self._peer.transport
+        if transport.is_foreign:
+            return
+        with self._lock:
+            self._base.close()
+        with transport.lock:
+            transport.reads.discard(self)
+
+    def settle(self) -> None:
+        """Wait until no byte is being copied."""
+        with self._lock:
+            pass
+
+
+class NearPeer:
+    def __init__(self, transport: NearTransport, base: Peer) -> None:
+        self.transport, self._base, self.agent = transport, base, base.agent
+        self.mapped = MappedMemory()
+        # The peer's, if its memory can be read through the kernel; 0: it cannot.
+        self.pid: int | None = None
+        self._process: Neighbour | None = None  # the peer's, if it is on this host
+        # The regions that it vouches for, the newest first, and of which descriptor.
+        self._covers: list[Cover] = []
+        self._digests: dict[int, bytes] = {}
+        self._keys = itertools.count()
+        with transport.lock:
+            transport.peers.add(self)
+
+    @property
+    def is_near(self) -> bool:
+        return bool(self.pid) or self._base.is_near
+
+    def attach(self, descriptor: bytes) -> None:
+        if not descriptor:
+            self._base.attach(descriptor)
+            return
+        starts, ends, said = _unpack(self.agent, descriptor)
+        self._base.attach(said.base)
+        is_near = self.transport.is_used and said.host == self.transport.host
+        if is_near:
+            self.transport.unmap_abandoned()
+        with self.transport.lock:
+            self.mapped.forget(starts, ends)
+            if is_near and len(starts) and self in self.transport.peers:
+                try:
+                    self._trust(said.process, digest(descriptor), starts, ends)
+                except Unproven as error:
+                    self._refuse(error)
+
+    def _trust(self, process: Process, of: bytes, starts: Uint64s, ends: Uint64s) -> None:
+        """Copy this memory from now on, if the process itself says that it is its own.
+
+        Raises:
+            Unproven: It does not.
+        """
+        transport = self.transport
+        own = transport.process  # without a pid if it cannot vouch, and so cannot prove either
+        if not (own.pid and process.pid) or process.namespace != own.namespace:
+            log.info("agent %s: its process number is of another namespace", self.agent)
+            return
+        if process.pid == transport.never:
+            if self.agent in _agents:
+                log.info("agent %s: it is in this process; NIXL reads it", self.agent)
+                return
+            raise Unproven("it names this process")
+        if self._process is None:
+            self._process = Neighbour(self.agent, process)
+        if self._process.process != process:
+            raise Unproven(f"it names another process than process {self._process.process.pid}")
+        vouched = self._process.vouched()
+        if of not in vouched:
+            raise LetGo(f"process {process.pid} does not vouch for this descriptor")
+        self._covers = [each for each in self._covers if self._digests[each.key] in vouched]
+        self._covers.insert(0, Cover(next(self._keys), HOST, starts, ends))
+        self._digests = {each.key: self._digests.get(each.key, of) for each in self._covers}
+        if self.pid is None:
+            self.pid = (
+                self._reachable(process.pid, int(starts[0])) if transport.threads.count else 0
+            )
+        if int((ends - starts).sum()) >= LOOK_BYTES:
+            others = sum(len(each.mapped.mappings) for each in transport.peers - {self})
+            self.mapped.map(self._process, starts, ends, of, elsewhere=others)
+
+    def _refuse(self, error: Unproven) -> None:
+        if isinstance(error, LetGo):
+            log.info("agent %s: its memory is read through NIXL (%s)", self.agent, error)
+            return
+        if self.agent not in self.transport.refused:
+            if len(self.transport.refused) >= REFUSED_MAX:
+                self.transport.refused.clear()
+            self.transport.refused.add(self.agent)
+            log.warning(
+                "agent %s: its memory is not copied but read through NIXL, which is slower (%s)."
+                " Run both ends on this host as one user, with the same release; if they are,"
+                " somebody else has written to the keys of this model",
+                self.agent,
+                error,
+            )
+
+    def refuse_unvouched(self, digests: AbstractSet[bytes]) -> None:
+        """A peer that has let go of what is read, or has ended, is gone.
+
+        Raises:
+            TransferFailed: It has.
+        """
+        try:
+            if self._process and digests <= self._process.vouched():
+                return
+            reason = "it has let go of the memory"
+        except Unproven as error:
+            reason = str(error)
+        raise TransferFailed(self.agent, reason)
+
+    def _reachable(self, pid: int, address: int) -> int:
+        """See whether the kernel lets this process read memory of that one."""
+        byte = np.zeros(1, np.uint8)
+        try:
+            cma.read(pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
+        except OSError as error:
+            log.warning("agent %s: its memory is not read directly (%s)", self.agent, error)
+            return 0
+        log.info(
+            "agent %s: its memory is read by %d threads", self.agent, self.transport.threads.count
+        )
+        return pid
+
+    def prepare(
+        self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
+    ) -> Transfer:
+        with self.transport.lock:
+            if source_device == target_device == HOST and (read := self._prepare_shared(spans)):
+                return read
+        return self._base.prepare(spans, source_device=source_device, target_device=target_device)
+
+    def _prepare_shared(self, spans: Spans) -> NearTransfer | None:
+        """A read of `spans`, if something of it can be copied."""
+        transport, segments = self.transport, self.mapped.segments
+        if not (len(spans) and (segments.rows or self._covers)):
+            return None
+        keys, there = room(spans[:, 1], spans[:, 2], transport.covers())
+        # What is empty, or not registered, is refused where all else is.
+        is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
+        is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
+        is_copied &= is_sound
+        is_read = np.zeros_like(is_copied)
+        digests = set[bytes]()
+        if self.pid and self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
+            covers, offered = room(spans[:, 0], spans[:, 2], self._covers)
+            is_read = is_sound & ~is_copied & (offered >= spans[:, 2])
+            digests |= {self._digests[key] for key in set(covers[is_read].tolist())}
+        is_taken = is_copied | is_read
+        rest, taken = spans[~is_taken], spans.copy()
+        if not len(rest):
+            source, target, size_bytes = spans[-1].tolist()
+            taken[-1, 2] = last = size_bytes - 1
+            rest = np.array([(source + last, target + last, 1)], np.uint64)
+        taken[is_copied, 0] = sources[is_copied]
+        copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_copied, is_read))
+        if not len(copies) and not len(reads):
+            return None
+        rows = [segments.rows[index] for index in set(row[is_copied].tolist())]
+        used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
+        targets = transport.owners(set(keys[is_taken].tolist()))
+        work = _Work(copies, reads, used, digests, targets)
+        return NearTransfer(self, self._base.prepare(rest), work)
+
+    def unmap(self, mappings: Iterable[Mapping]) -> None:
+        """Give up some mappings; reads of them fail from then on."""
+        gone = set(mappings)
+        with self.transport.lock:
+            self.mapped.drop(gone)
+            reads = [read for read in self.transport.reads if not gone.isdisjoint(read.mappings)]
+        for read in reads:
+            read.settle()
+        for mapping in gone:
+            mapping.close()
+
+    def cut(self) -> None:
+        self._base.cut()
+
+    def close(self) -> None:
+        if self.transport.is_foreign:
+            return
+        self._base.close()
+        with self.transport.lock:
+            self.transport.peers.discard(self)
+            left, process = tuple(self.mapped.mappings.values()), self._process
+        self.unmap(left)
+        if process:
+            process.close()
+
+
+class NearTransport:
+    """Another transport, and copies out of a peer's memory where both are on one host.
+
+    Both ends need it. `post` blocks for as long as the copy takes.
+
+    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
+
+    Args:
+        base: For all else; belongs to this from then on.
+        is_used: False: talk to peers that copy, but leave it all to `base`, in both directions.
+        threads: How many copy at the same time. 0: one, and only out of shared memory.
+    """
+
+    def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
+        self._base, self.agent, self.is_used = base, base.agent, is_used
+        self.threads = CopyThreads(threads)
+        _agents.add(self.agent)
+        self._voucher = _voucher(agent=base.agent) if is_used else None
+        self.host = mapped.host() if self._voucher else ""
+        self.process = self._voucher.process if self._voucher else Process()
+        self.never = os.getpid()  # the process whose memory no peer may name: this one
+        self.lock = threading.RLock()  # never waited for with the lock of a read held
+        self.registrations: list[NearRegistration] = []
+        self.peers: set[NearPeer] = set()
+        self.reads: set[NearTransfer] = set()
+        self.refused: set[str] = set()  # agents of which something was, and the log has it
+        self._keys = itertools.count()
+        self._pid = os.getpid()
+
+    @property
+    def connection(self) -> bytes:
+        return self._base.connection
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, which has inherited no mapping."""
+        return os.getpid() != self._pid
+
+    def covers(self) -> list[Cover]:
+        """Return the covers of all registrations with host memory, the newest first."""
+        return [each.cover for each in reversed(self.registrations) if each.cover]
+
+    def owners(self, keys: AbstractSet[int]) -> set[NearRegistration]:
+        """Return the registrations that have these covers."""
+        return {each for each in self.registrations if each.cover and each.cover.key in keys}
+
+    def register(self, regions: Sequence[Region]) -> NearRegistration:
+        self.refuse_fork()
+        base = self._base.register(regions)
+        on_host = [region for region in regions if region.device == HOST]
+        cover = merge(HOST, on_host, key=next(self._keys)) if on_host else None
+        registration = NearRegistration(self, base, cover)
+        with self.lock:
+            self.registrations.append(registration)
+            self.vouch()
+        return registration
+
+    def vouch(self) -> None:
+        """Vouch for all registrations, and for nothing else. The caller holds the lock."""
+        if self._voucher is None:
+            return
+        try:
+            self._voucher.show(digest(each.descriptor) for each in self.registrations)
+        except OSError as error:
+            reason = "peers on this host read it through NIXL, which is slower"
+            log.warning("the voucher of agent %s is lost (%s); %s", self.agent, error, reason)
+            self._voucher, self.host = None, ""
+        except BaseException:  # Ctrl-C: the memory may be freed after this
+            self.vouch()
+            raise
+
+    def connect(self, connection: bytes) -> NearPeer:
+        self.refuse_fork()
+        peer = NearPeer(self, self._base.connect(connection))
+        self.unmap_abandoned()
+        return peer
+
+    def unmap_abandoned(self) -> None:
+        """Let go of memory whose process has let go of it."""
+        with self.lock:
+            found = [
+                (
+                    peer,
+                    [mapping for mapping in peer.mapped.mappings.values() if mapping.is_abandoned],
+                )
+                for peer in self.peers
+            ]
+        for peer, mappings in found:
+            if mappings:
+                log.info("agent %s: it has let go of %d mappings", peer.agent, len(mappings))
+                peer.unmap(mappings)
+
+    def close(self) -> None:
+        if self.is_foreign:
+            return
+        with self.lock:
+            for registration in self.registrations:
+                registration.is_open = False
+            if self._voucher:
+                self._voucher.close()
+                self._voucher = None
+            _agents.discard(self.agent)
+            reads = tuple(self.reads)
+        self._base.close()
+        for read in reads:
+            read.settle()
+        with self.lock:
+            peers = tuple(self.peers)
+            self.registrations.clear()
+        for peer in peers:
+            peer.close()
+        self.threads.close()
+
+    def refuse_fork(self) -> None:
+        if self.is_foreign:
+            raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
+
+
+def _voucher(agent: str) -> Voucher | None:
+    try:
+        return Voucher(agent)
+    except OSError as error:
+        log.warning("peers on this host read through NIXL, which is slower (no voucher: %s)", error)
+        return None
+
+
+def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:
+    """Return the starts and ends of the registered regions, and the whole descriptor.
+
+    Raises:
+        TransferFailed: These are other bytes.
+    """
+    try:
+        said = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        starts, ends = np.frombuffer(said.bounds, np.uint64).reshape(2, -1)
+    except (msgspec.DecodeError, ValueError) as error:
+        reason = "these bytes are no descriptor of a NearTransport"
+        raise TransferFailed(agent, reason) from error
+    return starts, ends, said

@@ -1,0 +1,573 @@
+"""One rank's part in one call of its group: decide, read, finish, give up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    CallAborted,
+    CallMismatch,
+    DeadlineExceeded,
+    SeatLost,
+    SourceLost,
+    StoreUnavailable,
+    TorchRosError,
+)
+from torch_ros.protocol import calls, sources, unpublish
+from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.keys import family, replica_of
+from torch_ros.protocol.ledger import Attempt
+from torch_ros.protocol.records import (
+    Call,
+    Failure,
+    Kept,
+    Kind,
+    Outcome,
+    ShardRecord,
+    VersionRef,
+    mark,
+)
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.seating import Seating
+from torch_ros.protocol.sources import Source
+from torch_ros.protocol.versions import Spec, first_holders, spec_ranges
+from torch_ros.store.loops import Step, looking_ahead, settle
+from torch_ros.store.run import run
+from torch_ros.store.session import Session
+from torch_ros.store.txn import Part, Range, View, one, some
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
+GLANCE_S = 2.0  # for a question whose answer nobody depends on
+CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
+RETRY_S = 0.5  # between tries to read from a source that failed before
+
+
+class Missed(Exception):
+    """In the place of this rank's call the group has an unpublish, which changes what it holds.
+
+    This rank has learned its end; or has to make it too, if it has not ended.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+class GroupCall(Attempt):
+    """One rank's part in one call of its group."""
+
+    def __init__(
+        self, seating: Seating, number: int, kind: Kind, asked: str, deadline: Deadline
+    ) -> None:
+        super().__init__(seating.seat, number, kind, asked)
+        self._seating, self._ledger, self.deadline = seating, seating.ledger, deadline
+        self.start(seating.seat, seating.session)
+        self._call: Call | None = None
+        self._tried = Counter[str]()  # how often each source was lost
+        self._sources: set[str] = set()  # for which a reader record may be there
+        self._failure: Failure | None = None
+        self.reroutes = 0
+        self._said = ""
+        self._refuses = False
+        self._value = ""  # what this rank said
+
+    def start(self, seat: Seat, session: Session) -> None:
+        """It is made from this seat; again, if that was lost."""
+        self.seat, self.session = seat, session
+        self._seen: View | None = None  # what the next step may begin with: one that is guarded
+
+    @property
+    def ref(self) -> VersionRef:
+        assert self._call is not None
+        assert self._call.ref is not None
+        return self._call.ref
+
+    @property
+    def fresh_uid(self) -> str:
+        """For content that this call publishes; the same on all ranks, and if it is made again."""
+        who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
+        return blake2b(who.encode(), digest_size=8).hexdigest()
+
+    @property
+    def mark(self) -> int:
+        """The mark in this process's word while it serves this call's content."""
+        return mark(self.ref.uid, self.number)
+
+    @property
+    def said(self) -> str:
+        """agree: what all ranks said, once it has ended."""
+        return self._said
+
+    @property
+    def found(self) -> VersionRef | None:
+        """update: the version to go to."""
+        assert self._call is not None
+        return self._call.ref
+
+    def decide(
+        self,
+        ranges: tuple[Range | Part, ...],
+        effects: Callable[[View, Seat, Call], Step[Call]],
+        ahead: tuple[Range | Part, ...] = (),
+    ) -> None:
+        """Decide what the group does in this call: the first rank that asks does.
+
+        It may have ended already, well, when this rank had lost its seat: see `has_ended`.
+
+        Args:
+            ahead: The ranges that the next step is decided from, besides the own records of the
+                call.
+
+        Raises:
+            CallMismatch: The group's call is another one.
+            TorchRosError: The decision was an error, the same on all ranks.
+        """
+        seat, found = self.seat, None
+        seen = self._ledger.take_sight(seat)
+        ahead = (*seat.own, one(seat.keys.ready(seat.inst, self.number, seat.rank)), *ahead)
+        if seat.world_size > 1 and seen is None:
+            # Most ranks come second: they need not read what the decision was made from.
+            look = partial(calls.look_up, seat=seat, number=self.number)
+            found = self._settle(ahead, look, ahead)
+        if found is None:
+            rule = partial(
+                calls.decide,
+                seat=seat,
+                number=self.number,
+                kind=self.kind,
+                asked=self.asked,
+                effects=calls.sure(lambda view, call: effects(view, seat, call), seen),
+            )
+            found = self._settle((*ahead, *ranges), rule, ahead, seen)
+        self._found(found)
+        if found.outcome is not None:
+            self._finish(found.outcome)
+
+    def _found(self, call: Call) -> None:
+        ledger, is_first_look = self._ledger, self._call is None
+        text = ledger.caller or self.asked
+        told = ledger.told if is_first_look else ""
+        met = calls.meet(call, self.asked, ledger.caller, refuses=self._refuses, told=told)
+        if met == "same" and is_first_look:
+            has_failed = call.outcome is not None and call.outcome.failure is not None
+            ledger.told = text if has_failed and call.by != self.seat.rank else ""
+        error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
+        match met:
+            case "to make":
+                self.is_recorded = False  # even if it was, before this rank lost its seat
+                raise Missed(call)
+            case "ahead":
+                self.is_late, self.is_recorded = True, False
+                raise error
+            case _:
+                self.is_recorded = True
+                self._call = call  # also if it is another one: its end is learned
+        match met:
+            case "missed":
+                assert call.outcome is not None
+                self._ledger.skip(partial(self._learn, call.outcome))
+                raise Missed(call)
+            case "late":
+                self._abort(error)
+                raise Missed(call)
+            case "other":
+                raise error
+
+    def refuse(self, error: BaseException) -> None:
+        """Make the call only for it to fail, on all ranks.
+
+        Raises:
+            TorchRosError: How it has.
+        """
+        seat, self._refuses = self.seat, True
+        reason = f"{type(error).__name__}: {error}"
+        told = CallAborted(seat.replica, self.number, seat.rank, reason)
+
+        def effects(*_: object) -> Step[Call]:
+            raise error if isinstance(error, TorchRosError) else told
+
+        self.decide((), effects)
+        raise error
+
+    def decide_to_publish(self, version: int) -> None:
+        """Decide to publish `version`, or that it cannot be."""
+        keys, run = self.seat.keys, self.seat.run
+        effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
+        own = keys.holding(run, version, self.seat.inst)
+        ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
+        self.decide(calls.publish_ranges(self.seat), effects, ahead)
+
+    def decide_to_read(
+        self, spec: Spec, floor: VersionRef | None, *, is_relay: bool, sources_max: int = 1
+    ) -> None:
+        """Decide which version, and claim a source of it, or up to `sources_max` idle ones."""
+        tries = 0
+
+        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+            nonlocal tries
+            tries += 1
+            return calls.replicate(
+                view,
+                seat,
+                call,
+                spec,
+                floor,
+                is_relay=is_relay,
+                sources_max=sources_max if tries == 1 else 0,
+            )
+
+        keys = self.seat.keys
+        while not self.has_ended:
+            self.decide((*spec_ranges(keys), some(keys.readers()), keys.suspects()), effects)
+            assert self._call is not None
+            if self.has_ended or self._call.sources:
+                return
+            rule = partial(sources.claim, seat=self.seat, call=self._call)
+            claimed = self._settle(sources.source_ranges(self.seat, self.ref), rule)
+            if claimed is None:  # the version went away in between
+                continue
+            self._call = claimed
+            if claimed.outcome is not None:
+                self._finish(claimed.outcome)
+            return
+
+    def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
+        """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
+
+        Args:
+            fetch: Reads what is still missing. When it raises, nothing is in flight any more.
+
+        Raises:
+            SourceLost: The last source; no other is left.
+        """
+        assert self._call is not None
+        tried = self._tried = Counter[str]()
+        insts, attached = list(self._call.sources), dict[str, Source]()
+        while True:
+            try:
+                for inst in insts:
+                    if inst not in attached:
+                        attached[inst] = self._attach(inst)
+                fetch([attached[inst] for inst in insts])
+            except SourceLost as lost:
+                inst = next((inst for inst in insts if replica_of(inst) == lost.replica), "")
+                if not inst:
+                    raise  # a peer's, who gave up
+                tried[inst] += 1
+                insts.remove(inst)
+                attached.pop(inst, None)
+                self._detach(inst, lost)
+                insts = insts or [self._elsewhere(tried, lost)]
+                self.reroutes += 1
+                log.warning(
+                    "%s: lost %r (%s); going on from %s with what there is",
+                    self.asked,
+                    lost.replica,
+                    lost.what,
+                    ", ".join(repr(replica_of(inst)) for inst in insts),
+                )
+            else:
+                return
+
+    def _attach(self, inst: str) -> Source:
+        assert self._call is not None
+        self._sources.add(inst)
+        rule = partial(sources.attach, seat=self.seat, call=self._call, source=inst)
+        ranges = sources.attach_ranges(self.seat, self._call, inst)
+        mine = one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
+        return self._settle(ranges, rule, (*calls.end_ranges(self.seat, self._call), mine))
+
+    def _detach(self, inst: str, lost: SourceLost) -> None:
+        assert self._call is not None
+        kv, timeout_s = self._seating.kv, min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
+        try:
+            lease_id, _ = kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
+            txn = sources.detached(self.seat, self._call, inst, lost.what, lease_id)
+            kv.commit(txn, timeout_s=timeout_s)
+        except StoreUnavailable as error:  # it holds the source up until this rank withdraws
+            log.info("%s: %s was not told: %s", self.asked, inst, error)
+
+    def _elsewhere(self, tried: Counter[str], lost: SourceLost) -> str:
+        assert self._call is not None
+        rule = partial(
+            sources.choose_again, seat=self.seat, call=self._call, tried=tried, lost=lost
+        )
+        again = self._settle(sources.source_ranges(self.seat, self.ref), rule)
+        if tried[again]:
+            self.deadline.check(str(lost))
+            time.sleep(RETRY_S)
+        return again
+
+    def is_there(self, source: Source) -> bool:
+        """Whether a source that makes no progress may still make some."""
+        assert self._call is not None
+        ranges = sources.there_ranges(self.seat, self.ref, source)
+        rule = partial(sources.is_there, seat=self.seat, call=self._call, source=source)
+        return self._glance((*self.seat.own, *ranges), rule, unknown=True)
+
+    def has_other(self, source: Source) -> bool:
+        """Whether there is another source for what is read from one that does not answer."""
+        assert self._call is not None
+        rule = partial(
+            sources.has_other, seat=self.seat, call=self._call, source=source, tried=self._tried
+        )
+        return self._glance(sources.source_ranges(self.seat, self.ref), rule, unknown=False)
+
+    def _glance(
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
+    ) -> bool:
+        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+        within_s = min(GLANCE_S, max(0.0, self.deadline.left_s()))
+        brief = Deadline(self.asked, within_s, check_open=self.deadline.check_open)
+        try:
+            return self._seating.run(settle(self.asked, ranges, rule), brief)
+        except (DeadlineExceeded, StoreUnavailable):
+            return unknown
+
+    def finish(
+        self,
+        value: str,
+        summarise: Callable[[Mapping[int, str]], str],
+        whole: SourceTerms = SourceTerms(),  # noqa: B008  # a frozen value
+    ) -> Outcome:
+        """This rank is ready, and says `value`; returns when all are.
+
+        Args:
+            summarise: From what every rank said to the layout that the group holds. Called on
+                the last rank only; may take time, and may raise.
+
+        Raises:
+            TorchRosError: The outcome was an error, the same on all ranks.
+        """
+        try:
+            outcome = self._finish_or_raise(value, summarise, whole)
+        except DeadlineExceeded as error:
+            outcome = self._abort(error)
+            if outcome.failure is not None:
+                raise
+        return self._finish(outcome)
+
+    def _finish_or_raise(
+        self, value: str, summarise: Callable[[Mapping[int, str]], str], whole: SourceTerms
+    ) -> Outcome:
+        seat, call = self.seat, self._call
+        assert call is not None
+        reads = calls.own_records(seat, call, self._sources)[1:]
+        ready = partial(calls.put_ready, seat=seat, call=call, value=value, reads=reads)
+        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+        if call.ref is not None:
+            # From here on a peer may complete the call without this rank hearing of it.
+            self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
+            self._value, self.was_ready = value, True
+        if seat.world_size == 1:
+            layout = summarise({seat.rank: value})
+            alone = partial(
+                calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
+            )
+            return self._settle(calls.end_ranges(seat, call), alone, first=self._seen)
+        everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
+        ahead = (
+            *calls.end_ranges(seat, call),
+            everyone[-1],
+            *calls.outcome_ranges(seat, call)[-1:],
+        )
+        count = self._settle((*seat.own, mine), ready, ahead, self._seen)
+        if isinstance(count, Outcome):
+            return count
+        if count + len(seat.done_by(call)) >= seat.world_size:
+            all_ready = partial(calls.readies, seat=seat, call=call)
+            said = self._settle(everyone, all_ready, first=self._seen)
+            if isinstance(said, Outcome):
+                return said
+            if said is not None:
+                end = partial(
+                    calls.complete, seat=seat, call=call, layout=summarise(said), whole=whole
+                )
+                return self._settle(calls.end_ranges(seat, call), end, first=self._seen)
+        # Not `_settle`: if a peer closed after the call's good end, that end still counts.
+        ended = settle(
+            self.asked,
+            calls.outcome_ranges(seat, call),
+            partial(calls.await_outcome, seat=seat, call=call),
+            self._seen,
+        )
+        return run(ended, self._seating.kv, self.deadline, check=self._seating.check_open)
+
+    def unpublish(self, ref: VersionRef, copy: Callable[[str], ShardRecord]) -> None:
+        """Returns once nobody reads `ref` from this replica.
+
+        Args:
+            copy: Makes this rank's part of the copy of that name in host memory, or says again
+                where it is.
+        """
+
+        def rule(view: View) -> Step[Call | Outcome]:
+            step = unpublish.unpublish(view, self.seat, self.number, self.asked, ref)
+            self._ledger.look_around(view)
+            return step
+
+        seat = self.seat
+        next_ready = one(seat.keys.ready(seat.inst, self.number + 1, seat.rank))
+        ahead: tuple[Range, ...] = ()
+        if (kept := self._ledger.holds) is not None and kept.is_original:
+            # A trainer publishes next: its decision need not read.
+            ahead = (*seat.own, next_ready, *calls.publish_ranges(seat))
+        while True:
+            result = self._settle(unpublish.unpublish_ranges(self.seat, ref), rule, ahead)
+            if isinstance(result, Outcome):
+                if ahead and self._seen is not None and all(map(self._seen.has, ahead)):
+                    self._ledger.keep_sight(seat, self._seen)
+                self.is_recorded = True
+                self._call = self._call or Call(
+                    self.number, "unpublish", self.asked, self.seat.rank, ref
+                )
+                self._finish(result)
+                return
+            self._found(result)
+            if result.outcome is not None:
+                self._finish(result.outcome)
+                return
+            if not result.copy:
+                continue
+            kept = self._ledger.holds
+            assert kept is not None
+            offer = partial(
+                unpublish.copied,
+                seat=self.seat,
+                kept=kept,
+                copy=result.copy,
+                call=self.number,
+                shard=copy(result.copy),
+            )
+            self._settle(unpublish.copied_ranges(self.seat, kept.ref, result.copy), offer)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the call for the peers too, and leave no record of this rank behind.
+
+        The caller's transfers have terminated, and what it shows is void.
+        """
+        if self._seating.is_closed:
+            return
+        self._failure = Failure.of(
+            error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
+        )
+        # Nobody can have completed it without this rank, and peers that still make it should know.
+        is_done_with = self.kind != "unpublish" and not self.was_ready
+        if not self.has_ended and is_done_with and self._ledger.gave_up(self):
+            return
+        if not self.has_ended and isinstance(error, SeatLost):
+            # Peers may have made this call, and may end it well: the number is used up, and its
+            # end is learned before the next call.
+            self.is_recorded = True
+        try:
+            if not self.has_ended and not isinstance(error, SeatLost):
+                self._abort(error)
+        except TorchRosError as also:
+            # Perhaps the store has a decision whose reply was lost: the number is used up.
+            self.is_recorded = True
+            log.warning("%s: could not tell the other ranks: %s", self.asked, also)
+        if self._call is not None:
+            clean_up(self._seating, calls.own_records(self.seat, self._call, self._sources))
+
+    def go_on_without(self, version: int, value: str) -> None:
+        """This rank holds what it publishes; it is offered when all ranks are back.
+
+        Args:
+            value: The layout of this rank's part.
+
+        Raises:
+            CallMismatch: The group has made another call under this number: its readers would take
+                this rank's bytes for that one's.
+        """
+        assert not self.has_ended
+        seat = self.seat
+        if self._call is not None and self._call.asked != self.asked:
+            raise CallMismatch(seat.replica, self.number, self.asked, self._call.asked)
+        ref = self._call.ref if self._call else None
+        if ref is None:
+            ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
+            self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
+        layout = self._ledger.layout_of(value)
+        self.may_hold = Kept(ref, self.number, layout, is_original=True)
+        outcome = Outcome(is_source=True, said=layout)
+        self.ready = Call(self.number, self.kind, self.asked, 0, ref, outcome=outcome)
+        self._failure, self.is_recorded = self.abandoned, True
+
+    def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
+        assert self._failure is not None
+        self.seat, self.session = seat, session
+        return self._end(self._failure, deadline)
+
+    def _abort(self, error: BaseException) -> Outcome:
+        seat = self.seat
+        failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
+        return self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
+
+    def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
+        rule = partial(
+            calls.abort,
+            seat=self.seat,
+            number=self.number,
+            kind=self.kind,
+            asked=self.asked,
+            failure=failure,
+        )
+        self._call = self._seating.run(settle(self.asked, self.seat.own, rule), deadline)
+        self.is_recorded = True
+        assert self._call.outcome is not None
+        self._learn(self._call.outcome)
+        return self._call.outcome
+
+    def _learn(self, outcome: Outcome) -> None:
+        call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
+        self._ledger.learn(call, outcome, self.seat)
+        if call.kind == "publish" and self._value and outcome.failure is None:
+            self._ledger.published(self._value, outcome.said)
+        self.has_ended, self.may_hold, self._said = True, None, outcome.said
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        self._learn(outcome)
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+        return outcome
+
+    def _settle(
+        self,
+        ranges: tuple[Range | Part, ...],
+        rule: Callable[[View], Step[T]],
+        ahead: tuple[Range | Part, ...] = (),
+        first: View | None = None,
+    ) -> T:
+        if ahead:
+            rule = looking_ahead(rule, ahead, self._keep)
+        return self._seating.run(settle(self.asked, ranges, rule, first), self.deadline)
+
+    def _keep(self, view: View) -> None:
+        self._seen = view
+
+
+def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:
+    """Delete this rank's own records of calls that failed; what etcd does not take now, later.
+
+    Until then they hold a source up that wants to unpublish; at most until the lease ends.
+    """
+    ledger = seating.ledger
+    ledger.left_over += ranges
+    if ledger.left_over and seating.state == "seated":  # else they go with the lease
+        deadline = Deadline("cleaning up", CLEAN_UP_S)
+        try:
+            run(settle("clean up", ledger.left_over, calls.withdraw), seating.kv, deadline)
+        except TorchRosError as error:
+            log.warning("records of a call that failed stay until the next one: %s", error)
+        else:
+            ledger.left_over = ()

@@ -1,0 +1,600 @@
+"""The rules of a group's calls. Pure: a view in, a step out.
+
+No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with the invariants:
+
+  I1  A replica never becomes full with bytes that differ from what was published.
+  I2  After unpublish returns, no read from that memory can end up in a full holding or below a
+      progress counter.
+  I3  All ranks of a group act on the same decision for the same call.
+  I4  A retained version stays available while any non-spot replica that holds it lives.
+  I5  Repeating an operation whose reply was lost changes nothing.
+  I6  Nobody who waits sleeps while what they wait for is there; every wait ends by its deadline.
+  I7  Within the lease's TTL, a replica is offered to readers only while all its shards are alive.
+  I8  A source serves at most one reader at a time in a burst without failures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from torch_ros.errors import (
+    CallAborted,
+    DeadlineExceeded,
+    Fenced,
+    ManifestMismatch,
+    SeatLost,
+    TorchRosError,
+    UsageError,
+    VersionConflict,
+)
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.readable import keyed, readable
+from torch_ros.protocol.records import (
+    Begun,
+    Call,
+    Failure,
+    Holding,
+    Kind,
+    Outcome,
+    Ready,
+    VersionRecord,
+    VersionRef,
+)
+from torch_ros.protocol.seat import (
+    Seat,
+    find,
+    forgotten,
+    group_txn,
+    holding_put,
+    own_group,
+    recall,
+    recorded,
+)
+from torch_ros.protocol.sources import claim_of, free_sources
+from torch_ros.protocol.versions import (
+    Spec,
+    first_holders,
+    newer,
+    published,
+    resolve,
+    shows_all,
+)
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import (
+    Count,
+    Delete,
+    Empty,
+    Guard,
+    NoneNewer,
+    Op,
+    Part,
+    Put,
+    Range,
+    Reply,
+    Txn,
+    Unseen,
+    View,
+    one,
+)
+
+CHECK = "check before "  # what is asked by the check that comes before a save or load
+_STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
+
+Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
+"""Found by a rank in the place of its own call: that one; one that its peers have ended, or one
+that it has to make too; one that is behind, or ahead of, its own; none of these."""
+
+DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
+
+
+# Calls of a group
+
+
+def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
+    """The group's decision for its call `number`, if it has made one."""
+    own_group(view, seat)
+    return Done(recall(view, seat, number))
+
+
+def decide(
+    view: View,
+    seat: Seat,
+    number: int,
+    kind: Kind,
+    asked: str,
+    effects: Callable[[View, Call], Step[Call]],
+) -> Step[Call]:
+    """The group's call `number`: found, or written together with its effects.
+
+    An error of the effects is a decision too: all ranks must get it (I3).
+
+    Raises:
+        SeatLost: This incarnation is no longer the living one.
+    """
+    own_group(view, seat)
+    if call := recall(view, seat, number):
+        return Done(call)
+    call = Call(number, kind, asked, by=seat.rank)
+    try:
+        step = effects(view, call)
+    except TorchRosError as error:
+        failure = Failure.of(error, replica=seat.replica, call=number, rank=seat.rank)
+        return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
+    if isinstance(step, Wait):
+        return Wait(step.reason, (*seat.own, *step.ranges))
+    return step
+
+
+def sure(
+    effects: Callable[[View, Call], Step[Call]], seen: View | None
+) -> Callable[[View, Call], Step[Call]]:
+    """`effects`, whose errors are never decided from `seen`: no guard protects an error."""
+
+    def effects_now(view: View, call: Call) -> Step[Call]:
+        try:
+            return effects(view, call)
+        except TorchRosError:
+            if view is seen:
+                raise Unseen from None
+            raise
+
+    return effects_now
+
+
+def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "") -> Meeting:
+    """The meaning of `call` to a rank that is about to make its own of that number.
+
+    Args:
+        asked: Its own.
+        caller: The call of its caller that this is a part of.
+        refuses: It makes that only to end it, whatever its peers have come to.
+        told: The call of its caller, or its own, of which it was last told a failure that it had no
+            part in. Told again, of one in which its peers waited in vain, it is one try behind.
+    """
+    failure = call.outcome.failure if call.outcome is not None else None
+    is_waited_out = failure is not None and failure.kind == DeadlineExceeded.__name__
+    if is_waited_out and not refuses and told and told == (caller or asked):
+        return "missed"
+    if call.asked == asked:
+        return "same"
+    is_of_caller = call.asked.removeprefix(CHECK) == caller
+    if refuses and is_of_caller:
+        return "same"
+    if failure is not None:
+        return "same" if is_of_caller else "missed"
+    if call.kind == "unpublish":
+        return "missed" if call.outcome is not None else "to make"
+    here, there = _STEP.fullmatch(asked), _STEP.fullmatch(call.asked)
+    if call.outcome is None and here and there and here["verb"] == there["verb"]:
+        behind = int(here["version"]) - int(there["version"])
+        return "late" if behind > 0 else "ahead" if behind < 0 else "other"
+    return "other"
+
+
+def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
+    """Say that this rank has begun a call of DCP; whether all have."""
+    own_group(view, seat)
+    records = readable(view.within(seat.keys.all_begun(seat.inst)), k.parse_rank, Begun)
+    there = {rank: record.number for _, rank, record, _ in records}
+    if there.get(seat.rank, 0) < mine.number:
+        key = seat.keys.begun(seat.inst, seat.rank)
+        put = Put(key, mine.encode(), seat.lease_id)
+        return Act(Txn((view.unchanged(seat.group),), (put,)), None)
+    return Done(sum(number >= mine.number for number in there.values()) == seat.world_size)
+
+
+# effects: what a decision writes besides itself
+
+
+def agree(view: View, seat: Seat, call: Call) -> Step[Call]:
+    """A call of which only the outcome matters: did every rank pass its checks?"""
+    return recorded(view, seat, call)
+
+
+def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
+    """Would `publish` be refused, once this replica has given up what it holds?"""
+    _refuse_old(view, seat, version)
+    _fellow_publisher(view, seat, version)
+    return recorded(view, seat, call)
+
+
+def _refuse_old(view: View, seat: Seat, version: int) -> None:
+    newest = max(published(view, seat.keys, seat.run), default=-1)
+    if newest > version:
+        raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
+
+
+def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) -> Step[Call]:
+    """Announce the version; it is offered once every rank is ready.
+
+    The version's record outlives its holdings for as long as it is the newest, so that numbers
+    cannot go back when nobody holds anything. Published again when nobody holds it, it gets a
+    new uid: the bytes may be others. `fresh_uid` is the call's own: if it is there already, this
+    call is made again, and readers may even have the version since.
+    """
+    _refuse_old(view, seat, version)
+    _refuse_second(view, seat)
+    keys, run = seat.keys, seat.run
+    key, above = keys.version(run, version), keys.versions_above(run, version)
+    there = VersionRecord.decode(entry.value, key) if (entry := view.get(key)) else None
+    is_again = there is not None and there.uid == fresh_uid
+    fellow = "" if is_again else _fellow_publisher(view, seat, version)
+    record = there if there is not None and (is_again or fellow) else VersionRecord(fresh_uid)
+    records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
+    forgotten = {
+        old: holders
+        for old, (_, number), _, _ in records
+        for holders in [keys.holdings_of(run, number)]
+        if old != key and not any(True for _ in view.within(holders))
+    }
+    forgotten = dict(itertools.islice(forgotten.items(), DELETES_MAX))
+    ref = VersionRef(run, version, record.uid, seat.run_number)
+    holding = _filling(seat, call, ref, is_original=True)
+    return recorded(
+        view,
+        seat,
+        msgspec.structs.replace(call, ref=ref),
+        # The ranged guard keeps two versions published at once from both being the newest.
+        (
+            view.unchanged(key),
+            NoneNewer(above, view.rev),
+            *map(view.unchanged, (*forgotten, *((fellow,) if fellow else ()))),
+            # A replica that comes back may bring a holding of what seems forgotten.
+            *map(Empty, forgotten.values()),
+        ),
+        (
+            Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
+            *(Delete(one(old)) for old in forgotten),
+            holding_put(view, seat, ref, holding),
+        ),
+    )
+
+
+def publish_ranges(seat: Seat) -> tuple[Range, ...]:
+    """The ranges that `publish` is decided from, besides those of every call."""
+    return (seat.keys.versions(seat.run), seat.keys.holdings(seat.run))
+
+
+def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
+    """The holding of another publisher of this version, to share its uid; "": nobody holds it.
+
+    Raises:
+        VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
+            bytes may be others.
+    """
+    there = view.within(seat.keys.holdings_of(seat.run, version))
+    others = {
+        key: holding
+        for key, where, holding, _ in readable(there, k.parse_holding, Holding)
+        if where.inst != seat.inst
+    }
+    publishers = [key for key, holding in others.items() if holding.is_original]
+    if others and not publishers:
+        reason = "replicas that read it earlier still hold it, and these bytes may be others"
+        raise VersionConflict(seat.keys.model, version, seat.run, reason)
+    return publishers[0] if publishers else ""
+
+
+def _refuse_second(view: View, seat: Seat) -> None:
+    # Among many, as far as they were seen: each process knows what it holds, and has looked.
+    for _, where, _ in keyed(view.seen(seat.keys.holdings()), k.parse_holding):
+        if where.inst == seat.inst:
+            raise UsageError(
+                f"replica {seat.replica!r} still holds version {where.version} in the store; "
+                "unpublish() it first"
+            )
+
+
+def replicate(
+    view: View,
+    seat: Seat,
+    call: Call,
+    spec: Spec,
+    floor: VersionRef | None,
+    *,
+    is_relay: bool,
+    sources_max: int,
+) -> Step[Call]:
+    """Resolve the version and announce the filling holding.
+
+    If nobody else is looking for a source, free ones are claimed at once; else `sources.claim`
+    comes next, and the holding's create revision is this replica's place in the birth order.
+
+    Args:
+        sources_max: How many to claim at once; 0 when that has failed: others are looking too.
+    """
+    offer = resolve(view, seat.keys, spec, floor)
+    if isinstance(offer, Wait):
+        return offer
+    if all(k.is_of(inst, seat.inst) for inst in offer.holdings):
+        if not shows_all(view, seat.keys, offer):
+            raise Unseen
+        reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
+        holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
+        return Wait(reason, (seat.keys.versions(), holders))
+    _refuse_second(view, seat)
+    ref = offer.ref
+    held = holding_put(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
+    decided = msgspec.structs.replace(call, ref=ref)
+    if free := free_sources(view, seat, ref, sources_max):
+        claims = [claim_of(view, seat, call.number, ref, inst, is_free=True) for inst in free]
+        guards = (guard for guards, _ in claims for guard in guards)
+        # An older replica that looks for a source has no others than these (I8).
+        alone = NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)
+        ops = (held, *(put for _, put in claims))
+        return recorded(view, seat, decided.with_sources(*free), (*guards, alone), ops)
+    # Somebody has it now: a version must not be decided on that has just gone.
+    guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
+    return recorded(view, seat, decided, (guard,), (held,))
+
+
+def _filling(
+    seat: Seat, call: Call, ref: VersionRef, *, is_original: bool = False, is_relay: bool = False
+) -> Holding:
+    return Holding(
+        ref.uid,
+        call.number,
+        "filling",
+        seat.world_size,
+        seat.datacenter,
+        is_original=is_original,
+        is_relay=is_relay,
+        spot=seat.spot,
+    )
+
+
+def update(view: View, seat: Seat, call: Call, spec: Spec, held: VersionRef) -> Step[Call]:
+    """Whether to go to another version; written down, so that all ranks do the same (I3)."""
+    offer = newer(view, seat.keys, spec, held)
+    ref = offer.ref if offer else None
+    return recorded(view, seat, msgspec.structs.replace(call, ref=ref, outcome=Outcome()))
+
+
+# A rank's part in a call, and the call's end
+
+
+def own_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
+    """The records that this rank may have because of `call`, besides the group's records."""
+    ready = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+    ref = call.ref
+    if ref is None:
+        return (ready,)
+    reads = (
+        one(seat.keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))
+        for source in sorted(sources)
+    )
+    return (ready, *reads)
+
+
+def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
+    ready = seat.keys.ready(seat.inst, call.number, seat.rank)
+    return (*seat.own, one(ready), one(seat.keys.shard(seat.inst, seat.rank)))
+
+
+def withdraw(view: View) -> Step[None]:
+    """Delete all that is in view: this rank's own records of a call that failed."""
+    if not view.entries:
+        return Done(None)
+    return Act(Txn(ops=tuple(Delete(one(key)) for key in view.entries)), lambda _: None)
+
+
+def put_ready(
+    view: View, seat: Seat, call: Call, value: str, reads: tuple[Range, ...]
+) -> Step[int | Outcome]:
+    """This rank has done its part. Returns how many have, counted with it, or the outcome.
+
+    Args:
+        reads: Its reader records, which go now: every byte it read is certified by what the
+            source showed after it had landed.
+    """
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is None or current.outcome is not None:
+        return Done(_outcome_of(current, seat, call))
+    key = seat.keys.ready(seat.inst, call.number, seat.rank)
+    if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
+        return Done(seat.world_size)
+    ops: tuple[Op, ...] = (
+        Put(key, Ready(value).encode(), seat.lease_id),
+        *map(Delete, reads),
+        Count(seat.keys.readies(seat.inst, call.number)),
+    )
+
+    def count(reply: Reply) -> int:
+        assert isinstance(reply.results[0], int)
+        return reply.results[0]
+
+    return Act(Txn((view.unchanged(seat.group),), ops), count)
+
+
+def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
+    if current is not None and current.outcome is not None:
+        return current.outcome
+    raise forgotten(seat, call.number)
+
+
+def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
+    """Wait for the ranks that are not ready yet.
+
+    A good end deletes the readies, a bad one leaves them to their ranks. So if a peer closed its
+    handle right after the end, and took the group's records along, it can still be told.
+    """
+    current = find(view, seat, call.number)
+    if current is not None and current.outcome is not None:
+        return Done(current.outcome)
+    try:
+        own_group(view, seat)
+    except SeatLost as lost:
+        ready = seat.keys.ready(seat.inst, call.number, seat.rank)
+        # Both records hang on this rank's lease.
+        is_alive = view.get(seat.keys.shard(seat.inst, seat.rank)) is not None
+        if isinstance(lost, Fenced) and is_alive and view.get(ready) is None:
+            return Done(Outcome())
+        raise
+    if current is None:
+        return Done(_outcome_of(current, seat, call))
+    reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
+    return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
+
+
+def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome | None]:
+    """The answers of all ranks; None: not all have answered."""
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is None or current.outcome is not None:
+        return Done(_outcome_of(current, seat, call))
+    there = view.within(seat.keys.readies(seat.inst, call.number))
+    said = {
+        rank: Ready.decode(entry.value, key).value
+        for key, rank, entry in keyed(there, k.parse_rank)
+        if rank < seat.world_size
+    }
+    said = seat.done_by(current) | said
+    return Done(said if len(said) == seat.world_size else None)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTerms:
+    """The part of a version that a group must have taken to become a source of it."""
+
+    is_required: bool = True  # else taking a part is fine, and the group is no source
+    is_served: bool = True  # else the group is no source in any case
+    is_relayed: bool = True  # others may read the part that is there; not if that is all to come
+
+
+def complete(
+    view: View,
+    seat: Seat,
+    call: Call,
+    layout: str,
+    whole: SourceTerms = SourceTerms(),
+    reads: tuple[Range, ...] = (),
+) -> Step[Outcome]:
+    """All ranks are ready and together hold content of `layout` (agree: said so): the end.
+
+    A group of one has no ready record: `reads` are its reader records, which go now.
+
+    The end flips the holding by compare-and-swap in the same transaction, so all ranks see the
+    same end (I3), and a repeated one finds it done (I5).
+    """
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is None or current.outcome is not None:
+        return Done(_outcome_of(current, seat, call))
+    if call.kind == "agree":
+        return conclude(view, seat, current, Outcome(said=layout))
+    ref, read = current.ref, tuple(map(Delete, reads))
+    assert ref is not None
+    key = seat.keys.version(ref.run, ref.version)
+    version, own = view.get(key), view.get(seat.holding(ref))
+    record = VersionRecord.decode(version.value, key) if version else None
+    if record is None or own is None or record.uid != ref.uid:
+        reason = f"the records of version {ref.version} vanished from the store meanwhile"
+        raise CallAborted(seat.replica, call.number, seat.rank, reason)
+    expected = record.layout
+    guards: tuple[Guard, ...] = (view.unchanged(key), view.unchanged(seat.holding(ref)))
+    dropped = (Delete(one(seat.holding(ref))), *read)
+    if expected and expected != layout:
+        if call.kind == "replicate" and not whole.is_required:
+            return conclude(view, seat, current, Outcome(), guards, dropped)
+        failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
+        return conclude(
+            view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read)
+        )
+    if call.kind == "replicate" and not whole.is_served:
+        return conclude(view, seat, current, Outcome(), guards, dropped)
+    held = Holding.decode(own.value, seat.holding(ref))
+    full = msgspec.structs.replace(held, state="full")
+    ops: list[Op] = [holding_put(view, seat, ref, full)]
+    # Whatever makes a version available writes its record: nothing else wakes who waits for it.
+    others = _offers(view, seat, ref)
+    if expected and others:
+        guards = (*guards, view.unchanged(others[0]))
+    else:
+        ops.append(Put(key, VersionRecord(ref.uid, layout).encode()))
+    outcome = Outcome(is_source=True, said=layout)
+    return conclude(view, seat, current, outcome, guards, (*ops, *read))
+
+
+def end_ranges(seat: Seat, call: Call) -> tuple[Range | Part, ...]:
+    """The ranges that `complete` is decided from."""
+    if call.ref is None:
+        return seat.own
+    run, version = call.ref.run, call.ref.version
+    own = (one(seat.keys.version(run, version)), one(seat.holding(call.ref)))
+    return (*seat.own, *own, first_holders(seat.keys, run, version))
+
+
+def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
+    """Other holdings, of those that were seen, by which the version is available."""
+    there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
+    return [
+        key
+        for key, _, holding, _ in readable(there, k.parse_holding, Holding)
+        if key != seat.holding(ref) and holding.state == "full" and holding.uid == ref.uid
+    ]
+
+
+def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:
+    if call.kind == "publish":
+        return ManifestMismatch(
+            f"version {ref.version}",
+            "the tensor names, shapes and dtypes that another replica published it with",
+            "others",
+            "publish it under a new number, or publish the same tensors",
+        )
+    return ManifestMismatch(
+        f"version {ref.version}",
+        "every tensor of the version to be registered",
+        "some that no rank of this replica registered",
+        "register all of them, or load a part with dcp.load",
+    )
+
+
+def conclude(
+    view: View,
+    seat: Seat,
+    call: Call,
+    outcome: Outcome,
+    guards: tuple[Guard, ...] = (),
+    ops: tuple[Op, ...] = (),
+) -> Act[Outcome]:
+    ended = msgspec.structs.replace(call, outcome=outcome)
+    tidy: list[Op] = []
+    if outcome.failure is None:
+        tidy.append(Delete(seat.keys.readies(seat.inst, call.number)))
+    for source in call.sources:
+        assert call.ref is not None
+        claim = seat.keys.reader_group(call.ref.run, call.ref.version, source, seat.inst)
+        tidy.append(Delete(one(claim)))
+    return Act(group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
+
+
+def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
+    """The operations that take back the effects of a decision that came to a bad end."""
+    if call.ref is not None and call.kind in ("publish", "replicate"):
+        # Its readers notice: what its ranks show names no call any more.
+        return (Delete(one(seat.holding(call.ref))),)
+    return ()
+
+
+def abort(
+    view: View, seat: Seat, number: int, kind: Kind, asked: str, failure: Failure
+) -> Step[Call]:
+    """End the call for all ranks with `failure`, unless it has ended; and how it has.
+
+    The group's call: if this rank does not know of it, it may be another one than it made.
+    """
+    own_group(view, seat)
+    call = recall(view, seat, number) or Call(number, kind, asked, by=seat.rank)
+    if call.outcome is not None:
+        return Done(call)
+    ended = msgspec.structs.replace(call, outcome=Outcome(failure))
+    end = conclude(view, seat, call, Outcome(failure), (), _undo(seat, call))
+    return Act(end.txn, lambda _: ended)

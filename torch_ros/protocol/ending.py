@@ -1,0 +1,287 @@
+"""How a replica ends that closes in order: what only it has lingers. Pure, like `calls`.
+
+A version that is retained must not go with the last process of a job that has it. So what a group
+offers moves to a name of its own, on leases of its own, where it stays while somebody lives who
+could take it; a job that is started again under the group's name finds the name free, and the
+version there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.readable import keyed, nobody
+from torch_ros.protocol.records import Holding, Ready, ShardRecord, VersionRef
+from torch_ros.protocol.retention import Keeping, awaited, keeping, keeping_ranges
+from torch_ros.protocol.seat import Seat, calls_of, own_group
+from torch_ros.protocol.unpublish import wake
+from torch_ros.protocol.versions import offered
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import (
+    Delete,
+    Guard,
+    NoneNewer,
+    Op,
+    Part,
+    Put,
+    Range,
+    Txn,
+    View,
+    one,
+)
+
+CLOSING = 0  # the number of a group's last call; others count from 1
+NAMED_MAX = 3  # replicas that a log line names
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """A version that a group offers when it closes, in its tensors or in a copy."""
+
+    keys: Keys
+    ref: VersionRef
+    call: int  # that brought it, or made the copy
+    inst: str  # that offers it
+    shard: ShardRecord  # where this rank shows it
+    retain: tuple[str, ...]  # what the group does; its record does not say so to the end
+
+    @property
+    def held(self) -> str:
+        return self.keys.holding(self.ref.run, self.ref.version, self.inst)
+
+    @property
+    def lingering(self) -> str:
+        return k.lingering_of(self.inst, self.call)
+
+    @property
+    def lingers(self) -> str:
+        """Its holding when it lingers."""
+        return self.keys.holding(self.ref.run, self.ref.version, self.lingering)
+
+    @property
+    def readers(self) -> tuple[Range, Range]:
+        """Those that have begun before it moved, and after."""
+        of = self.keys.readers_of
+        run, version = self.ref.run, self.ref.version
+        return of(run, version, self.inst), of(run, version, self.lingering)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Somebody could take what only this replica has."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The versions that the group offered linger; it has no other record any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """It is not offered any more, or will not be in a moment."""
+
+    lost: tuple[VersionRef, ...] = ()  # what nobody else has, and somebody retains
+    latest: int | None = None  # what is left
+
+
+def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> tuple[Range | Part, ...]:
+    keys = seat.keys
+    of_each = (
+        range_
+        for each in leaving
+        for range_ in (
+            one(each.held),
+            one(each.lingers),
+            keys.shards(each.lingering),
+            *keeping_ranges(keys, each.ref),
+        )
+    )
+    ranks = keys.shards(seat.inst), keys.readies(seat.inst, CLOSING)
+    return tuple(dict.fromkeys((*seat.own, *ranks, *of_each)))
+
+
+def give_up(
+    view: View,
+    seat: Seat,
+    leaving: Sequence[Leaving],
+    *,
+    calls_made: int,
+    lease_id: int,
+    is_patient: bool = True,
+) -> Step[Awaited | Moved | Gone]:
+    """The fate of all that a rank's group offers, when this rank closes.
+
+    Nobody needs it: dropped, under the guards of every drop (I4). Nobody could take it: gone. Else
+    the ranks come one by one, and the last one moves it.
+
+    Args:
+        calls_made: By this rank. A peer that has made another does not come.
+        lease_id: For what lingers; 0: there is none yet, and `Awaited` says that one is needed.
+        is_patient: Whether to stay for anybody.
+
+    Raises:
+        SeatLost: The group is gone, or a peer has left.
+    """
+    keys, world_size = seat.keys, seat.world_size
+    if lease_id and any(view.get(each.lingers) for each in leaving):
+        return Done(Moved())
+    own_group(view, seat)
+    there = {
+        each: Holding.decode(entry.value, each.held)
+        for each in leaving
+        if (entry := view.get(each.held))
+    }
+    there = {each: held for each, held in there.items() if held.uid == each.ref.uid}
+    keeps = {each: keeping(view, keys, each.ref, seat.inst, is_leaving=True) for each in there}
+    own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
+    needed = [e for e in there if keeps[e].is_needed and there[e].state == "full"]
+    if not needed:
+        return _dropped(view, there, own, keeps.values()) if there else Done(Gone())
+    waiting = {name for each in needed for name in awaited(view, keys, each.ref, seat.inst)}
+    alive = _ranks(view, keys.shards(seat.inst))
+    is_ahead = any(call.number > calls_made for call in calls_of(view, seat))
+    if not (is_patient and waiting) or len(alive) < world_size or is_ahead:
+        return Done(_gone(view, needed, {each.inst for each in leaving}))
+    if not lease_id:
+        return Done(Awaited(_reason(waiting, needed)))
+    puts: list[Op] = [
+        Put(keys.shard(each.lingering, seat.rank), each.shard.encode(), lease_id)
+        for each, held in there.items()
+        if held.state == "full"
+    ]
+    if world_size == 1:
+        return _moved(view, seat, there, puts, lease_id)
+    mine = keys.ready(seat.inst, CLOSING, seat.rank)
+    if view.get(mine) is None:
+        come = Put(mine, Ready("").encode(), lease_id)
+        return Act(Txn((own[0], view.unchanged(mine)), (*puts, come)), None)
+    came = _ranks(view, keys.readies(seat.inst, CLOSING))
+    if len(came) == world_size:
+        return _moved(view, seat, there, [], lease_id)
+    missing = sorted(set(range(world_size)) - came)
+    reason = f"ranks {missing} to close this replica too, which alone holds {_numbers(needed)}"
+    return Wait(reason, give_up_ranges(seat, leaving))
+
+
+def _dropped(
+    view: View,
+    there: Mapping[Leaving, Holding],
+    own: tuple[Guard, ...],
+    keeps: Iterable[Keeping],
+) -> Act[Gone]:
+    guards = (*own, *(view.unchanged(each.held) for each in there))
+    guards = (*guards, *(guard for keep in keeps for guard in keep.guards))
+    deletes = tuple(Delete(one(each.held)) for each in there)
+    return Act(Txn(tuple(dict.fromkeys(guards)), deletes), lambda _: Gone())
+
+
+def _moved(
+    view: View, seat: Seat, there: Mapping[Leaving, Holding], ops: list[Op], lease_id: int
+) -> Act[Awaited | Moved | Gone]:
+    keys = seat.keys
+    for each, held in there.items():
+        shards = len(_ranks(view, keys.shards(each.lingering)))
+        if held.state == "full" and seat.world_size in {1, shards}:
+            stays = msgspec.structs.replace(held, is_original=False)
+            ops.append(Put(each.lingers, stays.encode(), lease_id))
+        ops.append(Delete(one(each.held)))
+    ops += [Delete(one(seat.group)), Delete(one(seat.decisions))]
+    ops.append(Delete(keys.readies(seat.inst, CLOSING)))
+    same = (seat.group, seat.decisions, *(each.held for each in there))
+    return Act(Txn(tuple(map(view.unchanged, same)), tuple(ops)), lambda _: Moved())
+
+
+def linger_ranges(each: Leaving) -> tuple[Range | Part, ...]:
+    retention = keeping_ranges(each.keys, each.ref)
+    return (one(each.lingers), each.keys.shards(each.lingering), *each.readers, *retention)
+
+
+def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
+    """Stay until nobody needs this, or nobody is there who could take it; then let readers finish.
+
+    Every rank runs this; it returns when it is not offered any more.
+    """
+    keys, ref = each.keys, each.ref
+    entry = view.get(each.lingers)
+    if entry is None:
+        return Done(Gone())
+    same = view.unchanged(each.lingers)
+    gone = (Delete(one(each.lingers)),)
+    if len(_ranks(view, keys.shards(each.lingering))) < world_size:
+        lost = _gone_if_needed(view, each)  # a rank has left, or died
+        return Act(Txn((same,), gone), lambda _: lost)
+    holding = Holding.decode(entry.value, each.lingers)
+    keep = keeping(view, keys, ref, each.lingering, retain=each.retain)
+    waiting = awaited(view, keys, ref, k.owner_of(each.inst)) if keep.is_needed else []
+    if waiting and holding.state == "full":
+        return Wait(_reason(waiting, [each]), linger_ranges(each))
+    state: Literal["full", "draining"] = "full" if waiting else "draining"
+    # A group that comes only now may be one to stay for.
+    alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
+    unwanted = alone if keep.is_needed else keep.guards
+    guards: tuple[Guard, ...] = (same,) if waiting else (same, *unwanted)
+    reading = [
+        reader
+        for range_ in each.readers
+        for _, (_, reader, _), _ in keyed(view.within(range_), k.parse_reader)
+    ]
+    if not waiting and not reading:
+        lost = _gone_if_needed(view, each)
+        guards = (*guards, *(nobody(view, range_) for range_ in each.readers))
+        return Act(Txn(guards, gone), lambda _: lost)
+    if holding.state != state:
+        now = msgspec.structs.replace(holding, state=state)
+        put = Put(each.lingers, now.encode(), entry.lease_id)
+        woken = wake(view, keys.version(ref.run, ref.version)) if waiting else ()
+        return Act(Txn(guards, (put, *woken)), None)
+    names = _names(k.replica_of(reader) for reader in reading)
+    reason = f"{names} to finish reading version {ref.version}"
+    return Wait(reason, linger_ranges(each))
+
+
+def stop(view: View, each: Leaving) -> Step[Gone]:
+    """The time is over."""
+    if view.get(each.lingers) is None:
+        return Done(Gone())
+    lost = _gone_if_needed(view, each)
+    return Act(Txn(ops=(Delete(one(each.lingers)),)), lambda _: lost)
+
+
+def _ranks(view: View, range_: Range) -> set[int]:
+    return {rank for _, rank, _ in keyed(view.within(range_), k.parse_rank)}
+
+
+def _gone_if_needed(view: View, each: Leaving) -> Gone:
+    keep = keeping(view, each.keys, each.ref, each.lingering, retain=each.retain)
+    return _gone(view, [each] if keep.is_needed else [], {each.lingering})
+
+
+def _gone(view: View, lost: Sequence[Leaving], own: Collection[str]) -> Gone:
+    if not lost:
+        return Gone()
+    runs = offered(view, lost[0].keys)
+    left = [offer.ref.version for run in runs for offer in run if offer.holdings.keys() - {*own}]
+    return Gone(tuple(each.ref for each in lost), next(iter(left), None))
+
+
+def _reason(waiting: Iterable[str], needed: Sequence[Leaving]) -> str:
+    return f"{_names(waiting)} to fetch {_numbers(needed)}, which only this replica holds"
+
+
+def _numbers(needed: Sequence[Leaving]) -> str:
+    numbers = sorted({each.ref.version for each in needed})
+    return f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _names(replicas: Iterable[str]) -> str:
+    names = sorted(set(replicas))
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return ", ".join(names[:NAMED_MAX]) + more

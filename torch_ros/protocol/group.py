@@ -1,0 +1,187 @@
+"""The calls that the ranks of a replica's group make together.
+
+No collective and no process group is needed: the ranks meet in the store. Each of them runs the
+same rules; the first to make the group's n-th call decides it, the last to be ready completes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import Fenced, SeatLost
+from torch_ros.protocol import calls, unpublish
+from torch_ros.protocol.call import CLEAN_UP_S, SUSPECT_TTL_S, GroupCall, Missed, clean_up
+from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.records import Begun, Kept, Kind, ShardRecord, Suspect, VersionRef
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.seating import Seating
+from torch_ros.protocol.survey import other_models
+from torch_ros.store.loops import settle
+from torch_ros.store.txn import Put, Txn, Watch, one
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Group(Seating):
+    """A kept seat, and the calls that are made from it.
+
+    Life cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
+    order), `close`. Calls are made one at a time; everything else may come from any thread. A call
+    in the middle of which the seat was lost is made again from the next, under its number.
+    """
+
+    def hint(self, watch: Watch) -> str:
+        """The other models, for who waits for a version of a model that has none."""
+        keys = self.seat.keys
+        return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
+
+    def make(
+        self,
+        kind: Kind,
+        asked: str,
+        deadline: Deadline,
+        body: Callable[[GroupCall], T],
+        *,
+        unseated: Callable[[GroupCall], T] | None = None,
+        store_wait_s: float | None = None,
+    ) -> T:
+        """The group's next call. `body` makes it, and makes it again if the seat was lost.
+
+        An exception that it raises ends the call for all ranks. Whatever becomes of it, the call
+        has used up one number: on ranks that are cut off from etcd as on those that are not.
+
+        Args:
+            unseated: Done by this rank instead, if `store_wait_s` are over and it has no seat.
+
+        Raises:
+            Missed: The group has unpublished instead; begin anew what this call is a part of.
+        """
+        patience = Patience(is_unpublish=kind == "unpublish", store_wait_s=store_wait_s)
+        while True:
+            try:
+                return self._make_next(kind, asked, deadline, body, patience, unseated)
+            except Missed as missed:
+                if missed.call.kind == "unpublish":
+                    raise
+                log.warning(
+                    "replica %r: this rank did not make call %d, %r, which has failed; going on",
+                    self.seat.replica,
+                    missed.call.number,
+                    missed.call.asked,
+                )
+
+    def _make_next(
+        self,
+        kind: Kind,
+        asked: str,
+        deadline: Deadline,
+        body: Callable[[GroupCall], T],
+        patience: Patience,
+        unseated: Callable[[GroupCall], T] | None,
+    ) -> T:
+        with self._calling:
+            call: GroupCall | None = None
+            try:
+                while True:
+                    try:
+                        self.catch_up(deadline, patience)
+                        self.await_seat(deadline, patience)
+                        if call is None or not call.is_begun:
+                            number = self.ledger.calls_made + 1
+                            call = GroupCall(self, number, kind, asked, deadline)
+                        self.ledger.pending = call.number
+                        return self._make(call, body, patience)
+                    except SeatLost as lost:
+                        if unseated is None or isinstance(lost, Fenced):
+                            raise
+                        call = call or self._unbegun(kind, asked, deadline)
+                    said = unseated(call)
+                    if self.ledger.goes_on_without(call):
+                        return said
+            except Missed:
+                raise
+            except BaseException as error:
+                if call is not None and not call.is_late:
+                    call.give_up(error)
+                elif call is None:
+                    self.pass_over(kind, asked, deadline)
+                raise
+            finally:
+                self.ledger.made(call)
+
+    def _make(self, call: GroupCall, body: Callable[[GroupCall], T], patience: Patience) -> T:
+        while True:
+            self.await_seat(call.deadline, patience)
+            call.start(self.seat, self.session)
+            call.is_begun = True
+            try:
+                return body(call)
+            except SeatLost as lost:
+                self.fence(lost, call.session)
+                if call.has_ended or isinstance(lost, Fenced):
+                    raise
+
+    def _unbegun(self, kind: Kind, asked: str, deadline: Deadline) -> GroupCall:
+        number = self.ledger.number_unbegun(kind, asked)
+        return GroupCall(self, number, kind, asked, deadline)
+
+    def pass_over(self, kind: Kind, asked: str, deadline: Deadline) -> None:
+        """Use up the number of a call that this rank has no seat to begin."""
+        if kind != "unpublish":  # `forget` counts those
+            self.ledger.gave_up(self._unbegun(kind, asked, deadline))
+
+    def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
+        """Learn how a call ended that etcd's absence left open, as the peers have long known."""
+        if (call := self.ledger.unfinished) is not None:
+            self.await_seat(deadline, patience)
+            seat, session = self.seat, self.session
+            try:
+                outcome = call.end(seat, session, deadline)
+            except SeatLost as lost:
+                self.fence(lost, session)
+                raise
+            self.ledger.unfinished = None
+            if call.ready is not None and outcome.failure is not None:
+                reason = outcome.failure.error()
+                log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
+        clean_up(self)
+
+    def have_all_begun(self, number: int, asked: str) -> bool:
+        """Whether all ranks have begun that call of DCP, as this one has; which they learn now."""
+        rule = partial(calls.begun, seat=self.seat, mine=Begun(number, asked))
+        ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
+        return self.run(settle("begun", ranges, rule), Deadline(asked, CLEAN_UP_S))
+
+    def suspect(self, insts: Iterable[str], reason: str) -> None:
+        """Let this replica and others prefer other sources for a while."""
+        ops = tuple(
+            Put(self.seat.keys.suspect(inst, self.seat.inst), Suspect(reason).encode(), lease_id)
+            for lease_id, _ in [self.kv.grant(SUSPECT_TTL_S, timeout_s=CLEAN_UP_S)]
+            for inst in sorted(set(insts))
+        )
+        self.kv.commit(Txn(ops=ops), timeout_s=CLEAN_UP_S)
+
+    def host(
+        self, kept: Kept, seat: Seat, copy: str, call: int, shard: ShardRecord, deadline: Deadline
+    ) -> bool:
+        """Offer this rank's part of a copy; whether the copy is now offered by all ranks."""
+        rule = partial(unpublish.copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
+        return self.run(
+            settle("copy", unpublish.copied_ranges(seat, kept.ref, copy), rule), deadline
+        )
+
+    def release(self, ref: VersionRef, seat: Seat, copy: str) -> None:
+        """Returns once the copy is not needed any more and nobody reads it.
+
+        Raises:
+            SeatLost: The seat is lost, and with it what was offered under it.
+        """
+        rule = partial(unpublish.release, seat=seat, ref=ref, copy=copy)
+        forever = Deadline(f"keeping version {ref.version}", math.inf)
+        self.run(settle("release", unpublish.release_ranges(seat, ref, copy), rule), forever)

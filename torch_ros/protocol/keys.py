@@ -1,0 +1,288 @@
+"""Every etcd key is written and parsed here and nowhere else. `docs/PROTOCOL.md` has the table.
+
+Anybody may have written a key that is found: the parsers give None for one that is not exactly what
+`Keys` makes of some names and numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import quote, unquote
+
+from torch_ros.store.txn import Range, under
+
+ROOT = "/torch-ros"
+EVERY_MODEL = under(f"{ROOT}/")
+VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
+VERSION_MAX = 2**63 - 1
+RANK_DIGITS = 6
+LINGERS = "linger"
+
+
+def instance(replica: str, nonce: str) -> str:
+    """The name of one incarnation of a replica, so that a restart is never its predecessor."""
+    return f"{_name(replica)}@{nonce}"
+
+
+def copy_of(inst: str, call: int) -> str:
+    """The name under which an incarnation offers a copy in host memory, made in its call `call`.
+
+    No replica can have it: a "+" in a replica's name is percent-encoded.
+    """
+    replica, _, nonce = inst.partition("@")
+    return f"{replica}+{call}@{nonce}"
+
+
+def lingering_of(inst: str, call: int) -> str:
+    """The name under which what `inst` has because of its call `call` stays when it has ended.
+
+    Its successor takes the name of the replica, and nothing that has this one.
+    """
+    replica, _, nonce = owner_of(inst).partition("@")
+    return f"{replica}+{LINGERS}{call}@{nonce}"
+
+
+def first_of(inst: str) -> str:
+    """The incarnation with which its start began, or its copy."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica}@{family(nonce)}"
+
+
+def lingers(inst: str) -> bool:
+    return f"+{LINGERS}" in inst.partition("@")[0]
+
+
+def owner_of(inst: str) -> str:
+    """The incarnation that made this copy, or left it to linger; itself, if it is neither."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica.partition('+')[0]}@{nonce}"
+
+
+def is_of(inst: str, owner: str) -> bool:
+    """Whether `inst` is the incarnation `owner`, or a copy that it offers."""
+    return owner_of(inst) == owner
+
+
+def family(nonce: str) -> str:
+    """The part that all incarnations of one start have in common, however often they lost their
+    seats.
+    """
+    return nonce.partition(".")[0]
+
+
+def replica_of(inst: str) -> str:
+    return unquote(inst.partition("@")[0])
+
+
+@lru_cache(4096)
+def _name(text: str) -> str:
+    """`text` without slashes or "@": a name must not be able to reach into another prefix."""
+    return quote(text, safe="")
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingKey:
+    run: str
+    version: int
+    inst: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one model."""
+
+    model: str
+
+    @property
+    def _root(self) -> str:
+        return f"{ROOT}/{_name(self.model)}"
+
+    # Groups and their processes
+
+    def groups(self) -> Range:
+        return under(f"{self._root}/groups/")
+
+    def group(self, replica: str) -> str:
+        return f"{self._root}/groups/{_name(replica)}"
+
+    def shards(self, inst: str) -> Range:
+        return under(f"{self._root}/shards/{inst}/")
+
+    def shards_of(self, replica: str) -> Range:
+        """Covers all its incarnations."""
+        return under(f"{self._root}/shards/{instance(replica, '')}")
+
+    def shard(self, inst: str, rank: int) -> str:
+        return f"{self._root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
+
+    # Group calls
+
+    def decisions(self, inst: str) -> str:
+        return f"{self._root}/decisions/{inst}"
+
+    def decisions_of(self, replica: str) -> Range:
+        """Covers all its incarnations."""
+        return under(self.decisions(instance(replica, "")))
+
+    def readies(self, inst: str, call: int) -> Range:
+        return under(f"{self._root}/ready/{inst}/{call}/")
+
+    def ready(self, inst: str, call: int, rank: int) -> str:
+        return f"{self._root}/ready/{inst}/{call}/{rank:0{RANK_DIGITS}d}"
+
+    def all_begun(self, inst: str) -> Range:
+        return under(f"{self._root}/begun/{inst}/")
+
+    def begun(self, inst: str, rank: int) -> str:
+        return f"{self._root}/begun/{inst}/{rank:06d}"
+
+    # Runs, versions and who holds them
+
+    def runs(self) -> Range:
+        return under(f"{self._root}/runs/")
+
+    def run(self, run: str) -> str:
+        return f"{self._root}/runs/{_name(run)}"
+
+    def versions(self, run: str | None = None) -> Range:
+        return under(f"{self._root}/versions/" + ("" if run is None else f"{_name(run)}/"))
+
+    def versions_above(self, run: str, version: int) -> Range:
+        return Range(self.version(run, version + 1), self.versions(run).end)
+
+    def version(self, run: str, version: int) -> str:
+        return f"{self._root}/versions/{_name(run)}/{version:0{VERSION_DIGITS}d}"
+
+    def holdings(self, run: str | None = None) -> Range:
+        return under(f"{self._root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
+
+    def holdings_of(self, run: str, version: int) -> Range:
+        return under(self.holding(run, version, ""))
+
+    def holding(self, run: str, version: int, inst: str) -> str:
+        return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{inst}"
+
+    # Who reads from whom
+
+    def readers(self) -> Range:
+        return under(f"{self._root}/readers/")
+
+    def readers_for(self, run: str, version: int) -> Range:
+        return under(self._reads(run, version, ""))
+
+    def readers_of(self, run: str, version: int, source: str) -> Range:
+        return under(f"{self._reads(run, version, source)}/")
+
+    def readers_of_any(self, run: str, version: int, source: str) -> Range:
+        """Those of `source` and of every other incarnation of its replica."""
+        return under(f"{self._reads(run, version, source.partition('@')[0])}@")
+
+    def reader_group(self, run: str, version: int, source: str, reader: str) -> str:
+        return f"{self._reads(run, version, source)}/{reader}/group"
+
+    def reader(self, run: str, version: int, source: str, reader: str, rank: int) -> str:
+        return f"{self._reads(run, version, source)}/{reader}/{rank:0{RANK_DIGITS}d}"
+
+    def suspects(self) -> Range:
+        return under(f"{self._root}/suspects/")
+
+    def suspect(self, source: str, reader: str) -> str:
+        return f"{self._root}/suspects/{source}/{reader}"
+
+    def _reads(self, run: str, version: int, source: str) -> str:
+        return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
+
+
+@lru_cache(4096)  # a view is parsed again and again
+def parse_run(key: str) -> str | None:
+    match key.split("/"):
+        case ["", _, _, "runs", run]:
+            return _unquoted(run)
+    return None
+
+
+def parse_model(key: str) -> str | None:
+    """The model that a key belongs to."""
+    match key.split("/"):
+        case ["", _, model, _, *_]:
+            return _unquoted(model)
+    return None
+
+
+@lru_cache(4096)
+def parse_version(key: str) -> tuple[str, int] | None:
+    """(run, version) of a `versions/` key."""
+    match key.split("/"):
+        case ["", _, _, "versions", run, version]:
+            return _version(run, version)
+    return None
+
+
+@lru_cache(4096)
+def parse_holding(key: str) -> HoldingKey | None:
+    match key.split("/"):
+        case ["", _, _, "holdings", run, version, inst] if _is_inst(inst):
+            where = _version(run, version)
+            return HoldingKey(*where, inst) if where else None
+    return None
+
+
+@lru_cache(4096)
+def parse_reader(key: str) -> tuple[str, str, str] | None:
+    """(source, reader, "group" or rank) of a `readers/` key."""
+    match key.split("/"):
+        case ["", _, _, "readers", run, version, source, reader, who]:
+            is_whole = _version(run, version) and _is_inst(source) and _is_inst(reader)
+            is_rank = who == "group" or _number(who, RANK_DIGITS) is not None
+            return (source, reader, who) if is_whole and is_rank else None
+    return None
+
+
+def parse_group(key: str) -> str | None:
+    """The replica that a `groups/` key is about."""
+    match key.split("/"):
+        case ["", _, _, "groups", replica]:
+            return _unquoted(replica)
+    return None
+
+
+def parse_suspect(key: str) -> str | None:
+    """The source that a `suspects/` key is about."""
+    match key.split("/"):
+        case ["", _, _, "suspects", source, reader] if _is_inst(source) and _is_inst(reader):
+            return source
+    return None
+
+
+def parse_rank(key: str) -> int | None:
+    """The rank whose `shards/`, `ready/` or `begun/` key this is."""
+    match key.split("/"):
+        case ["", _, _, "shards" | "begun", _, rank] | ["", _, _, "ready", _, _, rank]:
+            return _number(rank, RANK_DIGITS)
+    return None
+
+
+def _version(run: str, version: str) -> tuple[str, int] | None:
+    name, number = _unquoted(run), _number(version, VERSION_DIGITS)
+    if name is None or number is None or number > VERSION_MAX:
+        return None
+    return name, number
+
+
+def _unquoted(text: str) -> str | None:
+    name = unquote(text)
+    return name if name and _is_name(name) and _name(name) == text else None
+
+
+def _is_name(text: str) -> bool:
+    return not re.search("[\ud800-\udfff]", text)  # lone surrogates, of bytes that are no UTF-8
+
+
+def _number(text: str, digits: int) -> int | None:
+    return int(text) if re.fullmatch(f"[0-9]{{{digits}}}", text) else None
+
+
+def _is_inst(text: str) -> bool:
+    return bool(re.fullmatch(r"[\w.~%+-]+@[\w.~%+-]+", text, re.ASCII))

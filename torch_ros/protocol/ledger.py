@@ -1,0 +1,308 @@
+"""One rank's knowledge of its group's calls, which it brings along when it comes back.
+
+One lock guards that knowledge together with the rank's standing: no end of a call is learned while
+the seat is lost, since the rank may have told its peers already what it knows. Asks no store, and
+starts no thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
+from torch_ros.protocol.records import Call, Failure, Kept, Kind, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.retention import as_spec, may_cover, retentions
+from torch_ros.protocol.seat import CALLS_KEPT, Seat
+from torch_ros.protocol.versions import Spec
+from torch_ros.store.session import Session
+from torch_ros.store.txn import Range, View
+
+SeatState = Literal["seated", "away", "gone"]
+DOES_NOT_WAIT = "it is cut off from etcd, and does not wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a rank has its seat, takes it again by itself, or has lost it for good."""
+
+    state: SeatState = "seated"
+    reason: str = ""
+
+    @classmethod
+    def of(cls, lost: SeatLost) -> Standing:
+        return cls("gone" if isinstance(lost, Fenced) else "away", lost.reason)
+
+    def error(self, replica: str) -> SeatLost:
+        return (SeatLost if self.state == "away" else Fenced)(replica, self.reason)
+
+
+class Attempt(ABC):
+    """One rank's attempt at a call: what its ledger has to know about it."""
+
+    def __init__(self, seat: Seat, number: int, kind: Kind, asked: str) -> None:
+        self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
+        self.is_begun = False  # from a seat; peers may know of it
+        self.is_recorded = False  # the number is used up
+        self.is_late = False  # peers wait in a later call, which this is not to end
+        self.has_ended = False  # its outcome is known
+        self.was_ready = False  # so it may have ended well
+        self.ready: Call | None = None  # a publication that was not waited for, as it would end
+        self.may_hold: Kept | None = None
+        """The version that the group may hold because of this call, for all that is known."""
+
+    @property
+    def abandoned(self) -> Failure:
+        """How it ends for the peers when this rank does not wait for it."""
+        seat = self.seat
+        error = CallAborted(seat.replica, self.number, seat.rank, DOES_NOT_WAIT)
+        return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
+
+    @abstractmethod
+    def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
+        """Learn or make the end of a call that was given up while etcd was away."""
+
+
+class Ledger:
+    """The calls that one rank knows of, and its standing, under one lock.
+
+    Args:
+        retain: The versions that this rank's replica retains.
+    """
+
+    def __init__(self, seat: Seat, retain: tuple[str, ...] = ()) -> None:
+        self.seat, self.standing, self.is_closed = seat, Standing(), False
+        # In C: `with` takes it and gives it back whatever a signal handler raises.
+        self.lock = threading.RLock()
+        self.calls_made = 0
+        self.pending = 0  # the number of the call that is under way; 0: none
+        self.ended: deque[Call] = deque(maxlen=CALLS_KEPT)
+        self.held: Kept | None = None
+        """What this replica holds, as far as this rank knows the ends of its calls."""
+        self.unfinished: Attempt | None = None
+        """The last call, if its end could not be learned; it is ended before the next."""
+        self.caller = ""
+        """The call of the caller that the next calls are parts of, if they are."""
+        self.told = ""
+        """The text of the last call whose failure this rank was told, without a part in it."""
+        self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
+        """Called when this rank skips a call: clears the word, learns the end by what it is given,
+        and sets the word again if this rank still holds something."""
+        self.left_over: tuple[Range, ...] = ()
+        """Where this rank may still have records of calls that failed."""
+        self._changes = 0  # of what it brings along, while it had no seat
+        self._given_up = ("", "")  # the last call, if it was given up and had done nothing
+        self._retain = frozenset(Spec.parse(as_spec(text)) for text in retain)
+        self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
+        self._layout = ("", "")  # of what this rank published last, and of what its group did
+        self._sight: tuple[Seat, View] | None = None  # of the unpublish that came last
+
+    # Its standing
+
+    def check_open(self) -> None:
+        """Raises: ClosedError: This seat was given up."""
+        if self.is_closed:
+            raise ClosedError(f"the handle of replica {self.seat.replica!r} is closed")
+
+    def check(self) -> None:
+        """Raises: SeatLost, ClosedError: This seat is lost, or given up."""
+        self.check_open()
+        if (standing := self.standing).state != "seated":
+            raise standing.error(self.seat.replica)
+
+    def lose(self, lost: SeatLost) -> None:
+        """The seat is lost. The caller has the lock."""
+        self.standing, self._given_up = Standing.of(lost), ("", "")
+
+    def brought(self, shard: ShardRecord) -> tuple[ShardRecord, int]:
+        """The shard record of a rank that comes back, and the state of the ledger that it tells."""
+        with self.lock:
+            # A call whose end is known is not under way, though it may not have returned yet.
+            under_way = self.pending if self.pending > self.calls_made else 0
+            told = msgspec.structs.replace(
+                shard,
+                is_back=True,
+                kept=self.held,
+                ended=list(self.ended),
+                pending=self.unfinished.number if self.unfinished else under_way,
+                ready=self.unfinished.ready if self.unfinished else None,
+            )
+            return told, self._changes
+
+    def has_changed(self, since: int) -> bool:
+        return self._changes != since
+
+    def regain(self, seat: Seat) -> None:
+        """The seat is taken again. The caller has the lock."""
+        self.seat, self.standing = seat, Standing()
+
+    # What this rank holds
+
+    @property
+    def holds(self) -> Kept | None:
+        """The version that this replica may be a source of, for all that this rank knows."""
+        return self.held or (self.unfinished.may_hold if self.unfinished else None)
+
+    @property
+    def not_waited_for(self) -> VersionRef | None:
+        """The version that all ranks unpublish before they go on, whatever became of it."""
+        ready = self.unfinished.ready if self.unfinished else None
+        return ready.ref if ready else None
+
+    def learn(self, call: Call, outcome: Outcome, seat: Seat) -> None:
+        """Note how a call ended.
+
+        Raises:
+            SeatLost: The seat is lost. The end counts as unknown, since this rank may have told
+                its peers already what it knows; it finds the end among what they know.
+        """
+        with self.lock:
+            self.check_open()
+            if self.standing.state == "away":
+                raise self.standing.error(seat.replica)
+            if self.seat is not seat:
+                raise SeatLost(seat.replica, "its seat was lost meanwhile")
+            # Here, and not where the call returns: Ctrl-C may come in between.
+            self.calls_made = max(self.calls_made, call.number)
+            self.ended.append(msgspec.structs.replace(call, outcome=outcome))
+            if outcome.failure is not None:
+                return
+            if call.kind == "unpublish":
+                self.held = None
+            elif outcome.is_source and call.ref is not None:
+                self.held = Kept(call.ref, call.number, outcome.said, call.kind == "publish")
+
+    def made(self, call: Attempt | None) -> None:
+        """Note that the call under way has returned, or was not begun."""
+        with self.lock:
+            if call is not None and call.is_recorded:
+                self.calls_made = max(self.calls_made, call.number)
+                if not call.has_ended:
+                    self.unfinished = call
+            self.pending = 0
+
+    # Calls without a seat
+
+    def number_unbegun(self, kind: Kind, asked: str) -> int:
+        """The number of a call for which this rank has no seat.
+
+        Made again, word for word, it is the same call, or a rank that tries again and again would
+        count further than its peers.
+        """
+        is_again = self._given_up == (kind, asked)
+        return self.calls_made + (not is_again)
+
+    def goes_on_without(self, call: Attempt) -> bool:
+        """The call is not waited for; False: this rank has its seat again, and makes it there."""
+        with self.lock:
+            if self.standing.state == "seated":
+                call.ready = None
+                if not call.was_ready:
+                    call.may_hold, call.is_recorded = None, False
+                return False
+            if call.ready is None:
+                self._note_given_up(call)
+                return True
+            self.unfinished, self.calls_made, self.pending = call, call.number, 0
+            self._given_up = ("", "")
+            self._changes += 1
+            return True
+
+    def gave_up(self, call: Attempt) -> bool:
+        """Note that a call ended for want of a seat; False: this rank has its seat again."""
+        with self.lock:
+            if self.standing.state != "away":
+                return False
+            self._note_given_up(call)
+            return True
+
+    def _note_given_up(self, call: Attempt) -> None:
+        call.is_recorded = call.has_ended = True
+        if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
+            return
+        self._end_without(call)
+        self.calls_made = max(self.calls_made, call.number)
+        self._given_up = ("", "") if call.is_begun else (call.kind, call.asked)
+        self._changes += 1
+
+    def _end_without(self, call: Attempt) -> None:
+        """It ended badly, for all that this rank knows; a peer may know better."""
+        outcome = Outcome(call.abandoned)
+        self.ended.append(Call(call.number, call.kind, call.asked, self.seat.rank, outcome=outcome))
+
+    def forget(self, counted: VersionRef | None = None) -> bool:
+        """The owner takes its tensors back while the seat is lost; as if it had unpublished.
+
+        Args:
+            counted: The version that peers unpublish in this call, if this rank holds nothing.
+
+        False: this rank has its seat again, and the store what is held. It has to go there too.
+        """
+        with self.lock:
+            if self.standing.state == "seated":
+                return False
+            ref = self.holds.ref if self.holds else counted
+            if ref is None:
+                return True
+            number = self.calls_made + 1
+            if self.unfinished is not None and self.unfinished.kind == "unpublish":
+                number = self.unfinished.number
+            elif self.unfinished is not None:
+                self._end_without(self.unfinished)
+            asked = f"unpublish {ref.version}"
+            call = Call(number, "unpublish", asked, self.seat.rank, ref)
+            self.calls_made = number
+            self.ended.append(msgspec.structs.replace(call, outcome=Outcome()))
+            self.held = self.unfinished = None
+            self._given_up = ("", "")
+            self._changes += 1
+            return True
+
+    def must_copy(self) -> int | None:
+        """The number under which to copy what `forget` takes back: it may be retained. None: no.
+
+        Nobody can be asked, so what anybody retained when this rank last looked still is, and no
+        other replica has it. Nobody can have meant to keep a version that was never offered.
+        """
+        with self.lock:
+            kept, unfinished = self.holds, self.unfinished
+            if self.standing.state != "away" or kept is None or self.seat.spot:
+                return None
+            if self.held is None and unfinished is not None and not unfinished.was_ready:
+                return None
+            seen = self._retained
+            if seen is not None and not may_cover(self._retain | seen, kept.ref.version):
+                return None
+            if unfinished is not None and unfinished.kind == "unpublish":
+                return unfinished.number
+            return self.calls_made + 1
+
+    # What one call leaves for the next
+
+    def look_around(self, view: View) -> None:
+        """Remember what is retained, for when nobody can be asked."""
+        self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
+
+    def published(self, value: str, said: str) -> None:
+        """Remember the group's layout, beside that of this rank's part."""
+        self._layout = (value, said)
+
+    def layout_of(self, value: str) -> str:
+        """The group's layout when this rank's part has that one, as far as known."""
+        return self._layout[1] if self._layout[0] == value else value
+
+    def keep_sight(self, seat: Seat, view: View) -> None:
+        """Remember what the end of a call has read along, for the decision of the next."""
+        self._sight = (seat, view)
+
+    def take_sight(self, seat: Seat) -> View | None:
+        """The view that the call before has read along from this seat; given once."""
+        sight, self._sight = self._sight, None
+        return sight[1] if sight is not None and sight[0] is seat else None

@@ -1,0 +1,565 @@
+"""Membership in a replica's group, from joining to the end. Pure, like `calls`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from torch_ros.errors import Fenced, SeatLost, UsageError, VersionConflict
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.calls import DELETES_MAX
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.readable import keyed, nobody, readable
+from torch_ros.protocol.records import (
+    NUMBER_MAX,
+    Call,
+    Decisions,
+    Failure,
+    GroupRecord,
+    Holding,
+    Kept,
+    Outcome,
+    RunRecord,
+    ShardRecord,
+    VersionRecord,
+    VersionRef,
+)
+from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, own_group
+from torch_ros.protocol.versions import run_numbers
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import (
+    Count,
+    Created,
+    Delete,
+    Empty,
+    Entry,
+    Guard,
+    NoneNewer,
+    Op,
+    Part,
+    Put,
+    Range,
+    Txn,
+    View,
+    one,
+    some,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A process that wants a place in a replica's group."""
+
+    keys: Keys
+    replica: str
+    rank: int
+    world_size: int
+    shard: ShardRecord
+    run: str | None  # None: the newest live one; "new": a new one
+    datacenter: str
+    spot: bool
+    retain: tuple[str, ...] = ()
+    shared_nonce: str = ""  # given to all ranks alike; "": they find each other by the name
+    ttl_s: int = 10
+    drain_s: float = 60.0
+    # For each try to take a seat:
+    lease_id: int = 0
+    nonce: str = ""  # for a new incarnation; with `is_shared`, the only one it may join
+    fresh_run: str = ""  # the name of a new run
+    left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
+    run_number: int = 0  # of one that comes back, and had been in a complete group
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self.shared_nonce)
+
+    @property
+    def group(self) -> str:
+        return self.keys.group(self.replica)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """This rank has its seat; the group may still lack others."""
+
+    group: GroupRecord
+    run_number: int
+    is_complete: bool
+    unwaited: tuple[tuple[int, Call], ...] = ()  # publications that peers did not wait for
+
+
+def seat_of(who: Applicant, joined: Joined) -> Seat:
+    return Seat(
+        keys=who.keys,
+        replica=who.replica,
+        nonce=joined.group.nonce,
+        rank=who.rank,
+        world_size=who.world_size,
+        run=joined.group.run,
+        run_number=joined.run_number,
+        unwaited=joined.unwaited,
+        lease_id=who.lease_id,
+        # As the record says, or a rank that was started with another answer would differ.
+        datacenter=joined.group.datacenter,
+        spot=joined.group.spot,
+        drain_s=who.drain_s,
+    )
+
+
+def open_ranges(who: Applicant) -> tuple[Range | Part, ...]:
+    keys = who.keys
+    own = (one(who.group), keys.decisions_of(who.replica))
+    seats = keys.shards(k.instance(who.replica, who.nonce))
+    return (*own, seats, keys.runs(), keys.versions(), some(keys.groups()), some(keys.holdings()))
+
+
+def find_group(view: View, who: Applicant) -> Step[str]:
+    """The nonce of the group that waits for this rank; "": there is none.
+
+    Raises:
+        SeatLost: It comes back, and another start of the replica has taken its name.
+    """
+    entry = view.get(who.group)
+    group = GroupRecord.decode(entry.value, who.group) if entry else None
+    if group and who.left_behind:
+        require_own(group, who)
+    return Done(group.nonce if group and _is_open_to(group, who) else "")
+
+
+def require_own(group: GroupRecord, who: Applicant) -> None:
+    is_own = k.family(group.nonce) == k.family(who.left_behind)
+    if is_own and group.left is not None:
+        raise Fenced(who.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
+    if not is_own and group.left is None:
+        raise Fenced(who.replica, f"another start has taken its name ({group.nonce})")
+
+
+def _is_open_to(group: GroupRecord, who: Applicant) -> bool:
+    if group.is_complete or group.left is not None:
+        return False
+    if who.left_behind:
+        return k.family(group.nonce) == k.family(who.left_behind) and group.nonce != who.left_behind
+    if who.is_shared or group.is_shared:
+        return who.is_shared and k.family(group.nonce) == who.nonce
+    return "." not in group.nonce
+
+
+def create_group(view: View, who: Applicant) -> Step[bool | None]:
+    """Make this replica's group record; whether a living incarnation had to go for it.
+
+    A predecessor that lives on loses its records in the same transaction, and is fenced.
+    None: peers have had seats under this nonce, which must not be used again.
+    """
+    entry = view.get(who.group)
+    old = GroupRecord.decode(entry.value, who.group) if entry else None
+    if old and who.left_behind:
+        require_own(old, who)
+    is_own = old is not None and who.is_shared and not who.left_behind
+    if old and (_is_open_to(old, who) or (is_own and k.family(old.nonce) == who.nonce)):
+        return Done(value=False)  # a peer was faster
+    seats = who.keys.shards(k.instance(who.replica, who.nonce))
+    if any(True for _ in view.within(seats)):
+        return Done(None)
+    run, run_ops, guards = _return_to_run(view, who) if who.run_number else _choose_run(view, who)
+    group = GroupRecord(
+        who.nonce,
+        who.world_size,
+        run,
+        is_shared=who.is_shared,
+        spot=who.spot,
+        datacenter=who.datacenter,
+        retain=list(who.retain),
+    )
+    ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops]
+    if old:
+        inst = k.instance(who.replica, old.nonce)
+        decisions = who.keys.decisions(inst)
+        # What is decided meanwhile may bring a holding that would be left over.
+        guards = (*guards, view.unchanged(decisions))
+        ops.append(Delete(one(decisions)))
+        ops += [Delete(one(key)) for key in holdings_of(view, who.keys, inst)]
+    is_replaced = old is not None and old.left is None and not who.left_behind
+    guards = (view.unchanged(who.group), Empty(seats), *guards)
+    return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
+
+
+def processes(view: View) -> Step[list[str]]:
+    """Host and pid of each process that has a seat among what was read."""
+    there = readable(view.entries.items(), k.parse_rank, ShardRecord)
+    return Done([f"{shard.host}:{shard.pid}" for _, _, shard, _ in there])
+
+
+def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
+    """The run to publish in, and what has to be written for it.
+
+    A run lives while a group publishes in it or a holding is in it. When none lives, the records
+    of dead ones are removed, so that a model used again starts with a clean slate.
+    """
+    keys, numbers = who.keys, run_numbers(view, who.keys)
+    by_age = lambda run: (numbers[run], run)  # noqa: E731  # twice below
+    live = _live_runs(view.seen, keys) & numbers.keys()
+    # Of many groups and holdings, some show that the run of most newcomers lives.
+    likely = max(numbers, key=by_age, default=None) if who.run is None else who.run
+    if likely not in live:
+        live = _live_runs(view.within, keys) & numbers.keys()
+    if who.run is None and live:
+        name = max(live, key=by_age)
+    else:
+        name = who.fresh_run if who.run in (None, "new") else who.run
+    assert name is not None
+    if name in live:
+        return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
+    number = min(1 + max(numbers.values(), default=0), NUMBER_MAX)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    made: list[Op] = [Put(keys.run(name), RunRecord(by, number).encode())]
+    alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
+    if live:
+        return name, made, (view.unchanged(keys.run(name)), alone)
+    # etcd refuses a transaction that puts a key which it also deletes with a range.
+    dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
+    dead += [key for key, _ in view.within(keys.versions())]
+    # Nobody has begun to use one meanwhile.
+    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
+    return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
+
+
+def _live_runs(look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys) -> set[str]:
+    used = {where.run for _, where, _ in keyed(look(keys.holdings()), k.parse_holding)}
+    groups = readable(look(keys.groups()), k.parse_group, GroupRecord)
+    return used | {group.run for _, _, group, _ in groups if group.left is None}
+
+
+def _return_to_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
+    assert who.run is not None
+    ops, guards = _restored_run(view, who, who.run, who.run_number)
+    return who.run, ops, guards
+
+
+def _restored_run(
+    view: View, who: Applicant, run: str, number: int
+) -> tuple[list[Op], tuple[Guard, ...]]:
+    """The record of a run that was there before the store was wiped."""
+    key = who.keys.run(run)
+    if entry := view.get(key):
+        return [], (Created(key, entry.create_rev),)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    return [Put(key, RunRecord(by, number).encode())], (view.unchanged(key),)
+
+
+def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
+    """Take the seat of this rank in group `nonce`. None: that group is gone, look again.
+
+    The shard record is create-only and counted in the same transaction: the rank that sees the
+    full count completes the group, so nobody waits on a contended key.
+    """
+    entry = view.get(who.group)
+    group = GroupRecord.decode(entry.value, who.group) if entry else None
+    if entry is None or group is None or group.nonce != nonce:
+        return Done(None)
+    if group.refusal is not None:
+        raise group.refusal.error()
+    if group.left is not None:
+        if who.left_behind:
+            require_own(group, who)
+        return Done(None)
+    if group.world_size != who.world_size:
+        return _refuse(view, who, group)
+    inst = k.instance(who.replica, nonce)
+    seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
+    taken = view.get(own)
+    if taken is not None and taken.lease_id != who.lease_id:
+        holder = ShardRecord.decode(taken.value, own)
+        reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
+        return Wait(reason, (one(own), one(who.group)))
+    number = run_numbers(view, who.keys).get(group.run, who.run_number)
+    seated = Joined(group, number, is_complete=False)
+    if taken is None:
+        return _sit_down(view, who, group, seated)
+    joined = Joined(group, number, is_complete=True)
+    if group.is_complete:
+        return Done(joined if "." not in nonce else _resumed(joined, _shards(view, seats, who)))
+    shards = _shards(view, seats, who)
+    if len(shards) < who.world_size:
+        reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
+        # A stranger among those that come back has to notice by itself: see `_completed`.
+        may_be_strange = "." in group.nonce and not who.shard.is_back
+        return Wait(reason, (one(who.group), *((seats,) if may_be_strange else ())))
+    return _completed(view, who, group, shards, joined)
+
+
+def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
+    there = keyed(view.within(seats), k.parse_rank)
+    return {
+        rank: ShardRecord.decode(entry.value, key)
+        for key, rank, entry in there
+        if rank < who.world_size
+    }
+
+
+def _resumed(joined: Joined, shards: Mapping[int, ShardRecord]) -> Joined:
+    """With what peers did not wait for: they have done their part of it, and do not come again."""
+    unwaited = tuple((rank, s.ready) for rank, s in shards.items() if s.ready is not None)
+    return dataclasses.replace(joined, unwaited=unwaited)
+
+
+def _completed(
+    view: View,
+    who: Applicant,
+    group: GroupRecord,
+    shards: Mapping[int, ShardRecord],
+    joined: Joined,
+) -> Step[Joined | None]:
+    """All ranks are there: say so, with what they bring along."""
+    records = [shards[rank] for rank in sorted(shards)]
+    if strange := _strange(records):
+        reason = (
+            f"replica {who.replica!r}: ranks {strange} were started again, alone, among peers that "
+            "have made calls and hold what they brought; start all ranks of the replica again"
+        )
+        if not who.shard.is_back:
+            raise UsageError(reason)
+        seats = who.keys.shards(k.instance(who.replica, group.nonce))
+        return Wait(reason, (one(who.group), seats))
+    entry = view.entries[who.group]
+    complete = msgspec.structs.replace(group, is_complete=True)
+    ops, guards = _adopt(view, who, group, entry, records)
+    put = Put(who.group, complete.encode(), entry.lease_id)
+    resumed = _resumed(joined, shards)
+    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: resumed)
+
+
+def _sit_down(
+    view: View, who: Applicant, group: GroupRecord, seated: Joined
+) -> Step[Joined | None]:
+    if group.is_complete:
+        return Done(None)  # the seat of a rank that died, in a group that has made calls
+    inst = k.instance(who.replica, group.nonce)
+    own = who.keys.shard(inst, who.rank)
+    txn = Txn(
+        (view.unchanged(who.group), view.unchanged(own)),
+        (Put(own, who.shard.encode(), who.lease_id), Count(who.keys.shards(inst))),
+    )
+    return Act(txn, lambda _: seated)
+
+
+def join_ranges(who: Applicant, nonce: str) -> tuple[Range, ...]:
+    shards = who.keys.shards(k.instance(who.replica, nonce))
+    return (one(who.group), shards, who.keys.runs(), who.keys.versions())
+
+
+def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
+    """The knowledge of a group whose ranks come back: the calls that ended, and what it holds.
+
+    A call of which one rank knows the end has ended for all. What the ranks that know most hold
+    is what the group holds, if the others hold it too or are in the middle of the call that
+    brought it: it ended well, so they had all done their parts. A rank that gave a call up, and so
+    says that it failed, does not know its end: another that does is believed.
+    """
+    calls: dict[int, Call] = {}
+    for call in (call for shard in shards for call in shard.ended):
+        if call.number not in calls or not _ended_well(calls[call.number]):
+            calls[call.number] = call
+    ended = [calls[n] for n in sorted(calls)][-CALLS_KEPT:]
+    last = max((n for n, call in calls.items() if _changed_holding(call)), default=0)
+    knowing = [
+        shard
+        for shard in shards
+        if any(call.number == last and _ended_well(call) for call in shard.ended)
+    ]
+    kept = (knowing or shards)[0].kept
+    if kept is None:
+        return ended, None
+    agree = all(
+        shard.kept == kept
+        or (
+            shard not in knowing
+            and shard.pending == kept.call
+            and (shard.ready is None or shard.ready.ref == kept.ref)
+        )
+        for shard in shards
+    )
+    return ended, kept if agree else None
+
+
+def _ended_well(call: Call) -> bool:
+    return call.outcome is not None and call.outcome.failure is None
+
+
+def _changed_holding(call: Call) -> bool:
+    return call.kind in ("publish", "replicate", "unpublish") and _ended_well(call)
+
+
+def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
+    """A publication that nobody waited for, as it ends now: all ranks still hold what it offers."""
+    ready = shards[0].ready
+    calls = {call.number: call for shard in shards for call in shard.ended}
+    if ready is None or ready.number in calls or any(shard.ready != ready for shard in shards):
+        return None
+    is_over = any(n > ready.number and _changed_holding(call) for n, call in calls.items())
+    return None if is_over else ready
+
+
+def _strange(shards: Sequence[ShardRecord]) -> list[int]:
+    """Ranks that cannot have taken part in the calls that their peers bring along."""
+    calls, _ = adopted(shards)
+    needed_all = [
+        call
+        for call in calls
+        if call.kind in ("agree", "publish", "replicate")
+        and call.outcome is not None
+        and call.outcome.failure is None
+    ]
+    return [rank for rank, shard in enumerate(shards) if needed_all and not shard.is_back]
+
+
+def _adopt(
+    view: View, who: Applicant, group: GroupRecord, entry: Entry, shards: Sequence[ShardRecord]
+) -> tuple[list[Op], tuple[Guard, ...]]:
+    """Write what the group brings along. Another version under the same number stays as it is."""
+    calls, kept = adopted(shards)
+    inst = k.instance(who.replica, group.nonce)
+    ops: list[Op] = []
+    guards: tuple[Guard, ...] = ()
+    if (ready := not_waited_for(shards)) is not None:
+        ref, outcome = ready.ref, ready.outcome
+        assert ref is not None
+        assert outcome is not None
+        guards = (NoneNewer(who.keys.versions_above(ref.run, ref.version), view.rev),)
+        if why := _conflict(view, who, ref, outcome.said):
+            error = VersionConflict(who.keys.model, ref.version, ref.run, why)
+            failure = Failure.of(error, replica=who.replica, call=ready.number, rank=who.rank)
+            ready = msgspec.structs.replace(ready, outcome=Outcome(failure))
+        else:
+            kept = Kept(ref, ready.number, outcome.said, is_original=True)
+        calls = [*calls, ready][-CALLS_KEPT:]
+    if calls:
+        ops.append(Put(who.keys.decisions(inst), Decisions(calls).encode(), entry.lease_id))
+    if kept is None:
+        return ops, guards
+    ref = kept.ref
+    key = who.keys.version(ref.run, ref.version)
+    record = view.get(key)
+    if record is not None and VersionRecord.decode(record.value, key).uid != ref.uid:
+        return ops, guards
+    run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
+    # Even if it is unchanged: it wakes who waits for the version.
+    run_ops.append(Put(key, VersionRecord(ref.uid, kept.layout).encode()))
+    holding = Holding(
+        ref.uid,
+        kept.call,
+        "full",
+        group.world_size,
+        group.datacenter,
+        is_original=kept.is_original,
+        spot=group.spot,
+    )
+    put = Put(who.keys.holding(ref.run, ref.version, inst), holding.encode(), entry.lease_id)
+    return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
+
+
+def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:
+    """Why a version that was published without the store cannot be offered; "": it can."""
+    keys = who.keys
+    above = keys.versions_above(ref.run, ref.version)
+    newer = [
+        number
+        for _, (_, number), record, _ in readable(
+            view.within(above), k.parse_version, VersionRecord
+        )
+        if record.layout
+    ]
+    if newer:
+        return f"it is already at {max(newer)}"
+    key = keys.version(ref.run, ref.version)
+    if (entry := view.get(key)) is None:
+        return ""
+    record = VersionRecord.decode(entry.value, key)
+    is_same = record.uid == ref.uid and record.layout in ("", layout)
+    return "" if is_same else "another replica has published it meanwhile"
+
+
+def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None]:
+    """The ranks disagree about their number: nobody shall wait for a group that cannot be."""
+    error = UsageError(
+        f"replica {who.replica!r}: rank {who.rank} was opened with world_size={who.world_size}, "
+        f"its peers with world_size={group.world_size}; all ranks must be given the same"
+    )
+    if group.is_complete:
+        raise error
+    failure = Failure.of(error, replica=who.replica, call=0, rank=who.rank)
+    refused = msgspec.structs.replace(group, refusal=failure)
+    put = Put(who.group, refused.encode(), view.entries[who.group].lease_id)
+
+    def fail(_: object) -> Joined | None:
+        raise error
+
+    return Act(Txn((view.unchanged(who.group),), (put,)), fail)
+
+
+def watch_over(view: View, seat: Seat) -> Step[SeatLost | None]:
+    """Rank r watches rank r + 1, not everyone everything. Returns once something has ended:
+    why this incarnation is no more, or None when that rank is gone and `expel` is called for.
+    """
+    try:
+        own_group(view, seat)
+    except SeatLost as fenced:
+        return Done(fenced)
+    key = follower(seat)
+    return Wait("", (one(seat.group), one(key))) if view.get(key) else Done(None)
+
+
+def follower(seat: Seat) -> str:
+    return seat.keys.shard(seat.inst, (seat.rank + 1) % seat.world_size)
+
+
+def expel(view: View, seat: Seat) -> Step[SeatLost]:
+    """Take a replica with a dead process out of the store, for everyone and at once (I7)."""
+    try:
+        own_group(view, seat)
+    except SeatLost as lost:
+        return Done(lost)
+    reason = f"rank {(seat.rank + 1) % seat.world_size} died, or lost its lease"
+    fenced = SeatLost(seat.replica, reason)
+    records = [seat.group, seat.decisions, *holdings_of(view, seat.keys, seat.inst)]
+    # A call that is decided meanwhile may bring another holding.
+    guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
+    txn = Txn(guards, tuple(Delete(one(key)) for key in records))
+    return Act(txn, lambda _: fenced)
+
+
+def leave_ranges(seat: Seat) -> tuple[Range, ...]:
+    return (one(seat.group), seat.keys.decisions_of(seat.replica), seat.keys.holdings())
+
+
+def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
+    """This rank closes its handle, so the replica ends; say so, or it looks like a crash.
+
+    To peers that take their seats again too: they need not wait for this one.
+    """
+    entry = view.get(seat.group)
+    group = GroupRecord(seat.nonce, seat.world_size, seat.run)
+    if entry:
+        group = GroupRecord.decode(entry.value, seat.group)
+    if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
+        return Done(None)
+    # Perhaps another one than this rank knows: it may close while it takes its seat again.
+    inst = k.instance(seat.replica, group.nonce)
+    left = msgspec.structs.replace(group, left=seat.rank)
+    # The decisions stay, for peers that wait for an outcome.
+    txn = Txn(
+        (view.unchanged(seat.group), view.unchanged(seat.keys.decisions(inst))),
+        (
+            Put(seat.group, left.encode(), note_lease_id),
+            *(Delete(one(key)) for key in holdings_of(view, seat.keys, inst)),
+        ),
+    )
+    return Act(txn, lambda _: None)
+
+
+def holdings_of(view: View, keys: Keys, inst: str) -> list[str]:
+    """The holdings of an incarnation, and those of the copies that it offers."""
+    held = keyed(view.within(keys.holdings()), k.parse_holding)
+    return [key for key, where, _ in held if k.is_of(where.inst, inst)]

@@ -1,0 +1,71 @@
+"""Records of others, as far as they can be read.
+
+Anybody who may write to etcd may leave garbage there, and it must not stop those whose records are
+well: what cannot be read counts as not there, and is logged. One's own records, which nothing can
+be done without, are read with `Record.decode`, which raises (docs/PROTOCOL.md, "Records that cannot
+be read").
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import TypeVar
+
+from torch_ros.errors import BackendError
+from torch_ros.protocol.records import Record, deletion
+from torch_ros.store.txn import Empty, Entry, NoneNewer, Range, View
+
+W = TypeVar("W")
+R = TypeVar("R", bound=Record)
+log = logging.getLogger(__name__)
+
+SAID_MAX = 1024  # records that were named in the log
+
+
+def keyed(
+    found: Iterable[tuple[str, Entry]], parse: Callable[[str], W | None]
+) -> Iterator[tuple[str, W, Entry]]:
+    """Those whose keys can be read, and what the keys say."""
+    for key, entry in found:
+        where = parse(key)
+        if where is None:
+            say(key, "no such key is ever written")
+        else:
+            yield key, where, entry
+
+
+def readable(
+    found: Iterable[tuple[str, Entry]], parse: Callable[[str], W | None], kind: type[R]
+) -> Iterator[tuple[str, W, R, Entry]]:
+    """Those that can be read, with what their keys and their values say."""
+    for key, where, entry in keyed(found, parse):
+        try:
+            record = kind.decode(entry.value, key)
+        except BackendError as error:
+            say(key, str(error.__cause__))
+        else:
+            yield key, where, record, entry
+
+
+def nobody(view: View, range_: Range) -> Empty | NoneNewer:
+    """The guard that nobody is in a range in which the view shows nothing that can be read.
+
+    With something unreadable there, that nothing has come since: as good, beside a guard that fails
+    if the store was wiped.
+    """
+    is_empty = not any(True for _ in view.within(range_))
+    return Empty(range_) if is_empty else NoneNewer(range_, view.rev)
+
+
+@lru_cache(SAID_MAX)
+def say(key: str, found: str) -> None:
+    """Once for each key and what was found there."""
+    log.warning(
+        "a record in etcd cannot be read and counts as not there: %r: %s; "
+        "if no process of yours wrote it: %s",
+        key,
+        found[:200],
+        deletion(key),
+    )

@@ -1,0 +1,241 @@
+"""The values in etcd: JSON, so that `etcdctl get` can be read at night; decoded strictly.
+
+Never pickle: whoever can write to etcd must not be able to run code here.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import zlib
+from typing import Annotated, Literal, Self
+
+import msgspec
+
+from torch_ros import errors
+from torch_ros.errors import BackendError, TorchRosError
+
+REASON_MAX = 500  # characters; the record is kept for many calls
+NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=10**6)]  # of a group; keys have six digits
+Field = str | Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)] | float
+
+
+def deletion(key: str) -> str:
+    """The line for a shell that deletes it."""
+    if key.isascii() and key.isprintable():
+        return f"etcdctl del {shlex.quote(key)}"
+    raw = key.encode(errors="surrogateescape")
+    return "etcdctl del $'" + "".join(f"\\x{byte:02x}" for byte in raw) + "'"
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, value: bytes, key: str) -> Self:
+        """Raises: BackendError: Something else wrote this, or another release of torch_ros."""
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            kind = cls.__name__.removesuffix("Record")
+            raise BackendError(
+                f"etcd holds a {kind} record that this release cannot read ({error}) at {key}: "
+                f"{value[:200]!r}; use one release of torch_ros for all processes of a model, and "
+                f"delete what none of them wrote: {deletion(key)}"
+            ) from error
+
+
+class Failure(Record, frozen=True):
+    """An error of ours, told to the other ranks."""
+
+    kind: str  # the class's name in torch_ros.errors
+    fields: list[Field]
+    rank: Number
+
+    @classmethod
+    def of(cls, error: BaseException, *, replica: str, call: int, rank: int) -> Failure:
+        """Errors that are not ours, and those that say nothing to a peer, become CallAborted."""
+        shared = isinstance(error, TorchRosError) and not isinstance(error, errors.SeatLost)
+        fields = [_writable(field) for field in error.args if _is_writable(field)]
+        if shared and len(fields) == len(error.args):
+            return cls(type(error).__name__, fields, rank)
+        reason = _writable(f"{type(error).__name__}: {error}"[:REASON_MAX])
+        return cls("CallAborted", [replica, call, rank, reason], rank)
+
+    def error(self) -> TorchRosError:
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, TorchRosError)):
+            return errors.PeerError(f"{self.kind}{tuple(self.fields)} on rank {self.rank}")
+        try:
+            error = kind(*self.fields)
+        except TypeError:  # too few fields, or too many
+            return errors.PeerError(f"{self.kind}{tuple(self.fields)} on rank {self.rank}")
+        error.add_note(f"(found by rank {self.rank} of this replica; the call failed on all ranks)")
+        return error
+
+
+def _is_writable(field: object) -> bool:
+    match field:
+        case int():
+            return abs(field) <= NUMBER_MAX
+        case float():
+            return math.isfinite(field)  # JSON has no others
+    return isinstance(field, str)
+
+
+def _writable(field: Field) -> Field:
+    return field.encode(errors="backslashreplace").decode() if isinstance(field, str) else field
+
+
+class GroupRecord(Record, frozen=True):
+    """`groups/<replica>`: which incarnation of the replica is the living one."""
+
+    nonce: str
+    world_size: Size
+    run: str  # where it publishes
+    is_shared: bool = False  # its ranks were given the nonce, so nobody else is one of them
+    is_complete: bool = False  # all ranks have joined
+    spot: bool = False
+    datacenter: str = "default"
+    retain: list[str] = []  # versions that shall not be lost
+    refusal: Failure | None = None  # why this group can never be complete
+    left: Number | None = None  # the rank that closed its handle, and so ended this incarnation
+
+
+class RunRecord(Record, frozen=True):
+    """`runs/<run>`; ordered by number, so that the order survives a store that is wiped."""
+
+    by: str
+    number: Number
+
+
+class VersionRecord(Record, frozen=True):
+    """`versions/<run>/<v>`."""
+
+    uid: str  # of the content: the same number published again is another version
+    layout: str = ""  # digest of the sharding-free content; empty until it was published once
+
+
+def mark(uid: str, call: int) -> int:
+    """The mark that the processes of a group show while they serve the content `uid` because of a
+    call.
+
+    32 bits, never 0. Not the call's number alone: a call that is made again, since its seats were
+    lost, may find another version, and who still reads the first one must notice.
+    """
+    return zlib.crc32(f"{uid}/{call}".encode()) or 1
+
+
+class Holding(Record, frozen=True):
+    """`holdings/<run>/<v>/<inst>`: a replica holds, or is filling, a version."""
+
+    uid: str
+    call: Number  # the group call that made it
+    state: Literal["filling", "full", "draining"]
+    world_size: Size
+    datacenter: str = "default"
+    is_original: bool = False  # the publisher's own tensors
+    is_relay: bool = False  # while it fills, others may read the part that is there
+    spot: bool = False
+
+    @property
+    def mark(self) -> int:
+        return mark(self.uid, self.call)
+
+
+class Ready(Record, frozen=True):
+    """`ready/<inst>/<n>/<rank>`: this rank has done its part of call n."""
+
+    value: str  # what the ranks must agree on
+
+
+class Begun(Record, frozen=True):
+    """`begun/<inst>/<rank>`: this rank has begun a call of DCP."""
+
+    number: Number  # of the group's next call when it began
+    asked: str
+
+
+class Reader(Record, frozen=True):
+    """`readers/<run>/<v>/<source>/<reader>/...`; believed by its key alone."""
+
+    call: Number
+
+
+class Suspect(Record, frozen=True):
+    """`suspects/<source>/<reader>`: a transfer from that source failed a moment ago."""
+
+    reason: str
+
+
+class VersionRef(Record, frozen=True):
+    run: str
+    version: Number
+    uid: str
+    run_number: Number
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Newer versions compare greater, across runs.
+
+        By their names too: while the members of a run have lost their seats to a wiped store, a
+        newcomer may start one with the same number.
+        """
+        return (self.run_number, self.run, self.version)
+
+
+Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
+
+
+class Outcome(Record, frozen=True):
+    failure: Failure | None = None
+    is_source: bool = False  # the group now holds the version, and serves it
+    said: str = ""  # what the ranks said, summarised: of a version, the digest of its layout
+
+
+class Call(Record, frozen=True):
+    """A group's n-th call, and its end."""
+
+    number: Number
+    kind: Kind
+    asked: str  # the call as the ranks made it
+    by: Number  # the rank that decided
+    ref: VersionRef | None = None  # update: None says "nothing newer"
+    sources: list[str] = []  # replicate: whom the group claimed
+    copy: str = ""  # unpublish: the instance that takes a copy to host memory first
+    outcome: Outcome | None = None
+
+    def with_sources(self, *sources: str) -> Call:
+        return msgspec.structs.replace(self, sources=list(sources))
+
+
+class Decisions(Record, frozen=True):
+    """`decisions/<inst>`: the group's last calls."""
+
+    calls: list[Call] = []
+
+
+class Kept(Record, frozen=True):
+    """The version that a replica holds, as one of its ranks knows it."""
+
+    ref: VersionRef
+    call: Number
+    layout: str
+    is_original: bool
+
+
+class ShardRecord(Record, frozen=True):
+    """`shards/<inst>/<rank>`: how to reach one process, and what it brings along. Written once."""
+
+    host: str
+    pid: Number
+    card: bytes  # opaque here: what p2p needs to connect
+    is_back: bool = False  # it had a seat in a complete group of this start, and lost it
+    kept: Kept | None = None
+    ended: list[Call] = []  # the calls whose end it knows
+    pending: Number = 0  # the number of the call it is in the middle of
+    ready: Call | None = None  # a publication that it did not wait for, as it would end

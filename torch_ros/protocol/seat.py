@@ -1,0 +1,150 @@
+"""One process's place in a replica's group, and how the group writes its decisions. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch_ros.errors import Fenced, SeatLost
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import Call, Decisions, GroupRecord, Holding, VersionRef
+from torch_ros.store.loops import Act
+from torch_ros.store.txn import Delete, Entry, Guard, Op, Put, Range, Txn, View, one
+
+CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
+CLOSED = "closed its handle"  # an orderly end
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in one incarnation of a replica."""
+
+    keys: Keys
+    replica: str
+    nonce: str
+    rank: int
+    world_size: int
+    run: str
+    run_number: int
+    lease_id: int
+    datacenter: str
+    spot: bool
+    drain_s: float  # how long readers may finish before the source goes on without them
+    unwaited: tuple[tuple[int, Call], ...] = ()  # by their ranks: publications not waited for
+
+    @property
+    def inst(self) -> str:
+        return k.instance(self.replica, self.nonce)
+
+    @property
+    def group(self) -> str:
+        return self.keys.group(self.replica)
+
+    @property
+    def decisions(self) -> str:
+        return self.keys.decisions(self.inst)
+
+    @property
+    def own(self) -> tuple[Range, ...]:
+        """The records that every step of a call looks at."""
+        return (one(self.group), one(self.decisions))
+
+    def done_by(self, call: Call) -> dict[int, str]:
+        """The ranks that did not wait for a publication, and show it; and what it has with them."""
+        return {
+            rank: ready.outcome.said
+            for rank, ready in self.unwaited
+            if rank != self.rank and (ready.number, ready.ref) == (call.number, call.ref)
+            if ready.outcome is not None
+        }
+
+    def holding(self, ref: VersionRef) -> str:
+        return self.keys.holding(ref.run, ref.version, self.inst)
+
+    def taken_back(self, view: View, call: Call) -> Txn:
+        """Undo a decision to replicate that no rank has acted on."""
+        assert call.ref is not None
+        calls = [c for c in calls_of(view, self) if c.number != call.number]
+        return Txn(
+            (view.unchanged(self.group), view.unchanged(self.decisions)),
+            (
+                Put(self.decisions, Decisions(calls).encode(), own_group(view, self).lease_id),
+                Delete(one(self.holding(call.ref))),
+            ),
+        )
+
+
+def own_group(view: View, seat: Seat) -> Entry:
+    """The group's record. Its lease is the anchor: all group-level records hang on it.
+
+    Raises:
+        SeatLost: This incarnation is no longer the living one.
+    """
+    entry = view.get(seat.group)
+    if entry is None:
+        reason = "its group record is gone (a rank died, or etcd lost its lease)"
+        raise SeatLost(seat.replica, reason)
+    group = GroupRecord.decode(entry.value, seat.group)
+    if group.nonce != seat.nonce:
+        is_own = k.family(group.nonce) == k.family(seat.nonce)
+        whose = "its ranks take their seats again" if is_own else "another start has taken its name"
+        raise (SeatLost if is_own else Fenced)(seat.replica, f"{whose} ({group.nonce})")
+    if group.left is not None:
+        raise Fenced(seat.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
+    return entry
+
+
+def find(view: View, seat: Seat, number: int) -> Call | None:
+    return next((call for call in calls_of(view, seat) if call.number == number), None)
+
+
+def calls_of(view: View, seat: Seat) -> tuple[Call, ...]:
+    entry = view.get(seat.decisions)
+    return _calls(entry.value, seat.decisions) if entry else ()
+
+
+@lru_cache(16)  # a call looks some five times at a record whose 64 calls take 0.1 ms to decode
+def _calls(value: bytes, key: str) -> tuple[Call, ...]:
+    return tuple(Decisions.decode(value, key).calls)
+
+
+def group_txn(
+    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
+) -> Txn:
+    """A transaction that writes `call` and everything that comes with it, or nothing (I3)."""
+    calls = [c for c in calls_of(view, seat) if c.number != call.number] + [call]
+    record = Put(
+        seat.decisions, Decisions(calls[-CALLS_KEPT:]).encode(), own_group(view, seat).lease_id
+    )
+    own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
+    return Txn((*own, *guards), (record, *ops))
+
+
+def recorded(
+    view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
+) -> Act[Call]:
+    return Act(group_txn(view, seat, call, guards, ops), lambda _: call)
+
+
+def recall(view: View, seat: Seat, number: int) -> Call | None:
+    """The group's call `number`, or None if nobody has made it yet.
+
+    Raises:
+        SeatLost: It was made, and is forgotten: it must not be decided again (I3).
+    """
+    numbers = {call.number for call in calls_of(view, seat)}
+    # Those written last are kept: one that stayed open for long may be older than what is not.
+    is_behind = number < max(numbers, default=0) - CALLS_KEPT // 2
+    if number not in numbers and len(numbers) == CALLS_KEPT and is_behind:
+        raise forgotten(seat, number)
+    return find(view, seat, number)
+
+
+def forgotten(seat: Seat, number: int) -> Fenced:
+    reason = f"call {number} is older than the {CALLS_KEPT} calls that the group remembers"
+    return Fenced(seat.replica, reason)
+
+
+def holding_put(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:
+    return Put(seat.holding(ref), holding.encode(), own_group(view, seat).lease_id)

@@ -1,0 +1,527 @@
+"""Keep one process's seat in its replica's group: take it, watch a neighbour, come back, leave.
+
+Knows the ledger that a rank brings along when it comes back, and no call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, Self, TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    BackendError,
+    ClosedError,
+    Contention,
+    Fenced,
+    NotAvailable,
+    SeatLost,
+    TorchRosError,
+)
+from torch_ros.protocol import membership
+from torch_ros.protocol.keys import family
+from torch_ros.protocol.ledger import Ledger, SeatState, Standing
+from torch_ros.protocol.membership import Applicant, Joined
+from torch_ros.protocol.patience import Outage, Patience
+from torch_ros.protocol.seat import Seat
+from torch_ros.store.kv import KV
+from torch_ros.store.latch import Latch
+from torch_ros.store.loops import Act, Done, Step, Wait, follow, settle
+from torch_ros.store.run import Reminder, run
+from torch_ros.store.session import Session
+from torch_ros.store.txn import Part, Range, Steps, View, one
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+NOTE_TTL_S = 10  # time enough for every peer to read it
+CLOSE_S = 2.0  # for its threads, which are told at once, to end
+LEAVE_S = 1.0  # for telling the peers; they notice anyway
+RETRY_S = 0.5  # between tries to come back
+
+
+class Seating:
+    """A seat that is kept: lease alive, neighbour watched, taken again when it is lost.
+
+    A rank that loses its lease, or whose neighbour does, comes back by itself: it asks for a new
+    lease, takes its seat in a new incarnation of the group, and brings its ledger along.
+    """
+
+    def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
+        self.kv, self._applicant, self.session = kv, applicant, session
+        self.ledger = Ledger(seat, applicant.retain)
+        self._alone_since_s: float | None = None  # etcd answers, peers are missing
+        self._lost_since_s = 0.0
+        self._is_away = False  # etcd did not answer when it last tried to come back
+        self._has_failed = False  # a call waited for the seat in vain
+        self._outage = Reminder()
+        self._surprises: set[type[Exception]] = set()
+        self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good
+        self._calling = threading.Lock()  # held while this rank makes a call
+        self._closing = Latch()
+        self._threads: list[threading.Thread] = []
+        self._watch()
+
+    @classmethod
+    def join(cls, kv: KV, applicant: Applicant, deadline: Deadline) -> Self:
+        """Take this rank's seat; returns once all ranks have theirs.
+
+        Raises:
+            UsageError: The ranks were given different world sizes.
+            SeatLost: Another incarnation took the name meanwhile.
+            DeadlineExceeded: Not all ranks came.
+        """
+        left_behind = ""
+        while True:
+            lease = _Lease(kv, applicant)
+            try:
+                seat = _take_seat(
+                    kv, lease.of(applicant), deadline, left_behind=left_behind, check=lease.check
+                )
+            except BaseException as error:
+                lease.session.close()
+                # Without its lease it loses all races, perhaps before the session notices.
+                if error is not lease.lost and not isinstance(error, Contention):
+                    raise
+                reason = lease.lost.reason if lease.lost else "its lease ended"
+                deadline.check(f"replica {applicant.replica!r} starts over: {reason}")
+                # Peers may have seen all ranks in their seats, and gone on.
+                left_behind = applicant.shared_nonce
+            else:
+                break
+        seating = cls(kv, applicant, lease.session, seat)
+        lease.fence = seating.fence
+        if not lease.session.is_valid():  # lost before there was anybody to tell
+            reason = "its lease ended while it joined"
+            lost = SeatLost(applicant.replica, reason)
+            seating.fence(lost, lease.session)
+        return seating
+
+    # Having a seat
+
+    @property
+    def seat(self) -> Seat:
+        return self.ledger.seat
+
+    @property
+    def retain(self) -> tuple[str, ...]:
+        return self._applicant.retain
+
+    @property
+    def ttl_s(self) -> int:
+        return self._applicant.ttl_s
+
+    @property
+    def is_closed(self) -> bool:
+        return self.ledger.is_closed
+
+    @property
+    def state(self) -> SeatState:
+        return self.ledger.standing.state
+
+    def check(self) -> None:
+        """Raises: SeatLost, ClosedError: This seat is lost, or given up."""
+        self.ledger.check()
+
+    def check_open(self) -> None:
+        """Raises: ClosedError: This seat was given up."""
+        self.ledger.check_open()
+
+    def check_final(self) -> None:
+        """Raises: SeatLost, ClosedError: This seat is lost for good, or given up."""
+        if self.state != "away":
+            self.check()
+        self.check_open()
+
+    def pause(self) -> None:
+        """Between tries; ends early when the seat is given up."""
+        self._closing.wait(RETRY_S)
+
+    def run(self, steps: Steps[T], deadline: Deadline) -> T:
+        """Perform what needs the seat.
+
+        Raises:
+            SeatLost, ClosedError: It is lost, or given up.
+        """
+        return run(steps, self.kv, deadline, check=self.check)
+
+    def ask(
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], deadline: Deadline
+    ) -> T:
+        """A question of this rank alone, seated or not; nothing is written down."""
+        steps = settle(deadline.what, ranges, rule)
+        return run(steps, self.kv, deadline, check=self.check_open)
+
+    def follow(
+        self, ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait], deadline: Deadline
+    ) -> T:
+        """As `ask`, of a question that every change may answer."""
+        return run(follow(ranges, rule), self.kv, deadline, check=self.check_open)
+
+    def await_seat(self, deadline: Deadline, patience: Patience | None = None) -> None:
+        """Wait until this rank has its seat, if it lost it and may come back.
+
+        Raises:
+            SeatLost: It does not come back, or not in time.
+        """
+        patience = patience or Patience()
+        while not self.is_closed:
+            settled = self._settled
+            with self.ledger.lock:
+                standing, now_s, outage = self.ledger.standing, time.monotonic(), self._outage_now()
+            if standing.state == "seated":
+                break
+            left_s = min(deadline.left_s(), patience.left_s(outage, now_s - deadline.started_s))
+            if standing.state == "away" and left_s > 0:
+                settled.wait(min(left_s, RETRY_S))
+                continue
+            if standing.state == "away" and patience.is_usual:
+                # A caller that tries again at once shall not keep a core busy.
+                if self._has_failed and settled.wait(RETRY_S):
+                    continue
+                self._has_failed = True
+            raise standing.error(self.seat.replica)
+        self.check_open()
+
+    def _outage_now(self) -> Outage:
+        now_s, alone_since_s = time.monotonic(), self._alone_since_s
+        return Outage(
+            self.ttl_s,
+            now_s - self._lost_since_s,
+            None if alone_since_s is None else now_s - alone_since_s,
+            is_away=self._is_away,
+            has_failed=self._has_failed,
+        )
+
+    # Watching over a neighbour
+
+    def _watch(self) -> None:
+        self.start(f"torch_ros watches {self.seat.inst}", partial(self._watch_over, self.seat))
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """A thread that `close` waits for, a little."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self.ledger.lock:
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+            thread.start()
+
+    def _watch_over(self, seat: Seat) -> None:
+        forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
+        ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
+
+        def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
+            def check() -> None:
+                self.check()
+                if self.seat is not seat:
+                    raise ClosedError("an earlier seat")
+
+            return run(settle("watch", ranges, rule), self.kv, forever, check=check)
+
+        while True:
+            try:
+                lost = ask(ranges, partial(membership.watch_over, seat=seat))
+                if lost is None:
+                    everything = (*seat.own, seat.keys.holdings())
+                    lost = ask(everything, partial(membership.expel, seat=seat))
+            except (ClosedError, SeatLost):
+                return
+            except TorchRosError as error:
+                reason = f"it cannot be watched over: {error}"
+                lost = SeatLost(seat.replica, reason)
+            except Exception as error:  # noqa: BLE001  # without this thread nobody is watched
+                self._surprised(forever.what, error)
+                self.pause()
+                continue
+            break
+        if self.seat is seat:
+            self.fence(lost)
+
+    def _surprised(self, what: str, error: Exception) -> None:
+        """A mistake of ours must not end a thread that nothing replaces. Each kind is said once."""
+        if type(error) not in self._surprises:
+            self._surprises.add(type(error))
+            log.error("%s goes on after an error that was not expected", what, exc_info=error)
+
+    # Losing the seat, and taking it again
+
+    def fence(self, lost: SeatLost, session: Session | None = None) -> None:
+        """Lose the seat. The records that this rank still has in the store go."""
+        if self.state != "seated" or self.is_closed:
+            return
+        # By the thread that sees to what follows: or Ctrl-C might come between, and nobody would.
+        is_done = Latch()
+        leave = partial(self._leave_seat, lost, session, is_done)
+        self.start(f"torch_ros seats {self.seat.replica}", leave)
+        while not is_done.wait(RETRY_S):
+            pass
+
+    def _leave_seat(self, lost: SeatLost, session: Session | None, is_done: Latch) -> None:
+        try:
+            with self.ledger.lock:
+                if self.state != "seated" or self.is_closed:
+                    return
+                if session is not None and session is not self.session:
+                    return  # of an earlier seat
+                self._settled = Latch()
+                self.ledger.lose(lost)
+                self._lost_since_s, self._outage = time.monotonic(), Reminder()
+                self._outage.is_due()  # that the seat is lost is said at once
+                self._alone_since_s, self._is_away, self._has_failed = None, False, False
+        finally:
+            is_done.set()
+        is_gone = isinstance(lost, Fenced)
+        level = logging.INFO if isinstance(lost, Fenced) and lost.is_orderly else logging.WARNING
+        outlook = "this handle is fenced" if is_gone else "it takes its seat again"
+        log.log(level, "replica %r: %s; %s", self.seat.replica, lost.reason, outlook)
+        if is_gone:
+            self._let_go()
+        else:
+            self._come_back()
+
+    def _let_go(self) -> None:
+        with self._calling:  # its ready record says to this rank how the running call ended
+            self.session.close()
+
+    def _come_back(self) -> None:
+        """Take this rank's seat again, for as long as that takes; until close."""
+        self.session.close()
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            pause_s = RETRY_S
+            try:
+                self._take_seat_again()
+            except SeatLost as lost:
+                if isinstance(lost, Fenced):
+                    with self.ledger.lock:
+                        self.ledger.standing = Standing.of(lost)
+                        self._settled.set()
+                    log.warning("%s", lost)
+                    return
+            except (BackendError, NotAvailable) as error:
+                self._is_away = True
+                if self._outage.is_due():
+                    log.warning(
+                        "replica %r cannot take its seat, for %.0f s now: %s",
+                        self.seat.replica,
+                        self._outage.lasts_s,
+                        error,
+                    )
+            except ClosedError:
+                return
+            except Exception as error:  # noqa: BLE001  # without this thread it never comes back
+                self._surprised(f"taking the seat of replica {self.seat.replica!r} again", error)
+            else:
+                return
+
+    def _take_seat_again(self) -> None:
+        old, applicant = self.seat, self._applicant
+        self._alone_since_s = None
+        lease = _Lease(self.kv, applicant, self.fence)
+        with self.ledger.lock:
+            self._alone_since_s, self._is_away = time.monotonic(), False
+            shard, told = self.ledger.brought(applicant.shard)
+
+        def check() -> None:
+            self.check_open()
+            lease.check()
+
+        try:
+            what = f"taking the seat of replica {applicant.replica!r} again"
+            back = dataclasses.replace(
+                lease.of(applicant), shard=shard, run=old.run, run_number=old.run_number
+            )
+            seat = _take_seat(
+                self.kv, back, Deadline(what, math.inf), left_behind=old.nonce, check=check
+            )
+        except BaseException:
+            lease.session.close()
+            raise
+        with self.ledger.lock:
+            if self.ledger.has_changed(told) and lease.lost is None:
+                reason = "it made calls meanwhile"
+                lease.lost = SeatLost(applicant.replica, reason)
+                self._lost_since_s, self._has_failed = time.monotonic(), False  # it is back soon
+            is_seated = not (self.is_closed or lease.lost)
+            if is_seated:
+                self.session = lease.session
+                self.ledger.regain(seat)
+                self._settled.set()
+        if not is_seated:
+            lease.session.close()
+            check()
+        log.warning(
+            "replica %r has its seat again, as %s, after %.1f s",
+            applicant.replica,
+            seat.inst,
+            self._outage.lasts_s,
+        )
+        self._watch()
+
+    # Giving the seat up
+
+    def close(self, last: Callable[[], bool] = lambda: False) -> None:
+        """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
+
+        This ends the replica for its other ranks too.
+
+        Args:
+            last: Done before that, when calls raise already. Whether the group has left by it.
+        """
+        if self.is_closed:
+            return
+        with self.ledger.lock:
+            self.ledger.is_closed = True
+            self._closing.set()
+            self._settled.set()
+        has_left = False
+        try:
+            try:
+                has_left = last()
+            finally:
+                if self.seat.world_size > 1 and not (has_left or self.state == "gone"):
+                    self._leave()
+        except TorchRosError as error:
+            log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
+        finally:  # nobody calls this again, should Ctrl-C come
+            self.session.close()
+            self.kv.close()
+        # One that is inside grpc when the interpreter ends takes the process down with it.
+        until_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _leave(self) -> None:
+        # The note outlives this rank's lease, which may be the one that the group's records have.
+        lease_id, _ = self.kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
+        rule = partial(membership.leave, seat=self.seat, note_lease_id=lease_id)
+        steps = settle("close", membership.leave_ranges(self.seat), rule)
+        run(steps, self.kv, Deadline("close", LEAVE_S))
+
+
+class _Lease:
+    """A lease for a seat. Before the seat is taken, losing the lease only ends the taking."""
+
+    def __init__(
+        self,
+        kv: KV,
+        applicant: Applicant,
+        fence: Callable[[SeatLost, Session], None] = lambda *_: None,
+    ) -> None:
+        self.lost: SeatLost | None = None
+        self.fence, self._replica = fence, applicant.replica
+        self.session = Session(
+            kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
+        )
+
+    def of(self, applicant: Applicant) -> Applicant:
+        return dataclasses.replace(applicant, lease_id=self.session.lease_id)
+
+    def check(self) -> None:
+        """Raises: SeatLost: The lease ended."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _on_lost(self, reason: str) -> None:
+        self.lost = SeatLost(self._replica, reason)
+        self.fence(self.lost, self.session)
+
+
+def _at_most_once(
+    create: Callable[[View], Step[bool | None]],
+) -> Callable[[View], Step[bool | None]]:
+    """`create`, which does not act again.
+
+    If the reply to its first attempt was lost, a group with that nonce may have been there, used by
+    another start of the same replica, and replaced since.
+    """
+    has_acted = False
+
+    def once(view: View) -> Step[bool | None]:
+        nonlocal has_acted
+        step = create(view)
+        if not isinstance(step, Act):
+            return step
+        if has_acted:
+            return Done(None)
+        has_acted = True
+        return step
+
+    return once
+
+
+def _take_seat(
+    kv: KV,
+    applicant: Applicant,
+    deadline: Deadline,
+    *,
+    left_behind: str = "",
+    check: Callable[[], None],
+) -> Seat:
+    """The seat of this rank in a complete group.
+
+    Args:
+        left_behind: The nonce under which it had one before, or may have had.
+    """
+
+    def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
+        return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
+
+    shared = applicant.shared_nonce
+    while True:
+        nonce = shared or secrets.token_hex(4)
+        if left_behind:
+            nonce = f"{family(left_behind)}.{secrets.token_hex(4)}"
+        fresh_run = f"run-{secrets.token_hex(4)}"
+        who = dataclasses.replace(
+            applicant, nonce=nonce, left_behind=left_behind, fresh_run=fresh_run
+        )
+        found = ask((one(who.group),), partial(membership.find_group, who=who)) or _created(
+            who, ask
+        )
+        joined = _joined(who, found, ask) if found else None
+        if joined is not None:
+            return membership.seat_of(who, joined)
+        left_behind = left_behind or shared
+
+
+class _Ask(Protocol):
+    def __call__(
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], /
+    ) -> T: ...
+
+
+def _created(who: Applicant, ask: _Ask) -> str:
+    """The nonce of the group that was made, or that a peer made; "": another is needed."""
+    create: Callable[[View], Step[bool | None]] = partial(membership.create_group, who=who)
+    if not who.is_shared or who.left_behind:
+        create = _at_most_once(create)  # with this nonce: there are others
+    is_replaced = ask(membership.open_ranges(who), create)
+    if is_replaced:
+        there = ask((who.keys.shards_of(who.replica),), membership.processes)
+        log.warning(
+            "replica %r was already there, in %s, and is replaced by %s:%d; if both are "
+            "wanted, give them different names",
+            who.replica,
+            ", ".join(there) or "a process that has ended since",
+            who.shard.host,
+            who.shard.pid,
+        )
+    return "" if is_replaced is None else who.nonce
+
+
+def _joined(who: Applicant, nonce: str, ask: _Ask) -> Joined | None:
+    """This rank's seat, once all ranks have theirs; None: that group is gone."""
+    ranges = membership.join_ranges(who, nonce)
+    rule = partial(membership.join, who=who, nonce=nonce)
+    joined = ask(ranges, rule)
+    while joined is not None and not joined.is_complete:
+        joined = ask(ranges, rule)
+    return joined

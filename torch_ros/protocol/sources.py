@@ -1,0 +1,432 @@
+"""Whom a replica reads from. Pure.
+
+Birth order is the topology: a filling holding is created in the transaction that decides the call,
+so create revisions order all newcomers of a version without a conflict, and the k-th of those that
+have no source yet takes the k-th free holding that is older than itself, full or still filling. A
+burst so forms chains in which each source feeds one reader (TensorHub calls it a relay, and has a
+server decide it). Only full or older sources are ever read from, so nobody reads, by whatever
+detour, from itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_ros.errors import BackendError, SourceLost
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.readable import keyed, nobody, readable
+from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, Suspect, VersionRef
+from torch_ros.protocol.seat import Seat, find, own_group, recorded
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import (
+    Delete,
+    Entry,
+    Get,
+    Guard,
+    Part,
+    Put,
+    Range,
+    Txn,
+    Unseen,
+    View,
+    one,
+    some,
+    under,
+)
+
+DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
+SOURCES_MAX = 4  # that one replica reads from at the same time
+NEIGHBOURS = 8  # among many replicas, a source is chosen from so many older ones
+TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source, as it was when this rank put its reader record."""
+
+    inst: str
+    mark: int  # what its processes show with what they have
+    born: int  # when its holding was created; one that is made anew has another place
+    is_full: bool
+    shards: tuple[ShardRecord, ...]
+    call: int = 0  # of its group, that made the holding
+
+    @property
+    def insts(self) -> tuple[str, str]:
+        """Its name, and the one under which the same processes offer the same when it has ended."""
+        return self.inst, k.lingering_of(self.inst, self.call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    holding: Holding
+    entry: Entry
+    readers: int
+    depth: int
+
+
+def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range | Part, ...]:
+    """The ranges that a source is chosen from."""
+    keys = seat.keys
+    return (
+        *seat.own,
+        one(seat.holding(ref)),
+        some(keys.holdings_of(ref.run, ref.version)),
+        some(keys.readers_for(ref.run, ref.version)),
+        keys.suspects(),
+    )
+
+
+def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
+    """The group's first source, chosen by the rank that decided the call.
+
+    Returns the call with its source; None: nobody has the version any more and the decision is
+    taken back, so decide again. Guarded on the source's holding being what it was and, if it was
+    free, on nobody having claimed it meanwhile (I8).
+    """
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is None:
+        return Done(None)
+    if current.sources or current.outcome is not None:
+        return Done(current)
+    if current.by != seat.rank:
+        return Wait(f"rank {current.by} chooses a source", seat.own)
+    ref = current.ref
+    assert ref is not None
+    candidates = _candidates(view, seat, ref)
+    if not candidates:
+        return Act(seat.taken_back(view, current), lambda _: None)
+    choice = _predicted(view, seat, ref, candidates)
+    is_free = not candidates[choice].readers
+    guards, claimed = claim_of(view, seat, current.number, ref, choice, is_free=is_free)
+    return recorded(view, seat, current.with_sources(choice), guards, (claimed,))
+
+
+def claim_of(
+    view: View, seat: Seat, number: int, ref: VersionRef, source: str, *, is_free: bool
+) -> tuple[tuple[Guard, ...], Put]:
+    """The record that claims a source, and the guards under which it may."""
+    anchor, keys = own_group(view, seat).lease_id, seat.keys
+    key = keys.reader_group(ref.run, ref.version, source, seat.inst)
+    guards: list[Guard] = [view.unchanged(keys.holding(ref.run, ref.version, source))]
+    if is_free:
+        guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
+    return tuple(guards), Put(key, Reader(number).encode(), anchor)
+
+
+def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
+    """Full sources that nobody reads from, if no other replica is seen that looks for one.
+
+    Half of them at most, so that the next newcomer finds one too.
+    """
+    holdings = _seen_holdings(view, seat, ref)
+    if any(holding.state == "filling" for holding, _ in holdings.values()):
+        return []
+    candidates, suspected = _known(view, seat, ref, holdings, None), suspects(view, seat.keys)
+    free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
+    near = [i for i in free if candidates[i].holding.datacenter == seat.datacenter]
+    near.sort(key=lambda inst: candidates[inst].entry.create_rev)
+    return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
+
+
+def _seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
+    found = view.seen(seat.keys.holdings_of(ref.run, ref.version))
+    return {
+        where.inst: (holding, entry)
+        for _, where, holding, entry in readable(found, k.parse_holding, Holding)
+    }
+
+
+def _is_source(
+    seat: Seat, ref: VersionRef, inst: str, holding: Holding, entry: Entry, own: Entry | None
+) -> bool:
+    """Whether it may be read from: full, or a relay that is older than this replica."""
+    if holding.uid != ref.uid or k.is_of(inst, seat.inst):
+        return False
+    is_older = own is not None and entry.create_rev < own.create_rev
+    return holding.state == "full" or (holding.state == "filling" and holding.is_relay and is_older)
+
+
+def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
+    keys = seat.keys
+    ranges = (keys.holdings_of(ref.run, ref.version), keys.readers_for(ref.run, ref.version))
+    return all(map(view.shows, ranges))
+
+
+def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
+    """Everybody who could be read from; among many, the next older ones and the oldest.
+
+    Raises:
+        Unseen: It takes a look at those first, and at their readers.
+    """
+    own, holdings = view.get(seat.holding(ref)), _seen_holdings(view, seat, ref)
+    found = _known(view, seat, ref, holdings, own)
+    if _is_whole(view, seat, ref):
+        return found
+    born = own.create_rev if own else 0
+    there = seat.keys.holdings_of(ref.run, ref.version)
+    parts = (Part(there, NEIGHBOURS, before=born), Part(there, NEIGHBOURS, is_oldest=True))
+    by_age = sorted(holdings, key=lambda inst: holdings[inst][1].create_rev)
+    older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
+    near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
+    readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
+    if not found or not {*parts} <= {*view.asked} or not all(map(view.shows, readers)):
+        raise Unseen(*parts, *readers)
+    return found
+
+
+def _known(
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    holdings: Mapping[str, tuple[Holding, Entry]],
+    own: Entry | None,
+) -> dict[str, _Candidate]:
+    """Those of `holdings` that could be read from, and whose readers are in view."""
+    sources: dict[str, str] = {}  # reader -> whom it reads from
+    readers: dict[str, set[str]] = {}
+    seen = view.seen(seat.keys.readers_for(ref.run, ref.version))
+    for _, (source, reader, _), _ in keyed(seen, k.parse_reader):
+        readers.setdefault(source, set()).add(reader)
+        sources[reader] = source
+    return {
+        inst: _Candidate(holding, entry, len(readers.get(inst, ())), _depth(inst, sources))
+        for inst, (holding, entry) in holdings.items()
+        if _is_source(seat, ref, inst, holding, entry, own)
+        and view.shows(seat.keys.readers_of(ref.run, ref.version, inst))
+    }
+
+
+def _depth(inst: str, sources: Mapping[str, str]) -> int:
+    depth = 0
+    while (inst := sources.get(inst, "")) and depth < DEPTH_MAX:
+        depth += 1
+    return depth
+
+
+def _predicted(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str:
+    """The source that no other newcomer should choose now; else the best."""
+    suspected = suspects(view, seat.keys)
+    unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
+    if _is_whole(view, seat, ref):
+        choice = _by_count(view, seat, ref, unsuspected)
+    else:
+        choice = _by_place(view, seat, ref, unsuspected)
+    return choice or _best(candidates, suspected, seat, {})
+
+
+def _by_count(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str | None:
+    """The k-th free candidate, if this is the k-th that is looking for one."""
+    own = view.get(seat.holding(ref))
+    assert own is not None
+    reads = view.within(seat.keys.readers_for(ref.run, ref.version))
+    has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
+    before = sum(
+        entry.create_rev < own.create_rev and holding.state == "filling" and inst not in has_source
+        for inst, (holding, entry) in _seen_holdings(view, seat, ref).items()
+    )
+    free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
+    # Sources of the own datacenter first; among those a full one starts at once.
+    free.sort(
+        key=lambda inst: (
+            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].holding.state != "full",
+            candidates[inst].entry.create_rev,
+        )
+    )
+    return free[before] if before < len(free) else None
+
+
+def _by_place(
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+) -> str | None:
+    """The h-th of those that are older than this replica, from the next one on, if h are full.
+
+    Each newcomer has another: the first h the full ones, then everyone who came h before it. That
+    takes no look at who has found a source already, which among many is a lot to read.
+    """
+    own = view.get(seat.holding(ref))
+    assert own is not None
+    heads = sum(found.holding.state == "full" for found in candidates.values())
+    older = [i for i, found in candidates.items() if found.entry.create_rev < own.create_rev]
+    near = [i for i in older if candidates[i].holding.datacenter == seat.datacenter] or older
+    near.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
+    turn = max(0, min(heads, NEIGHBOURS) - 1)
+    return next((i for i in (*near[turn:], *near[:turn]) if not candidates[i].readers), None)
+
+
+def suspects(view: View, keys: Keys) -> set[str]:
+    """The instances from which a transfer failed a moment ago."""
+    return {inst for _, inst, _ in keyed(view.within(keys.suspects()), k.parse_suspect)}
+
+
+def _best(
+    candidates: Mapping[str, _Candidate],
+    suspected: set[str],
+    seat: Seat,
+    tried: Mapping[str, int],
+) -> str:
+    """A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer."""
+    return min(
+        candidates,
+        key=lambda inst: (
+            tried.get(inst, 0),
+            inst in suspected,
+            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].depth >= DEPTH_MAX,
+            candidates[inst].readers,
+            candidates[inst].holding.state != "full",
+            candidates[inst].entry.create_rev,
+        ),
+    )
+
+
+def choose_again(
+    view: View, seat: Seat, call: Call, tried: Mapping[str, int], lost: SourceLost
+) -> Step[str]:
+    """Another source for this rank, whose last one was `lost`. Ranks need not choose the same.
+
+    Raises:
+        SourceLost: There is none, or the peers have ended the call.
+    """
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    candidates = {
+        inst: found
+        for inst, found in _candidates(view, seat, call.ref).items()
+        if tried.get(inst, 0) < TRIES_MAX
+    }
+    if not candidates:
+        if not _is_whole(view, seat, call.ref):
+            raise Unseen
+        raise lost
+    return Done(_best(candidates, suspects(view, seat.keys), seat, tried))
+
+
+def raise_if_ended(view: View, seat: Seat, call: Call) -> None:
+    current = find(view, seat, call.number)
+    if current is not None and current.outcome is not None and current.outcome.failure is not None:
+        raise current.outcome.failure.error()  # a peer gave up
+
+
+def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    return (
+        *seat.own,
+        one(keys.holding(ref.run, ref.version, source)),
+        one(seat.holding(ref)),
+        one(keys.ready(seat.inst, call.number, seat.rank)),
+        one(keys.reader_group(ref.run, ref.version, source, seat.inst)),
+        one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)),
+        keys.shards(source),
+    )
+
+
+def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
+    """Announce that this rank reads from `source`; then learn how to reach its processes.
+
+    One that began to drain after the group claimed it waits for the group.
+
+    Raises:
+        SourceLost: The source, or one of its processes, is gone (I7).
+    """
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    held = keys.holding(ref.run, ref.version, source)
+    entry, own = view.get(held), view.get(seat.holding(ref))
+    is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
+    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+    if entry is None:
+        raise left
+    try:
+        holding, born = Holding.decode(entry.value, held), entry.create_rev
+    except BackendError as error:
+        raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
+    is_waiting = holding.state == "draining" and is_claimed
+    if not (is_waiting or _is_source(seat, ref, source, holding, entry, own)):
+        raise left
+
+    def learn(shards: Mapping[str, Entry]) -> Source:
+        found = {rank: s for _, rank, s, _ in readable(shards.items(), k.parse_rank, ShardRecord)}
+        records = tuple(found[rank] for rank in range(holding.world_size) if rank in found)
+        if len(records) < holding.world_size:
+            reason = f"{len(records)} of its {holding.world_size} processes are alive"
+            raise SourceLost(k.replica_of(source), reason, 0, 0)
+        is_full = holding.state != "filling"
+        return Source(source, holding.mark, born, is_full, records, holding.call)
+
+    key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
+    if view.get(key):  # put before, and the reply was lost
+        return Done(learn(dict(view.within(keys.shards(source)))))
+    # A request that applies late, when this rank is done or has given up, must not leave a record.
+    ready = keys.ready(seat.inst, call.number, seat.rank)
+    unchanged = (held, seat.holding(ref), ready, key)
+    txn = Txn(
+        tuple(map(view.unchanged, unchanged)),
+        (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),
+    )
+
+    def learned(results: tuple[Mapping[str, Entry] | int, ...]) -> Source:
+        assert not isinstance(results[0], int)
+        return learn(results[0])
+
+    return Act(txn, lambda reply: learned(reply.results))
+
+
+def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
+    """Where the holdings of a source are, also when its processes have taken their seats again."""
+    keys = (seat.keys.holding(ref.run, ref.version, k.first_of(inst)) for inst in source.insts)
+    return tuple(range_ for key in keys for range_ in (one(key), under(f"{key}.")))
+
+
+def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
+    """Whether a source that makes no progress may still make some.
+
+    Processes that came back with the whole version show it with the mark that they had, and who
+    reads from them need not notice. Those that are filling are younger than their readers then.
+    """
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    for range_ in there_ranges(seat, call.ref, source):
+        for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
+            is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
+            is_same = source.is_full or is_born_then or k.lingers(where.inst)
+            if is_same and holding.mark == source.mark:
+                return Done(value=True)
+    return Done(value=False)
+
+
+def has_other(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+) -> Step[bool]:
+    """Whether somebody else has the version, and failed this rank no more often than `source`."""
+    own_group(view, seat)
+    raise_if_ended(view, seat, call)
+    assert call.ref is not None
+    others = _candidates(view, seat, call.ref).keys() - {source.inst} - suspects(view, seat.keys)
+    return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
+
+
+def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:
+    """Leave a source that failed: others shall prefer another one for a while (I8, load only)."""
+    ref, keys = call.ref, seat.keys
+    assert ref is not None
+    return Txn(
+        ops=(
+            Delete(one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))),
+            Delete(one(keys.reader_group(ref.run, ref.version, source, seat.inst))),
+            Put(keys.suspect(source, seat.inst), Suspect(reason).encode(), suspect_lease_id),
+        )
+    )

@@ -1,0 +1,250 @@
+"""Which versions there are, what `latest` means, and which must not be lost. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch_ros.errors import UsageError, VersionNotFound
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.readable import keyed, readable
+from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
+from torch_ros.store.loops import Wait
+from torch_ros.store.txn import (
+    Part,
+    Range,
+    Unseen,
+    View,
+    one,
+    some,
+)
+
+HOLDERS_MAX = 8  # that are looked at to see that a version is available
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which version: an absolute number, or the `back`-th newest that is available."""
+
+    absolute: int | None = None
+    back: int = 0
+
+    @classmethod
+    def parse(cls, version: int | str) -> Spec:
+        if isinstance(version, int) and not isinstance(version, bool):
+            return cls(absolute=check_version(version))
+        if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-([0-9]{1,9}))?", version)):
+            return cls(back=int(m[1] or 0))
+        raise UsageError(f"version {version!r}: expected a number >= 0, 'latest' or 'latest-<k>'")
+
+    def __str__(self) -> str:
+        if self.absolute is not None:
+            return str(self.absolute)
+        return f"latest-{self.back}" if self.back else "latest"
+
+
+def check_version(version: object) -> int:
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise UsageError(f"version {version!r}: expected an int, found {type(version).__name__}")
+    if not 0 <= version <= k.VERSION_MAX:
+        raise UsageError(f"version {version}: expected 0 <= version <= {k.VERSION_MAX}")
+    return version
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableVersion:
+    """A version that can be read now, and from whom."""
+
+    ref: VersionRef
+    holdings: Mapping[str, Holding]  # inst -> its full holding, of those that were seen
+
+
+def shows_all(view: View, keys: Keys, offer: AvailableVersion) -> bool:
+    """Whether nobody else has the version."""
+    return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
+
+
+def first_holders(keys: Keys, run: str, version: int) -> Part:
+    """The holdings that came first, which are the first to be full."""
+    return Part(keys.holdings_of(run, version), HOLDERS_MAX, is_oldest=True)
+
+
+def spec_ranges(keys: Keys) -> tuple[Range | Part, ...]:
+    """The ranges that a version is resolved from."""
+    return (keys.runs(), keys.versions(), some(keys.holdings()))
+
+
+def newer_ranges(keys: Keys) -> tuple[Range | Part, ...]:
+    """What `newer` is decided from. Mostly there is nothing new, and the records say so."""
+    return (keys.runs(), keys.versions(), Part(keys.holdings(), 1))
+
+
+def run_numbers(view: View, keys: Keys) -> dict[str, int]:
+    """The runs and their numbers; newer ones have greater numbers."""
+    found = readable(view.within(keys.runs()), k.parse_run, RunRecord)
+    return {name: run.number for _, name, run, _ in found}
+
+
+def _records(view: View, keys: Keys) -> Iterator[tuple[VersionRef, VersionRecord]]:
+    numbers = run_numbers(view, keys)
+    found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
+    for _, (run, number), record, _ in found:
+        yield VersionRef(run, number, record.uid, numbers.get(run, 0)), record
+
+
+def offered(view: View, keys: Keys) -> list[list[AvailableVersion]]:
+    """The available versions: runs from the newest, versions from the newest, none empty."""
+    full: dict[tuple[str, int], dict[str, Holding]] = {}
+    for _, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
+        if holding.state == "full":
+            full.setdefault((where.run, where.version), {})[where.inst] = holding
+    by_run: dict[str, list[AvailableVersion]] = {}
+    for ref, record in _records(view, keys):
+        there = full.get((ref.run, ref.version), {})
+        holdings = {inst: held for inst, held in there.items() if held.uid == record.uid}
+        if holdings:
+            by_run.setdefault(ref.run, []).append(AvailableVersion(ref, holdings))
+    runs = sorted(by_run.values(), key=lambda offers: offers[0].ref.order, reverse=True)
+    return [sorted(offers, key=lambda offer: offer.ref.order, reverse=True) for offers in runs]
+
+
+def listing(view: View, keys: Keys) -> dict[int, set[str]]:
+    """The available versions of the newest run that has one, and the replicas that hold them."""
+    newest = next(iter(offered(view, keys)), [])
+    return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
+
+
+def resolve(
+    view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None
+) -> AvailableVersion | Wait:
+    """The version that `spec` means now, never one older than `floor`.
+
+    Raises:
+        VersionNotFound: An absolute version that is gone; waiting would not bring it back.
+    """
+    if not view.shows(keys.holdings()):
+        glimpsed = _glimpsed(view, keys, spec)
+        if isinstance(glimpsed, Wait):
+            return glimpsed
+        if glimpsed and (floor is None or glimpsed.ref.order >= floor.order):
+            return glimpsed
+    runs = offered(view, keys)
+    newest = next(iter(runs), [])
+    if spec.absolute is None:
+        return _relative(keys, spec, runs, floor)
+    for offer in newest:
+        if offer.ref.version == spec.absolute:
+            return offer
+    run = newest[0].ref.run if newest else _newest_run(view, keys)
+    asked = keys.version(run, spec.absolute)
+    if entry := view.get(asked):
+        VersionRecord.decode(entry.value, asked)  # what is asked for cannot be passed over
+    there = published(view, keys, run)
+    holders = view.within(keys.holdings_of(run, spec.absolute))
+    filling = [
+        key
+        for key, _, holding, _ in readable(holders, k.parse_holding, Holding)
+        if holding.state == "filling"
+    ]
+    if filling or spec.absolute > max(there, default=-1):
+        return _wait_for_version(keys, runs, _not_yet(spec), *filling[:1])
+    available = sorted(offer.ref.version for offer in newest)
+    found = available or "none"
+    reason = f"it was published before and no replica holds it now; available: {found}"
+    raise VersionNotFound(keys.model, str(spec.absolute), reason)
+
+
+def _newest_record(view: View, keys: Keys) -> VersionRef | None:
+    """The newest version that was ever published in full: none above it can be available."""
+    refs = (ref for ref, record in _records(view, keys) if record.layout)
+    return max(refs, key=lambda ref: ref.order, default=None)
+
+
+def _not_yet(spec: Spec) -> str:
+    return f"version {spec.absolute} is not published yet"
+
+
+def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | None:
+    """The version that `spec` means, if a few holdings are enough to tell; None: they are not.
+
+    The run of the newest record is the one that counts if anything of it is available.
+    """
+    newest = _newest_record(view, keys)
+    if newest is None or spec.back:
+        return None
+    number = newest.version if spec.absolute is None else spec.absolute
+    refs = [ref for ref, _ in _records(view, keys)]
+    if len({ref.run for ref in refs}) == 1 and number > max(ref.version for ref in refs):
+        return Wait(_not_yet(spec), (keys.versions(),))  # its record comes first
+    ref = next((r for r in refs if (r.run, r.version) == (newest.run, number)), None)
+    if ref is None:
+        return None
+    holders = keys.holdings_of(ref.run, ref.version)
+    holdings = {
+        where.inst: holding
+        for _, where, holding, _ in readable(view.seen(holders), k.parse_holding, Holding)
+        if holding.state == "full" and holding.uid == ref.uid
+    }
+    if not holdings and not view.shows(holders):
+        raise Unseen(first_holders(keys, ref.run, ref.version))
+    return AvailableVersion(ref, holdings) if holdings else None
+
+
+def published(view: View, keys: Keys, run: str) -> list[int]:
+    """The versions of a run, less those of publications that never came to be."""
+    held = {
+        where.version for _, where, _ in keyed(view.within(keys.holdings(run)), k.parse_holding)
+    }
+    found = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
+    return [number for _, (_, number), record, _ in found if record.layout or number in held]
+
+
+def _relative(
+    keys: Keys, spec: Spec, runs: list[list[AvailableVersion]], floor: VersionRef | None
+) -> AvailableVersion | Wait:
+    newest = next(iter(runs), [])
+    if len(newest) <= spec.back:
+        have = f"{len(newest)} available" if newest else "none is available yet"
+        return _wait_for_version(keys, runs, f"{spec} of model {keys.model!r}: {have}")
+    offer = newest[spec.back]
+    if floor is not None and offer.ref.order < floor.order:
+        reason = f"{spec}: version {floor.version} is not available again"
+        return _wait_for_version(keys, runs, reason)
+    return offer
+
+
+def _wait_for_version(
+    keys: Keys, runs: list[list[AvailableVersion]], reason: str, *because: str
+) -> Wait:
+    """Whatever makes a version available writes its record, so that is what is watched.
+
+    Args:
+        because: Holdings without which there were nothing to wait for.
+    """
+    if len(runs) > 1:  # the newest run counts for as long as it has this one
+        offer = runs[0][0]
+        because = (*because, keys.holding(offer.ref.run, offer.ref.version, min(offer.holdings)))
+    return Wait(reason, (keys.versions(), *map(one, because)))
+
+
+def _newest_run(view: View, keys: Keys) -> str:
+    numbers = run_numbers(view, keys)
+    return max(numbers, key=lambda run: (numbers[run], run), default="")
+
+
+def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
+    """The version that `spec` means now, if it is newer than `held` (absolute: another one). Never
+    waits.
+    """
+    if spec.absolute == held.version:
+        return None
+    if spec.absolute is None and _newest_record(view, keys) == held:
+        return None
+    offer = resolve(view, keys, spec)
+    if isinstance(offer, Wait):
+        return None
+    # Equal in number and not in content: it was published again after the store had forgotten it.
+    is_wanted = offer.ref.order >= held.order if spec.absolute is None else True
+    return offer if is_wanted and offer.ref != held else None

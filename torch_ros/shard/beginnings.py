@@ -1,0 +1,151 @@
+"""Calls of DCP from where they begin: each uses one number of the group, whatever becomes of it.
+
+dcp asks planner and storage one after the other and tells no hook of an error. A rank on which one
+raised would never make the group's call that its peers wait in, and would be one behind for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch_ros.errors import CallAborted, TorchRosError
+from torch_ros.protocol.group import Group
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0  # planning takes seconds; the peers wait
+LOOK_S = 0.5  # a call that is quicker costs nothing
+LOOK_MAX_S = 4.0  # between two looks whether all ranks have begun
+
+
+@dataclass(eq=False)
+class Beginning:
+    """One call of DCP on this rank. It has `begun` until it comes to write_data or read_data."""
+
+    asked: str
+    number: int  # of the group's next call when it began
+    storage: weakref.ref[object]  # the writer or reader
+    thread: int
+    left_s: float  # the last hook
+    is_in_hook: bool = False
+    state: Literal["begun", "here", "over"] = "begun"
+    failure: TorchRosError | None = None  # with which it was ended before it came
+    told: str = ""  # the incarnation whose records say that it has begun
+    looked_s: float = 0.0  # when it was last asked for
+    all_s: float | None = None  # when not all had begun yet; the last one did right after
+
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        """Within a hook of this storage, which may take its time, nobody is impatient."""
+        self.is_in_hook = True
+        try:
+            yield
+        finally:
+            self.is_in_hook = False
+            self.touch()
+
+    def touch(self) -> None:
+        """Note that dcp is alive."""
+        self.left_s = time.monotonic()
+
+    def come(self, call: Callable[[], T]) -> T:
+        """Make the save or load itself.
+
+        Raises:
+            CallAborted: Too late: it was ended, for all ranks.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self.state = "here"
+        try:
+            return call()
+        finally:
+            self.state = "over"
+
+
+class Beginnings:
+    """The beginnings of one handle.
+
+    Args:
+        end: Makes the group's next call, under the text of the call of DCP, for it to fail with
+            that error on all ranks. Called with nothing locked.
+    """
+
+    def __init__(self, group: Group, end: Callable[[Beginning, TorchRosError], None]) -> None:
+        self._group, self._end = group, end
+        self._lock = threading.Lock()
+        self._all: list[Beginning] = []
+        self._is_minded = False
+
+    def begin(self, asked: str, storage: object) -> Beginning:
+        """Returns at once; requests, if any are needed, are made by a thread of its own."""
+        group = self._group
+        number, now_s = group.ledger.calls_made + 1, time.monotonic()
+        made = Beginning(asked, number, weakref.ref(storage), threading.get_ident(), now_s)
+        if group.seat.world_size > 1:  # else nobody waits
+            with self._lock:
+                self._all = [one for one in self._all if one.state != "over"]
+                self._all.append(made)
+                if not self._is_minded:
+                    self._is_minded = True
+                    group.start(f"torch_ros minds {group.seat.replica}", self._mind)
+        return made
+
+    def left(self, mine: Beginning | None) -> list[Beginning]:
+        """The beginnings that never came, when this thread makes another call or begins `mine`."""
+        me = threading.get_ident()
+        return [
+            one
+            for one in list(self._all)
+            if one.state == "begun" and one is not mine and (mine is not None or one.thread == me)
+        ]
+
+    def error(self, why: str) -> CallAborted:
+        seat = self._group.seat
+        return CallAborted(seat.replica, self._group.ledger.calls_made + 1, seat.rank, why)
+
+    def _mind(self) -> None:
+        while True:
+            self._group.pause()
+            with self._lock:
+                self._all = [one for one in self._all if one.state != "over"]
+                if not self._all or self._group.is_closed:
+                    self._is_minded = False
+                    return
+                minded = list(self._all)
+            for one in minded:
+                try:
+                    self._look_after(one)
+                except TorchRosError as error:  # etcd is away, say: the next call ends it
+                    log.debug("%s: %s", one.asked, error)
+                except Exception:  # this thread minds the others too
+                    log.exception("%s: its beginning is not minded", one.asked)
+
+    def _look_after(self, one: Beginning) -> None:
+        if one.state == "begun" and one.storage() is None:
+            why = f"{one.asked!r} failed on this rank before its data were asked for"
+            self._end(one, self.error(why))
+            return
+        if one.state == "begun" and one.is_in_hook:
+            return
+        now_s, seat = time.monotonic(), self._group.seat
+        pause_s = min(LOOK_MAX_S, max(LOOK_S, (now_s - one.left_s) / 8))
+        is_waiting = one.state == "begun" and one.all_s is None
+        if one.told != seat.inst or (is_waiting and now_s >= one.looked_s + pause_s):
+            before_s, one.looked_s = one.looked_s or one.left_s, now_s
+            have_all_begun = self._group.have_all_begun(one.number, one.asked)
+            one.told = seat.inst
+            if have_all_begun and one.all_s is None:
+                one.all_s = before_s
+        since_s = None if one.all_s is None else max(one.all_s, one.left_s)
+        if one.state == "begun" and since_s is not None and now_s > since_s + PATIENCE_S:
+            why = f"{PATIENCE_S:g} s after all ranks had begun {one.asked!r}, this one had not come"
+            self._end(one, self.error(why))

@@ -1,0 +1,405 @@
+"""Saves and loads, as torch_ros.dcp and `publish_copy` make them: each of several group calls."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import CallAborted, ContractBroken, PeerError, UsageError
+from torch_ros.protocol import calls
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.ledger import DOES_NOT_WAIT
+from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.versions import (
+    Spec,
+    check_version,
+    resolve,
+    shows_all,
+    spec_ranges,
+)
+from torch_ros.shard.beginnings import Beginning
+from torch_ros.shard.core import Shard
+from torch_ros.shard.replication import Order, read_version
+from torch_ros.shard.report import ReadReport
+from torch_ros.shard.tasks import Agreement, Publication
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.txn import Unseen, View
+from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
+from torch_ros.transfer.registered import LocalState, Registered, memory_of
+from torch_ros.weights.manifest import Layout, logical
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedVersion:
+    """A version as it was when a load began: it is checked against that."""
+
+    ref: VersionRef
+    layouts: Sequence[Layout]  # rank by rank
+    is_only_here: bool  # nobody but the replica that asked holds it
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """The tensors that a load will fill, and whether they make a whole version."""
+
+    state: LocalState
+    answer: str  # "held", "whole" or "a part"; "" if the ranks differ
+
+
+class Destination(Protocol):
+    """A state dict that is loaded into."""
+
+    def fill(self, layouts: Sequence[Layout]) -> LocalState:
+        """The tensors and objects to read from a source with these layouts, rank by rank."""
+
+    def vet(self) -> None:
+        """Raise to refuse the objects. Called when they have landed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A save.
+
+    Args:
+        state: The tensors and objects to publish; or the error that collecting them raised, which
+            the save raises on all ranks.
+        from_stager: The tensors are a copy that DCP's stager made for this save.
+        copying: Publish a copy made here instead of them.
+        begun: The answer of `begin`, where that was called.
+    """
+
+    version: int
+    state: LocalState | BaseException
+    from_stager: bool = False
+    copying: Copying | None = None
+    timeout_s: float | None = None
+    store_wait_s: float | None = None
+    begun: Beginning | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A load.
+
+    Args:
+        pinned: The answer of `inspect`.
+        is_served: Whether to become a source, if the version is read whole.
+        target: The answer of `check`, if it was called on all ranks and passed on all, with what
+            all ranks answered (`unanimous`). None: the ranks ask each other.
+        begun: The answer of `begin`, where that was called.
+    """
+
+    version: int | str
+    pinned: PinnedVersion
+    destination: Destination
+    is_served: bool = True
+    timeout_s: float | None = None
+    target: LoadTarget | None = None
+    begun: Beginning | None = None
+
+    @property
+    def asked(self) -> str:
+        return f"load {self.version}"
+
+
+class Checkpoints:
+    """The saves and loads of one handle."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._buffers = CopyBuffers()
+        self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
+
+    @property
+    def registered(self) -> Registered | None:
+        """The tensors that are registered now, by a save, a load or `register`."""
+        return self._shard.tensors.registered
+
+    def begin(self, asked: str, storage: object) -> Beginning:
+        """Begin a save or load on this rank; its `save` or `load` may never come.
+
+        Args:
+            storage: DCP's writer or reader. When nobody has it any more, the call will not come.
+        """
+        return self._shard.begin_call(asked, storage)
+
+    def inspect(self, version: int | str, timeout_s: float | None) -> PinnedVersion:
+        """Wait for `version`, and find what it contains. Reads no tensor.
+
+        Takes no claim: the bytes that are read later are checked against the digest in etcd.
+        """
+
+        def find() -> PinnedVersion:
+            deadline = self._shard.deadline(f"find version {version}", timeout_s)
+            return self._find(Spec.parse(version), deadline)
+
+        return self._shard.busy(find)
+
+    def _find(self, spec: Spec, deadline: Deadline) -> PinnedVersion:
+        group, refused = self._shard.group, set[str]()
+        keys = group.seat.keys
+
+        def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
+            offer = resolve(view, keys, spec)
+            if isinstance(offer, Wait):
+                return offer
+            key = keys.version(offer.ref.run, offer.ref.version)
+            own = group.seat.inst  # last: it is about to read from another
+            sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
+            if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
+                raise Unseen
+            record = VersionRecord.decode(view.entries[key].value, key)
+            return Done((offer.ref, record.layout, sources[0]))
+
+        while True:
+            ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
+            try:
+                layouts = self._shard.manifests.layouts(source, deadline)
+                if logical(layouts).digest == layout:
+                    return PinnedVersion(ref, layouts, source == group.seat.inst)
+                reason = "it shows other tensors by now"
+            except PeerError as error:
+                reason = str(error)
+            refused.add(source)
+            deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
+            time.sleep(0.05)
+
+    def check(self, request: LoadRequest) -> LoadTarget:
+        """Check on this rank alone what `load` checks before it changes anything.
+
+        For a caller that already talks to every rank, as DCP does while it plans.
+        """
+        shard = self._shard
+        deadline = shard.deadline(calls.CHECK + request.asked, request.timeout_s)
+
+        def check() -> LoadTarget:
+            shard.catch_up(deadline)
+            return _Load(shard, request, deadline).check()
+
+        return shard.busy(check)
+
+    def save(self, request: SaveRequest) -> bool:
+        """Give up what is held, register and publish. Checked before anything changes.
+
+        Returns:
+            As `ShardHandle.publish`.
+        """
+        save = _Save(self._shard, self._buffers, request, self._stager_memory)
+        is_offered = self._make(save.asked, save.run, request.begun)
+        self._stager_memory = save.memory
+        return is_offered
+
+    def load(self, request: LoadRequest) -> ReadReport:
+        """Give up what is held, register and read. Checked before anything changes."""
+        deadline = self._shard.deadline(request.asked, request.timeout_s)
+        load = _Load(self._shard, request, deadline)
+        return self._make(request.asked, load.run, request.begun)
+
+    def _make(self, asked: str, flow: Callable[[], T], begun: Beginning | None) -> T:
+        whole = partial(self._shard.as_one, asked, flow, begun)
+        return self._shard.busy(whole if begun is None else partial(begun.come, whole))
+
+
+class _Save:
+    """One save on its way.
+
+    Args:
+        stager_memory: Where DCP's stager had the last save, if it is held.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        buffers: CopyBuffers,
+        request: SaveRequest,
+        stager_memory: set[tuple[int, int]],
+    ) -> None:
+        self._shard, self._buffers, self._request = shard, buffers, request
+        self.asked = f"save {request.version}"
+        self._deadline = shard.deadline(self.asked, request.timeout_s)
+        self._state: LocalState | None = None  # what is published: a copy, if one was asked for
+        self._registered: Registered | None = None
+        self.memory = stager_memory
+
+    def run(self) -> bool:
+        shard, request = self._shard, self._request
+        self._registered = None
+        self._give_way()
+        try:
+            is_offered = shard.make(
+                Publication(
+                    shard,
+                    request.version,
+                    self._register,
+                    self.asked,
+                    self._deadline,
+                    request.store_wait_s,
+                )
+            )
+            assert self._state is not None
+            self.memory = memory_of(self._state) if request.from_stager else set()
+            return is_offered
+        finally:
+            if request.copying is not None and shard.held is not None:
+                self._buffers.turn()
+            shard.withdraw_unless_held()
+
+    def _give_way(self) -> None:
+        """Unpublish the version that is held, if this save can succeed on every rank."""
+        shard, asked, store_wait_s = self._shard, self.asked, self._request.store_wait_s
+        counted = shard.group.ledger.not_waited_for
+        if shard.held is None:
+            shard.begin("publish", asked, self._deadline, store_wait_s)
+        else:
+            shard.begin("agree", calls.CHECK + asked, self._deadline, store_wait_s)
+        if shard.held is None and counted is None:
+            return
+        effects = partial(calls.check_publishable, version=self._request.version)
+        check = Agreement(calls.CHECK + asked, self._deadline, self._check, effects, store_wait_s)
+        try:
+            shard.make(check)
+        except ContractBroken:
+            shard.unpublish(self._deadline, counted=counted)
+            raise
+        except CallAborted as error:  # a rank that is cut off has looked for itself
+            if store_wait_s is None or error.reason != DOES_NOT_WAIT:
+                raise
+        shard.unpublish_first(asked, self._deadline, counted=counted)
+
+    def _check(self) -> str:
+        check_version(self._request.version)
+        self._state = state = self._gather()
+        _ = state.layout  # it has one
+        held = self._shard.held
+        if self._request.from_stager and self.memory & memory_of(state) and held is not None:
+            raise ContractBroken(
+                held.version,
+                "dcp.async_save staged the next one over it; this stager reuses its buffers",
+                "call handle.unpublish() before each async_save, or use a stager that does not "
+                "keep its buffers",
+            )
+        return ""
+
+    def _gather(self) -> LocalState:
+        state, copying = self._request.state, self._request.copying
+        if isinstance(state, BaseException):
+            raise state
+        return state if copying is None else self._buffers.fill(state, copying)
+
+    def _register(self) -> Registered:
+        self._state = self._state or self._gather()
+        self._registered = self._registered or self._shard.tensors.show(self._state)
+        return self._registered
+
+
+class _Load:
+    """One load on its way; the target of its replication."""
+
+    def __init__(self, shard: Shard, request: LoadRequest, deadline: Deadline) -> None:
+        self._shard, self._request, self._deadline = shard, request, deadline
+        self._checked = request.target
+
+    def run(self) -> ReadReport:
+        shard, request, asked = self._shard, self._request, self._request.asked
+        shard.begin("agree", calls.CHECK + asked, self._deadline)
+        answer = self._agree()
+        if answer == "held":
+            return self._already_held()
+        shard.unpublish_first(asked, self._deadline, may_forget=False)
+        terms = calls.SourceTerms(
+            is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
+        )
+        order = Order(asked, Spec.parse(request.version), None, terms)
+        try:
+            read_version(shard, order, self, self._deadline)
+        finally:
+            shard.withdraw_unless_held()
+        assert shard.last_read is not None
+        return shard.last_read
+
+    def _agree(self) -> str:
+        if self._request.target is not None:
+            return self._request.target.answer
+        if self._shard.is_alone:
+            return self._check_now()
+        return self._shard.make(
+            Agreement(calls.CHECK + self._request.asked, self._deadline, self._check_now)
+        )
+
+    def _check_now(self) -> str:
+        self._checked = self.check()
+        return self._checked.answer
+
+    def check(self) -> LoadTarget:
+        """Raises: UsageError, ManifestMismatch: The state dict does not fit the version."""
+        shard, request, pinned = self._shard, self._request, self._request.pinned
+        state = request.destination.fill(pinned.layouts)
+        layout = state.layout
+        shard.reading.plan(pinned.layouts, layout, shard.group.seat.rank)
+        is_held = request.is_served and shard.held == pinned.ref
+        if is_held and shard.tensors.are(state, layout, is_alone=shard.is_alone):
+            return LoadTarget(state, "held")
+        if pinned.is_only_here:
+            self._require_another_holder()
+        is_whole = logical([layout]).digest == logical(pinned.layouts).digest
+        return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
+
+    def _require_another_holder(self) -> None:
+        """To read a version into other tensors, this replica first gives up the copy it holds."""
+        group, spec = self._shard.group, Spec.parse(self._request.version)
+        keys, own = group.seat.keys, group.seat.inst
+
+        def rule(view: View) -> Step[None]:
+            offer = resolve(view, keys, spec)
+            if isinstance(offer, Wait) or offer.holdings.keys() - {own}:
+                return Done(None)
+            if not shows_all(view, keys, offer):
+                raise Unseen
+            raise UsageError(
+                f"this replica is the only one that holds version {offer.ref.version}, in "
+                "other tensors than these; load into those, or with another handle"
+            )
+
+        if self._shard.held is not None:
+            group.ask(spec_ranges(keys), rule, self._deadline)
+
+    def _already_held(self) -> ReadReport:
+        """The version is in these tensors; nobody may write there while it is held."""
+        shard, checked = self._shard, self._checked
+        held, registered = shard.held, shard.tensors.registered
+        assert checked is not None
+        assert held is not None
+        assert registered is not None
+        for fqn, buffer in checked.state.objects.items():
+            buffer.copy_(registered.objects[fqn])
+        self._request.destination.vet()
+        log.info("version %d of %r is already here", held.version, shard.model)
+        shard.last_read = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {})
+        return shard.last_read
+
+    # As the target of a replication
+
+    @property
+    def bytes_total(self) -> int:
+        return self._checked.state.bytes_total if self._checked else 0
+
+    def prepare(self) -> None:
+        pass
+
+    def register(self, layouts: Sequence[Layout]) -> Registered:
+        checked, pinned = self._checked, self._request.pinned.layouts
+        is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
+        if checked is None or not is_as_checked:
+            return self._shard.tensors.show(self._request.destination.fill(layouts))
+        return self._shard.tensors.show(checked.state)
+
+    def landed(self) -> None:
+        self._request.destination.vet()

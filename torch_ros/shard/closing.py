@@ -1,0 +1,154 @@
+"""A handle hands over what only its replica has, before it gives up its seat."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailable, TorchRosError
+from torch_ros.protocol import ending
+from torch_ros.protocol.ending import Awaited, Gone, Leaving, Moved
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.seat import CLOSED
+from torch_ros.store.loops import Step, settle
+from torch_ros.store.run import run
+from torch_ros.store.session import Session
+from torch_ros.store.txn import Part, Range, View
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # for etcd to say whether anything is needed, or to be told that it goes
+QUIET_S = 3.0  # of waiting, before a line says so to everybody
+
+
+class Closing:
+    """One rank's end: `hand_over`, once, while its lease still lives and its calls have ended."""
+
+    def __init__(self, group: Group, leaving: Sequence[Leaving], linger_s: float) -> None:
+        self._group, self._leaving, self._linger_s = group, leaving, linger_s
+        self._seat = group.seat
+        self._until_s = time.monotonic() + linger_s
+        self._lease: Session | None = None
+        self._is_over = self._is_last = self._has_moved = False
+        self._said = ""
+
+    def stop(self) -> None:
+        """Somebody else wants it to end now."""
+        self._is_over = True
+
+    def hand_over(self) -> bool:
+        """Stay with what others should have and have not; whether the group has left already.
+
+        Takes as long as `linger_s` at most, and some seconds where etcd does not answer. The
+        tensors that are offered meanwhile must not be written to.
+        """
+        group = self._group
+        if (
+            not self._leaving
+            or self._seat.spot
+            or group.state != "seated"
+            or not group.session.is_valid()
+        ):
+            return False
+        try:
+            step = self._give_up(LOOK_S)
+            if isinstance(step, Awaited):
+                log.info("%s: waiting up to %.0f s for %s", self._who, self._linger_s, step.reason)
+                self._lease = Session(
+                    group.kv, ttl_s=group.ttl_s, on_lost=lambda _: None, name=self._who
+                )
+                step = self._come()
+            if isinstance(step, Gone):
+                self._tell(step)
+            if isinstance(step, Moved):
+                self._has_moved = True
+                group.session.close()
+                self._linger()
+        except SeatLost as lost:
+            # The first one that leaves knows what is lost.
+            level = logging.DEBUG if lost.reason.endswith(CLOSED) else logging.WARNING
+            log.log(level, "%s: %s; what only it had may be lost", self._who, lost.reason)
+        except TorchRosError as error:
+            log.warning("%s: %s; what only it had may be lost", self._who, error)
+        finally:
+            if self._lease is not None:
+                self._lease.close()
+        return self._has_moved
+
+    def _come(self) -> Awaited | Moved | Gone:
+        try:
+            return self._patiently(self._give_up)
+        except DeadlineExceeded:
+            self._linger_s, self._is_last = 0.0, True
+            return self._give_up(LOOK_S)
+
+    @property
+    def _who(self) -> str:
+        return f"replica {self._seat.replica!r}"
+
+    def _give_up(self, timeout_s: float) -> Awaited | Moved | Gone:
+        rule = partial(
+            ending.give_up,
+            seat=self._seat,
+            leaving=self._leaving,
+            calls_made=self._group.ledger.calls_made,
+            lease_id=self._lease.lease_id if self._lease else 0,
+            is_patient=self._linger_s > 0,
+        )
+        return self._run(ending.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
+
+    def _linger(self) -> None:
+        for each in self._leaving:
+            ranges = ending.linger_ranges(each)
+            stay = partial(ending.linger, each=each, world_size=self._seat.world_size)
+            try:
+                self._tell(self._patiently(partial(self._run, ranges, stay)))
+            except DeadlineExceeded:
+                self._is_last = True
+                self._tell(self._run(ranges, partial(ending.stop, each=each), LOOK_S))
+
+    def _patiently(self, attempt: Callable[[float], T]) -> T:
+        """Try until the time is over; say so when that takes long."""
+        left_s = self._until_s - time.monotonic()
+        if left_s > QUIET_S:
+            try:
+                return attempt(QUIET_S)
+            except DeadlineExceeded as slow:
+                if slow.reason != self._said:
+                    limit = "%s: waiting up to %.0f s for %s"
+                    log.warning(limit, self._who, self._linger_s, slow.reason)
+                self._said = slow.reason
+            except StoreUnavailable:
+                pass  # it may be back before the lease ends
+        return attempt(max(0.0, self._until_s - time.monotonic()))
+
+    def _run(
+        self,
+        ranges: tuple[Range | Part, ...],
+        rule: Callable[[View], Step[T]],
+        timeout_s: float,
+    ) -> T:
+        deadline = Deadline(f"close of {self._who}", timeout_s)
+        return run(settle(deadline.what, ranges, rule), self._group.kv, deadline, check=self._check)
+
+    def _check(self) -> None:
+        if self._is_over and self._lease is not None and not self._is_last:
+            raise DeadlineExceeded("close", self._linger_s, "it is closed at once")
+        seat = None if self._has_moved else self._group.session
+        if not all(each.is_valid() for each in (seat, self._lease) if each):
+            raise Fenced(self._seat.replica, "its lease ended while it closed")
+
+    def _tell(self, gone: Gone) -> None:
+        for ref in gone.lost:
+            latest = "no version is left" if gone.latest is None else f"latest is now {gone.latest}"
+            log.warning(
+                "%s: version %d was held nowhere else and is gone; %s",
+                self._who,
+                ref.version,
+                latest,
+            )

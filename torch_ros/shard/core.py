@@ -1,0 +1,460 @@
+"""One process's shard of a replica: what it shows, and the calls it makes with its group."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+from torch_ros import arguments
+from torch_ros.deadline import Deadline
+from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
+from torch_ros.p2p.transport import Transport
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
+from torch_ros.protocol.ending import Leaving
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import copy_of
+from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.records import Kind, ShardRecord, VersionRef, mark
+from torch_ros.shard.beginnings import Beginning, Beginnings
+from torch_ros.shard.closing import Closing
+from torch_ros.shard.host_copies import Copies, shard_of
+from torch_ros.shard.manifests import Manifests
+from torch_ros.shard.report import OnProgress, ReadReport
+from torch_ros.shard.tasks import GroupTask, Refusal, Unpublication
+from torch_ros.shard.tensors import Tensors
+from torch_ros.store.aside import Aside
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.reading import Reading
+from torch_ros.transfer.registered import Registered, finish_kernels
+from torch_ros.weights.digest import Depth
+
+T = TypeVar("T")
+State = Literal["seated", "away", "gone", "closed"]
+log = logging.getLogger(__name__)
+
+# Strong references: a handle that is dropped without close() goes on serving what it published,
+# so its tensors must stay.
+_open_shards: set[Shard] = set()
+_aside = Aside("torch_ros closes")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of `open` that concern a shard's calls."""
+
+    timeout_s: float
+    linger_s: float
+    depth: Depth
+    check_contract: bool
+    relay: bool
+    on_progress: OnProgress | None
+
+
+class Shard:
+    """A seat, the tensors that are shown from it, and the replica's calls, one at a time.
+
+    Two faces stand on it: `ShardHandle` for users, and `Checkpoints` for saves and loads.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        group: Group,
+        transport: Transport,
+        mailbox: Mailbox,
+        reading: Reading,
+        settings: Settings,
+    ) -> None:
+        self.model, self.group, self.settings = model, group, settings
+        self.mailbox, self.reading = mailbox, reading
+        self.tensors = Tensors(mailbox)
+        self.manifests = Manifests(group, mailbox, reading.peers)
+        self.copies = Copies(group, transport)
+        self.beginnings = Beginnings(group, self.end_beginning)
+        self.digests = Digests()  # of the version that is held
+        self.last_read: ReadReport | None = None
+        self.is_closed = False
+        self._transport = transport
+        self._lock = threading.RLock()
+        self._ending = threading.Lock()
+        self._caller = 0  # the thread that is in a call
+        self._pid = os.getpid()
+        self._closing: Closing | None = None
+        self._hurries = False  # somebody does not wait for `close` any more
+        group.ledger.skip = self.skip
+        _open_shards.add(self)
+        _close_open_shards_at_exit()
+
+    @property
+    def held(self) -> VersionRef | None:
+        """The version that this replica may be a source of."""
+        kept = self.group.ledger.holds
+        return kept.ref if kept else None
+
+    @property
+    def is_alone(self) -> bool:
+        """This is the replica's only rank."""
+        return self.group.seat.world_size == 1
+
+    @property
+    def state(self) -> State:
+        return "closed" if self.is_closed else self.group.state
+
+    def __repr__(self) -> str:
+        seat, held = self.group.seat, f", version={self.held.version}" if self.held else ""
+        state = "" if self.state == "seated" else f", {self.state}"
+        return (
+            f"ShardHandle(model={self.model!r}, replica={seat.replica!r}, "
+            f"rank={seat.rank} of {seat.world_size}{held}{state})"
+        )
+
+    # One call at a time
+
+    def busy(self, call: Callable[[], T], *, is_member: bool = True) -> T:
+        """Make `call`, one at a time, if this process may make one.
+
+        No context manager: Ctrl-C between the steps of one in Python would leave the lock taken.
+
+        Args:
+            is_member: Whether the call needs this process to be in its group still.
+        """
+        self.require_usable()
+        self._refuse_nested("used")
+        with self._lock:
+            try:
+                self._caller = threading.get_ident()
+                if is_member:
+                    self.group.check_final()
+                return call()
+            finally:
+                self._caller = 0
+
+    def _refuse_nested(self, what: str) -> None:
+        """Refuse a call from a signal handler: the call it interrupted resumes afterwards."""
+        if self._caller == threading.get_ident():
+            raise UsageError(
+                f"{self} cannot be {what} within a call that it is in the middle of; let the "
+                "signal handler raise (SystemExit, say), and go on when the call has ended"
+            )
+
+    def require_usable(self) -> None:
+        """Raises: ClosedError: This process is a fork, or closed the handle."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self!r} belongs to process {self._pid} and this is its fork; open one in a "
+                "process that is started with spawn, or was forked before this was opened"
+            )
+        if self.is_closed:
+            raise ClosedError(f"{self!r} was closed before; call torch_ros.open again")
+
+    def deadline(self, what: str, timeout_s: float | None) -> Deadline:
+        """The end of a call that is asked for as `what`; None: after the handle's `timeout_s`."""
+        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        arguments.seconds("timeout_s", timeout_s)
+        group = self.group
+        return Deadline(what, timeout_s, check_open=group.check_open, hint=group.hint)
+
+    def require_nothing_held(self, call: str) -> None:
+        """Raises: UsageError: A version is held."""
+        if self.held is not None:
+            raise UsageError(
+                f"{call}: this handle holds version {self.held.version}; unpublish() it first"
+            )
+
+    def ready(self, call: str) -> Registered:
+        """The registered tensors, for a call that begins with nothing held."""
+        self.tensors.require(call)
+        self.require_nothing_held(call)
+        return self.tensors.current(call)
+
+    def withdraw_unless_held(self) -> None:
+        """Show nothing, if nothing is held."""
+        if self.held is None:
+            self.tensors.withdraw()
+
+    # Calls of the group
+
+    def as_one(self, asked: str, flow: Callable[[], T], begun: Beginning | None = None) -> T:
+        """Make a call of the caller, with all of the group's calls that it consists of.
+
+        Args:
+            begun: The call's beginning, if it is one of DCP: others that never came are ended.
+        """
+        self._end_beginnings(begun)
+        return self._as_part_of(asked, flow)
+
+    def _as_part_of(self, asked: str, flow: Callable[[], T]) -> T:
+        """Start `flow` again when this rank finds that its peers have unpublished."""
+        before, self.group.ledger.caller = self.group.ledger.caller, asked
+        try:
+            while True:
+                try:
+                    return flow()
+                except Missed as missed:
+                    log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
+        finally:
+            self.group.ledger.caller = before
+
+    def make(self, task: GroupTask[T]) -> T:
+        """Make the group's next call. Clears the word if the replica holds nothing afterwards."""
+        if task.store_wait_s is not None:
+            arguments.seconds("store_wait_s", task.store_wait_s)
+        try:
+            return self._make(task)
+        except Missed as missed:
+            call = missed.call
+            if call.outcome is None:  # the peers are in it
+                assert call.ref is not None
+                self._make(Unpublication(self, call.ref, call.asked, task.deadline))
+            raise
+        finally:
+            self.void_unless_held()
+
+    def _make(self, task: GroupTask[T]) -> T:
+        try:
+            return self.group.make(
+                task.kind,
+                task.asked,
+                task.deadline,
+                task.perform,
+                unseated=None if task.store_wait_s is None else task.unseated,
+                store_wait_s=task.store_wait_s,
+            )
+        finally:
+            if task.kind == "unpublish":
+                self.copies.keep()
+
+    def void_unless_held(self) -> None:
+        """Clear the word if nothing is held: readers believe what it says."""
+        if self.held is None:
+            self.mailbox.void()
+
+    def skip(self, learn: Callable[[], None]) -> None:
+        """Learn the end of a call that the peers made without this rank."""
+        self.mailbox.void()
+        try:
+            learn()
+        finally:
+            if (kept := self.group.ledger.held) is not None:  # nobody may have written to it
+                self.mailbox.serve(mark(kept.ref.uid, kept.call), ALL_BLOCKS)
+
+    def refuse(self, asked: str, error: BaseException) -> None:
+        """End the group's next call, which the peers make as a part of `asked`."""
+        deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
+        try:
+            self._as_part_of(asked, lambda: self.make(Refusal(asked, deadline, error)))
+        except TorchRosError as ended:
+            log.info("%s: ended for all ranks: %s", asked, ended)
+
+    def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
+        """Learn how the last call ended, before the next one or before the tensors change.
+
+        It may have ended badly, and readers still believe the word.
+        """
+        self.group.catch_up(deadline, patience)
+        self.void_unless_held()
+
+    def begin(
+        self, kind: Kind, asked: str, deadline: Deadline, store_wait_s: float | None = None
+    ) -> None:
+        """Catch up for a call that is made of several. Its number is used in any case."""
+        try:
+            self.catch_up(deadline, Patience(store_wait_s=store_wait_s))
+        except SeatLost as lost:
+            if store_wait_s is None or isinstance(lost, Fenced):
+                self.group.pass_over(kind, asked, deadline)
+                raise
+
+    def offer_all(self, call: GroupCall, registered: Registered) -> None:
+        """Digest the tensors, and say that all of them are there as the call's version."""
+        finish_kernels(registered)
+        depth = self.settings.depth
+        self.digests = Digests(depth, registered.digests(depth))
+        self.mailbox.show_digests(self.digests)
+        self.mailbox.serve(call.mark, ALL_BLOCKS)
+
+    # Giving up what is held
+
+    def unpublish(
+        self, deadline: Deadline, *, may_forget: bool = True, counted: VersionRef | None = None
+    ) -> None:
+        """Give up the version that is held, once nobody reads it.
+
+        Args:
+            may_forget: Whether to go on without etcd.
+            counted: The version that ranks without a seat take for held, and make this call for.
+        """
+        held, counted = self.held, counted or self.group.ledger.not_waited_for
+        try:
+            self.catch_up(deadline, Patience(is_unpublish=may_forget))
+            if (held := self.held or counted) is None:
+                return
+            self.make(Unpublication(self, held, f"unpublish {held.version}", deadline))
+        except SeatLost as lost:
+            if not isinstance(lost, Fenced) and not may_forget:
+                raise
+            self._copy_without_store()
+            if not self.group.ledger.forget(counted):
+                self.unpublish(deadline, may_forget=may_forget, counted=counted)
+                return
+            # The store has forgotten this replica; readers ask the memory, which now says no.
+            self.mailbox.void()
+            self.copies.keep()
+            log.info("%s; its tensors are taken back without the store", lost)
+        if self.settings.check_contract and held is not None:
+            self.tensors.check_unchanged(held.version, self.digests)
+
+    def unpublish_first(
+        self,
+        asked: str,
+        deadline: Deadline,
+        *,
+        may_forget: bool = True,
+        counted: VersionRef | None = None,
+    ) -> None:
+        """Unpublish as a part of `asked`. If that fails here, the peers' next part fails too."""
+        try:
+            self.unpublish(deadline, may_forget=may_forget, counted=counted)
+        except BaseException as error:
+            if self.held is None:  # or the unpublish has failed for all
+                self.refuse(asked, error)
+            raise
+
+    def copy_to_host(self, number: int) -> ShardRecord:
+        """Copy this rank's part of the held version to host memory, in call `number`."""
+        registered = self.tensors.registered
+        assert registered is not None
+        return self.copies.make(number, registered, self.digests)
+
+    def _copy_without_store(self) -> None:
+        """Copy a retained version that may be nowhere else. It is offered when etcd is back."""
+        number, held = self.group.ledger.must_copy(), self.held
+        if number is None or self.tensors.registered is None:
+            return
+        try:
+            self.copy_to_host(number)
+        except (BackendError, RuntimeError, MemoryError) as error:
+            version = held.version if held else None
+            log.warning("version %s may be lost, it cannot be copied: %s", version, error)
+
+    # Calls of DCP, from where they begin
+
+    def begin_call(self, asked: str, storage: object) -> Beginning:
+        """Begin a call of DCP on this rank. It comes to its save or load, or is ended.
+
+        Args:
+            storage: The writer or reader. When nobody has it any more, the call will not come.
+        """
+        made = self.beginnings.begin(asked, storage)
+
+        def end_those_left() -> None:
+            self._end_beginnings(made)
+            made.number = self.group.ledger.calls_made + 1
+
+        if self.beginnings.left(made):
+            self.busy(end_those_left, is_member=False)
+        return made
+
+    def _end_beginnings(self, mine: Beginning | None) -> None:
+        for one in self.beginnings.left(mine):
+            why = f"{one.asked!r} failed on this rank before its data were asked for"
+            self._end_now(one, self.beginnings.error(why))
+
+    def end_beginning(self, one: Beginning, error: TorchRosError) -> None:
+        self.busy(partial(self._end_now, one, error), is_member=False)
+
+    def _end_now(self, one: Beginning, error: TorchRosError) -> None:
+        if one.state == "begun":
+            log.warning("%s", error)
+            one.state, one.failure = "over", error
+            self.refuse(one.asked, error)
+
+    # The end
+
+    def close(self, linger_s: float) -> None:
+        """Leave; see `ShardHandle.close`."""
+        if os.getpid() != self._pid:
+            return
+        self._refuse_nested("closed")
+        self.is_closed = True
+        if linger_s <= 0:
+            self._hurry()  # a close that is under way in another thread
+        try:
+            # Ctrl-C ends the wait for it, and not the closing; a second close waits on.
+            _aside.run(partial(self._end, linger_s))
+        except BaseException:
+            self._hurry()
+            raise
+
+    def _hurry(self) -> None:
+        self._hurries = True
+        if self._closing is not None:
+            self._closing.stop()
+
+    def _end(self, linger_s: float) -> None:
+        with self._ending:
+            if self not in _open_shards:
+                return
+            try:
+                self.group.close(partial(self._hand_over, linger_s))
+            finally:
+                self.copies.close()
+                with self._lock:  # a call in another thread ends first
+                    self.mailbox.void()  # readers in the middle notice; then the memory may go
+                    self.reading.close()
+                    self.reading.peers.close()
+                    self.mailbox.close()
+                    self.tensors.forget()
+                    self._transport.close()
+                _open_shards.discard(self)
+
+    def _hand_over(self, linger_s: float) -> bool:
+        if self.group.ledger.held is None and not self.copies:
+            return False
+        # A call in another thread ends first.
+        if not self._lock.acquire(timeout=max(0.0, linger_s)):
+            return False
+        try:
+            leaving = self._leaving()
+        finally:
+            self._lock.release()
+        self._closing = Closing(self.group, leaving, 0.0 if self._hurries else linger_s)
+        if self._hurries:
+            self._closing.stop()
+        return self._closing.hand_over()
+
+    def _leaving(self) -> list[Leaving]:
+        group, seat = self.group, self.group.seat
+        made = [
+            (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.mailbox)
+            for copy in self.copies.made
+        ]
+        # A version that is not certainly held may be half there.
+        if group.ledger.held is not None and not group.ledger.unfinished:
+            made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, self.mailbox))
+        return [
+            Leaving(seat.keys, ref, call, inst, shard_of(mailbox), group.retain)
+            for ref, call, inst, mailbox in made
+        ]
+
+
+@functools.cache
+def _close_open_shards_at_exit() -> None:
+    # Not when this module is imported: nixl comes later, and the last to register is run first.
+    atexit.register(_close_open_shards)
+
+
+def _close_open_shards() -> None:
+    for shard in list(_open_shards):
+        try:
+            shard.close(0.0)
+        except TorchRosError as error:
+            log.warning("closing %r at exit: %s", shard, error)

@@ -1,0 +1,409 @@
+"""ShardHandle: one process's shard of a replica, as its users see it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from torch_ros import arguments
+from torch_ros.errors import UsageError
+from torch_ros.protocol.versions import listing, spec_ranges
+from torch_ros.shard import replication
+from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
+from torch_ros.shard.core import Shard, State
+from torch_ros.shard.report import ReadReport
+from torch_ros.shard.tasks import Publication
+from torch_ros.store.loops import Done, Wait
+from torch_ros.store.txn import View, whole
+from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.registered import LocalState
+from torch_ros.weights.local import local_chunks
+
+
+class ShardHandle:
+    """One replica's shard in this process: it publishes or replicates, one version at a time.
+
+    Life cycle, on all ranks of the replica and in the same order:
+
+    1. `torch_ros.open`
+    2. `register` the tensors
+    3. trainer: `publish`; mutate only after `unpublish` has returned; again from 3
+       rollout: `replicate`, then `update` as often as wanted
+    4. `unpublish`, `unregister`, `close`; or just `close`
+
+    publish, unpublish, replicate and update are calls of the whole group: every rank makes the
+    same ones in the same order, no collective is involved, and all get the same answer or the
+    same error. An error on one rank ends the call on all of them. list and wait are this
+    process's own. Safe to call from several threads, one call at a time. A signal handler that
+    makes one in the middle of another, in the same thread, gets a UsageError.
+
+    A rank that closes its handle ends the replica for its peers: what they still call then is a
+    SeatLost error, except list, wait, unpublish and close.
+
+    After `fork` the child's copy does nothing and raises `ClosedError`. No handle can be opened in
+    a child whose parent had one open at the fork: use spawn, or fork first.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self.model = shard.model
+        self.checkpoints = Checkpoints(shard)
+        """For torch_ros.dcp; no stable interface."""
+
+    def __repr__(self) -> str:
+        return repr(self._shard)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Refuse to be pickled or copied: neither can make another seat.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self!r} cannot be pickled or copied: it is this process's own seat; call "
+            "torch_ros.open in the process that needs a handle"
+        )
+
+    @property
+    def replica(self) -> str:
+        """The name that `list` shows for this replica."""
+        return self._shard.group.seat.replica
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the replica."""
+        return self._shard.group.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that hold the replica together."""
+        return self._shard.group.seat.world_size
+
+    @property
+    def run(self) -> str:
+        """The run in which this handle publishes."""
+        return self._shard.group.seat.run
+
+    @property
+    def version(self) -> int | None:
+        """The version that this replica holds and serves; None: none."""
+        held = self._shard.held
+        return held.version if held else None
+
+    @property
+    def last_read(self) -> ReadReport | None:
+        """The report of the handle's last replicate, update or dcp.load."""
+        return self._shard.last_read
+
+    @property
+    def state(self) -> State:
+        """Where this process stands with etcd.
+
+        "seated": it has its place in the replica. "away": it lost that, and takes it again by
+        itself. "gone": it lost that for good; close this handle. "closed": `close` was called.
+        """
+        return self._shard.state
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._shard.is_closed
+
+    # Tensors
+
+    def register(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        """Name the tensors that are published from, or replicated into. Local to this rank.
+
+        Args:
+            named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
+                sharing memory. A DTensor stands for its local chunk; any other tensor is the
+                whole, and where ranks differ the lowest one's counts. Not copied, not modified;
+                referenced until `unregister` or `close`. One that has other memory (`p.data =
+                ...`) or another shape (`p.t_()`) when the next `publish` or `replicate` begins
+                is found and registered again.
+
+        Raises:
+            UsageError: Something is registered, or a tensor is not plain strided memory.
+        """
+
+        def register() -> None:
+            if self._shard.tensors.registered is not None:
+                raise UsageError("this handle has registered tensors; unregister() them first")
+            self._shard.tensors.show_named(named_tensors)
+
+        self._shard.busy(register)
+
+    def unregister(self) -> None:
+        """Forget the tensors. Local to this rank. May be called again.
+
+        Raises:
+            UsageError: A version is held; `unpublish` first.
+        """
+
+        def unregister() -> None:
+            self._shard.require_nothing_held("unregister")
+            self._shard.tensors.withdraw()
+
+        self._shard.busy(unregister)
+
+    # Publishing
+
+    def publish(
+        self,
+        version: int,
+        *,
+        timeout_s: float | None = None,
+        store_wait_s: float | None = None,
+    ) -> bool:
+        """Offer the registered tensors as `version`. No bytes move.
+
+        Collective. Returns on each rank once the whole replica is offered. The tensors are read
+        in place: do not write to them or free them until `unpublish` has returned.
+
+        Args:
+            version: Not below the newest of the run; gaps are fine.
+            store_wait_s: How long to wait for etcd once it has been away for longer than `ttl_s`,
+                and for ranks from which it is. The same on all ranks. None: until `timeout_s`
+                are over, which is an error. 0: return at once; what is held by all ranks when
+                etcd is back is offered then, in the order of their calls.
+
+        Returns:
+            Whether it is offered now. False: not yet, as far as this rank knows. `version` is
+            what it holds all the same, and `list` does not show that. Should the run have gone
+            on without it by the time etcd is back, a warning says so, and nothing is held.
+
+        Raises:
+            UsageError: Nothing is registered, or a version is held. Nothing was published.
+            VersionConflict: A newer version exists. Nothing was published.
+            ManifestMismatch: Ranks, or another replica that publishes this version, have other
+                tensors. Nothing was published.
+            DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
+            SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
+
+        Cost: 3 round trips to etcd, 2 after an `unpublish`; with several ranks up to 6 each; no
+        copy.
+        """
+        shard, asked = self._shard, f"publish {version}"
+        deadline = shard.deadline(asked, timeout_s)
+        tensors = partial(shard.ready, "publish")
+        publication = Publication(shard, version, tensors, asked, deadline, store_wait_s)
+        return shard.busy(lambda: shard.as_one(asked, lambda: shard.make(publication)))
+
+    def publish_copy(
+        self,
+        version: int,
+        named_tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        keep_dtype: Sequence[str] = (),
+        copy_bytes: int | None = None,
+        timeout_s: float | None = None,
+        store_wait_s: float | None = None,
+    ) -> bool:
+        """Copy these tensors and offer the copy as `version`, in place of what is held.
+
+        Collective. For tensors that are cast on the way (fp32 masters to bf16), are not
+        contiguous, or are allocated anew at every step. They may be written to as soon as this
+        returns. The copy is made before the last version is given up, in one of two buffers that
+        are registered once; they stay until `close`, and what they hold is registered until
+        `unregister`.
+
+        Args:
+            version: As for `publish`.
+            named_tensors: As for `register`.
+            dtype: The dtype that floating-point tensors are cast to; None: they are copied as they
+                are.
+            keep_dtype: Names of tensors that are not cast, as patterns ("*.norm.*").
+            copy_bytes: Bound on the two buffers together; None: twice the shard.
+            store_wait_s: As for `publish`.
+
+        Returns:
+            As `publish`.
+
+        Raises:
+            As `publish`; and UsageError: The copy does not fit into `copy_bytes`.
+
+        Cost: As unpublish and publish, and one copy on each rank.
+        """
+        copying = Copying(dtype, keep_dtype, copy_bytes)
+        state: LocalState | Exception
+        try:
+            state = LocalState(local_chunks(named_tensors), {}, {})
+        except Exception as error:  # noqa: BLE001  # raised by the save, on all ranks
+            state = error
+        return self.checkpoints.save(
+            SaveRequest(
+                version, state, copying=copying, timeout_s=timeout_s, store_wait_s=store_wait_s
+            )
+        )
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
+
+        Collective, as the step is: the optimizers of all ranks step together. `step` raises
+        the errors of `unpublish`; then no parameter has changed.
+
+        Returns:
+            A hook; its `remove()` ends this.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"guard({optimizer!r}): expected a torch.optim.Optimizer")
+        return optimizer.register_step_pre_hook(lambda *_: self.unpublish())
+
+    def unpublish(self, *, timeout_s: float | None = None) -> None:
+        """Stop offering what is held; returns once nobody reads it any more.
+
+        Collective, but it waits for readers only, not for the peers' calls: the first rank's call
+        counts for all. From then on the tensors may be written. Holding nothing, it does nothing.
+        Readers that are not done after the handle's `drain_s` are left behind: what they still
+        read does not count for them. So are all when etcd is away: it waits for that no longer
+        than the lease lasts, at most `ttl_s` and once in an outage. The word in memory, which
+        readers ask, needs no etcd.
+
+        If this is the last copy of a retained version, it is copied to host memory first, by all
+        ranks, and so waits for all. While etcd is away, it is copied if it may be the last,
+        and offered when etcd is back.
+
+        Raises:
+            DeadlineExceeded: Somebody still reads; the version is not offered any more, and
+                calling again goes on waiting. The tensors must not be written yet.
+            StoreUnavailable: Likewise, before the lease is over.
+            ContractBroken: With `check_contract`: they were written to. It is unpublished.
+        """
+        shard = self._shard
+
+        def unpublish() -> None:
+            deadline = shard.deadline("unpublish", timeout_s)
+            shard.as_one("unpublish", lambda: shard.unpublish(deadline))
+
+        shard.busy(unpublish, is_member=False)
+
+    # Reading
+
+    def replicate(self, version: int | str = "latest", *, timeout_s: float | None = None) -> int:
+        """Read a whole version into the registered tensors, and become a source of it.
+
+        Collective. Blocks until the version exists; a version below the newest that nobody holds
+        any more is an error. All ranks get the same version. The group's tensors together must
+        be exactly the version's, in any sharding.
+
+        Args:
+            version: A number, "latest", or "latest-k" for the k-th newest that is available.
+
+        Returns:
+            The version's number.
+
+        Raises:
+            UsageError: Nothing is registered, or a version is held.
+            ManifestMismatch: Other names, shapes or dtypes than the version's. We do not cast.
+            VersionNotFound: The version is gone.
+            SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
+            DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
+            SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
+
+        Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
+        """
+        shard = self._shard
+        deadline = shard.deadline(f"replicate {version}", timeout_s)
+        flow = partial(replication.replicate, shard, version, None, deadline)
+        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+
+    def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
+        """Go to `version` if it is newer than what is held; holding nothing, replicate it.
+
+        Collective; all ranks get the same answer. With something newer: unpublish what is held
+        (drained), then replicate. A relative version never goes back to an older one; an absolute
+        one goes wherever it says.
+
+        Returns:
+            Whether this replica now holds another version than before. False costs one read of
+            etcd; with several ranks, and one write that tells the others.
+
+        Raises as `replicate` does. Once the old version was given up, the handle holds nothing,
+        and a later `update` replicates.
+        """
+        shard = self._shard
+        deadline = shard.deadline(f"update {version}", timeout_s)
+        flow = partial(replication.update, shard, version, deadline)
+        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+
+    # Looking around
+
+    def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
+        """The available versions, and the names of the replicas that hold each of them whole.
+
+        This process's own question, about the newest run that has a version.
+        """
+        deadline = self._shard.deadline("list", timeout_s)
+        group, keys = self._shard.group, self._shard.group.seat.keys
+        self._shard.require_usable()
+        return group.ask(spec_ranges(keys), lambda view: Done(listing(view, keys)), deadline)
+
+    def wait(
+        self,
+        predicate: Callable[[dict[int, set[str]]], bool],
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[int, set[str]]:
+        """Block until `predicate` of what `list` returns is true; returns that.
+
+        This process's own question; asked again at every change, at most 20 times a second.
+
+        Raises:
+            DeadlineExceeded: With what `list` said last.
+        """
+        deadline = self._shard.deadline("wait", timeout_s)
+        group, keys = self._shard.group, self._shard.group.seat.keys
+        ranges = whole(spec_ranges(keys))
+
+        def rule(view: View) -> Done[dict[int, set[str]]] | Wait:
+            there = listing(view, keys)
+            if predicate(there):
+                return Done(there)
+            names = {version: sorted(replicas) for version, replicas in there.items()}
+            return Wait(f"available: {names or 'nothing'}", ranges)
+
+        self._shard.require_usable()
+        return group.follow(ranges, rule, deadline)
+
+    # The end
+
+    def close(self, *, linger_s: float | None = None) -> None:
+        """Leave: what this process published is not offered any more. Idempotent.
+
+        A version that is retained, here or elsewhere, and held nowhere else stays until another
+        replica has it: for at most `linger_s`, while one that is not spot lives and could take it,
+        and until those have finished that read it then. Handing over takes all ranks, which close
+        at about the same time; one that ends without ends it. Other versions go at once, and their
+        readers are not waited for; `unpublish` first to let them finish.
+
+        The tensors must not be written to before the return, and may be freed after it. In a
+        forked child it does nothing.
+
+        Args:
+            linger_s: None: as `open` was told; 0 while an exception is handled.
+
+        Raises:
+            UsageError: By a signal handler, within a call of this handle.
+        """
+        arguments.optional(arguments.seconds)("linger_s", linger_s)
+        if linger_s is None:
+            linger_s = self._shard.settings.linger_s if sys.exception() is None else 0.0
+        self._shard.close(linger_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(linger_s=self._shard.settings.linger_s if kind is None else 0.0)

@@ -1,0 +1,170 @@
+"""Copies of versions in host memory, that outlive the tensors they were made from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import BackendError, ClosedError, SeatLost
+from torch_ros.p2p.transport import Transport
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import copy_of
+from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.records import Kept, ShardRecord, mark
+from torch_ros.protocol.seat import Seat
+from torch_ros.spans import HOST, Region
+from torch_ros.store.run import Reminder
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.registered import Registered
+from torch_ros.weights.local import packed
+from torch_ros.weights.manifest import Layout
+from torch_ros.weights.plan import copy_bits
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
+
+
+def shard_of(mailbox: Mailbox) -> ShardRecord:
+    """The record that says where this process shows what `offer` shows."""
+    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card)
+
+
+class HostCopy:
+    """One rank's part: contiguous chunks, shown by an offer of their own, until `close`.
+
+    Args:
+        memory: Of each chunk of `layout`; copied before this returns.
+        call: The number of the group's call that made it, which readers see.
+        digests: Of the same content.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        memory: Sequence[torch.Tensor],
+        kept: Kept,
+        call: int,
+        digests: Digests,
+    ) -> None:
+        self.kept, self.call = kept, call
+        self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
+        for chunk, tensor in zip(self._chunks, memory, strict=True):
+            copy_bits(chunk, tensor)
+        self.mailbox = Mailbox(transport)
+        try:
+            self._show(layout, digests)
+        except BaseException:
+            self.close()
+            raise
+        self.mailbox.serve(mark(kept.ref.uid, call), ALL_BLOCKS)
+
+    def _show(self, layout: Layout, digests: Digests) -> None:
+        regions = {
+            Region(chunk.data_ptr(), chunk.numel() * chunk.element_size()) for chunk in self._chunks
+        }
+        ordered = sorted(regions, key=lambda region: region.address)
+        addresses = [chunk.data_ptr() for chunk in self._chunks]
+        self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
+        self.mailbox.show_digests(digests)
+
+    def close(self) -> None:
+        """Show it no more, and free it."""
+        self.mailbox.void()
+        self.mailbox.close()
+        self._chunks.clear()
+
+
+class Copies:
+    """The copies that this process has made of versions of its replica."""
+
+    def __init__(self, group: Group, transport: Transport) -> None:
+        self._group, self._transport = group, transport
+        # By the call that made it: under each seat that is taken again it has another name.
+        self._copies: dict[int, HostCopy] = {}
+        self._keepers: dict[int, threading.Thread] = {}  # which offer them while they are needed
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def made(self) -> list[HostCopy]:
+        """The copies that are there now."""
+        return list(self._copies.values())
+
+    def make(self, number: int, registered: Registered, digests: Digests) -> ShardRecord:
+        """This rank's part of a copy in host memory, of the last that counts of a version.
+
+        Args:
+            number: The call's that gives the version up.
+        """
+        if number not in self._copies:
+            kept = self._group.ledger.holds
+            assert kept is not None
+            self._copies[number] = HostCopy(
+                self._transport, registered.layout, registered.memory, kept, number, digests
+            )
+        return shard_of(self._copies[number].mailbox)
+
+    def keep(self) -> None:
+        """Offer what was made, in threads, for as long as it is needed."""
+        for number, copy in list(self._copies.items()):
+            if number not in self._keepers:
+                self._keepers[number] = threading.Thread(
+                    target=self._keep,
+                    args=(number, self._group.seat),
+                    name=f"torch_ros keeps {copy.kept.ref.version}",
+                    daemon=True,
+                )
+                self._keepers[number].start()
+
+    def close(self) -> None:
+        """Let go of all of them, once the group is closed and before the transport is.
+
+        A thread that is inside NIXL when the interpreter ends takes the process down with it.
+        """
+        for keeper in list(self._keepers.values()):
+            keeper.join(CLOSE_S)
+        while self._copies:
+            self._copies.popitem()[1].close()
+
+    def _keep(self, number: int, seat: Seat) -> None:
+        """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
+        copy, group = self._copies[number], self._group
+        version = copy.kept.ref.version
+        forever = Deadline(f"keeping version {version}", math.inf)
+        shard, reminder = shard_of(copy.mailbox), Reminder()
+        while True:
+            inst, session = copy_of(seat.inst, copy.call), group.session
+            try:
+                if group.host(copy.kept, seat, inst, copy.call, shard, forever):
+                    group.release(copy.kept.ref, seat, inst)
+                break
+            except SeatLost as lost:
+                group.fence(lost, session)
+            except BackendError as error:
+                if reminder.is_due():
+                    log.warning("keeping version %d: %s", version, error)
+                group.pause()
+            except ClosedError:
+                break
+            try:
+                group.await_seat(forever, Patience(peers_s=math.inf))
+            except (SeatLost, ClosedError):
+                break
+            seat = group.seat
+        if group.is_closed:  # it may linger, until `close`
+            return
+        del self._copies[number]
+        copy.close()
+        log.info("the copy of version %d in host memory is released", version)
+        del self._keepers[number]

@@ -1,0 +1,105 @@
+"""The layouts that the ranks of a replica show, this one's included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import BackendError, SourceLost, TransferFailed
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import parse_rank, replica_of
+from torch_ros.protocol.readable import keyed
+from torch_ros.protocol.records import ShardRecord
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import View
+from torch_ros.transfer.feed import SourceWait
+from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.peers import Peers
+from torch_ros.transfer.registered import Registered
+from torch_ros.weights.manifest import Layout, Logical, Manifest, logical, require_all
+
+
+class Manifests:
+    """Asks etcd where the ranks of a replica are, and each of them what it shows."""
+
+    def __init__(self, group: Group, mailbox: Mailbox, peers: Peers) -> None:
+        self._group, self._mailbox, self._peers = group, mailbox, peers
+
+    def layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
+        """The layouts that the ranks of replica `inst` show now, rank by rank."""
+        if inst == self._group.seat.inst:
+            return [manifest.layout for manifest in self.own(deadline)]
+        shown = self._shown(self._shards(inst, deadline), replica_of(inst), deadline)
+        return [manifest.layout for manifest in shown]
+
+    def own(self, deadline: Deadline) -> list[Manifest]:
+        """The manifests that the ranks of this replica show now, rank by rank.
+
+        Raises:
+            SourceLost: This rank took its tensors back while the store could not be told.
+        """
+        seat = self._group.seat
+        shards = self._shards(seat.inst, deadline)
+        peers = [shard for rank, shard in enumerate(shards) if rank != seat.rank]
+        manifests = self._shown(peers, seat.replica, deadline)
+        own = self._mailbox.manifest
+        if own is None:
+            reason = f"rank {seat.rank} has taken its tensors back"
+            raise SourceLost(seat.replica, reason, 0, 0)
+        manifests.insert(seat.rank, own)
+        return manifests
+
+    def layout_of(
+        self,
+        registered: Registered,
+        digests: Mapping[int, str],
+        deadline: Deadline,
+        wanted: Logical | None = None,
+        version: int = 0,
+    ) -> str:
+        """The digest of what the ranks of this replica hold together, once all are ready.
+
+        Args:
+            registered: This rank's part.
+            digests: Each rank's own digest.
+            wanted: They must hold the content of `version`.
+
+        Raises:
+            ManifestMismatch: They do not.
+        """
+        layouts = [registered.layout]
+        if len(set(digests.values())) > 1:
+            # Ranks with different tensors (pipeline stages) hold the union together.
+            layouts = self.layouts(self._group.seat.inst, deadline)
+        held = logical(layouts)
+        if wanted is not None:
+            require_all(version, wanted, held)
+        return held.digest
+
+    def _shown(
+        self, shards: Sequence[ShardRecord], source: str, deadline: Deadline
+    ) -> list[Manifest]:
+        manifests = []
+        own = source == self._group.seat.replica
+        for rank, shard in enumerate(shards):
+            mute = SourceWait(source, deadline, lambda: True, None if own else lambda: True)
+            still = partial(mute.look, f"rank {rank} does not answer")
+            try:
+                manifests.append(self._peers.manifest(shard.card, deadline, still)[1])
+            except TransferFailed as error:
+                self._peers.forget(error.agent)
+                raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
+        return manifests
+
+    def _shards(self, inst: str, deadline: Deadline) -> list[ShardRecord]:
+        within = self._group.seat.keys.shards(inst)
+
+        def rule(view: View) -> Step[list[ShardRecord]]:
+            found = keyed(view.within(within), parse_rank)
+            try:
+                return Done([ShardRecord.decode(entry.value, key) for key, _, entry in found])
+            except BackendError as error:
+                raise SourceLost(replica_of(inst), str(error), 0, 0) from error
+
+        return self._group.ask((within,), rule, deadline)

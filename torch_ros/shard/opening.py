@@ -1,0 +1,203 @@
+"""`open`: check what the caller asks for, take the seat, and make the handle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from torch_ros import arguments, environment
+from torch_ros.costs import Costs
+from torch_ros.deadline import Deadline
+from torch_ros.errors import UsageError
+from torch_ros.p2p.choose import COSTS, TransportName, choose_transport
+from torch_ros.p2p.transport import Transport
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.versions import Spec
+from torch_ros.shard.core import Settings, Shard
+from torch_ros.shard.handle import ShardHandle
+from torch_ros.shard.host_copies import shard_of
+from torch_ros.shard.identity import identify
+from torch_ros.shard.report import OnProgress
+from torch_ros.store.endpoint import connect as connect_store
+from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.reading import Reading
+from torch_ros.weights.digest import Depth
+
+log = logging.getLogger(__name__)
+
+DEFAULT_ENDPOINT = "local"
+OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
+    "model": arguments.text,
+    "endpoint": arguments.optional(arguments.text),
+    "replica": arguments.optional(arguments.text),
+    "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
+    "world_size": arguments.optional(arguments.whole(1, 999_999)),
+    "run": arguments.optional(arguments.text),
+    "datacenter": arguments.text,
+    "spot": arguments.yes_or_no,
+    "timeout_s": arguments.seconds,
+    "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
+    "drain_s": arguments.seconds,
+    "linger_s": arguments.seconds,
+    "check_contract": arguments.yes_or_no,
+    "relay": arguments.yes_or_no,
+    "staging_bytes": arguments.whole(0, 1 << 40),
+    "costs": arguments.optional(arguments.instance(Costs)),
+}
+
+
+def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
+    model: str,
+    *,
+    endpoint: str | None = None,
+    replica: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    run: str | None = None,
+    retain: Sequence[str | int] = (),
+    datacenter: str = "default",
+    spot: bool = False,
+    timeout_s: float = 300.0,
+    ttl_s: int = 10,
+    drain_s: float = 60.0,
+    linger_s: float = 30.0,
+    digests: Depth = "off",
+    check_contract: bool = False,
+    relay: bool = True,
+    transport: TransportName | None = None,
+    staging_bytes: int = 4 << 20,
+    costs: Costs | None = None,
+    on_progress: OnProgress | None = None,
+) -> ShardHandle:
+    """Take this process's place in a replica of `model`.
+
+    Collective: every rank of the replica opens it; returns on each once all have. With a process
+    group, ranks open their handles in the same order.
+
+    Args:
+        model: The name under which versions are published.
+        endpoint: Where etcd is: "etcd://host:port[,host:port]", "etcds://..." over TLS; "local",
+            an etcd on this host that is found or started; "memory://name", a store inside this
+            process. None: the environment's TORCH_ROS_ENDPOINT, else "local".
+        replica: The name of this replica, the same on all its ranks, unlike any other living
+            one's: opening a name again replaces its holder. None: the process group's rank 0
+            chooses one; else torchrun's run id and role; else, for one process, a unique name.
+        rank: This process's place in the replica. None: the process group's, else torchrun's,
+            else 0.
+        world_size: How many processes the replica has. None: as with `rank`, else 1.
+        run: Where `publish` goes. Versions grow within a run. None: the newest living run; "new":
+            a new one (after a rollback to an older step); else the run of that name.
+        retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
+            ..., or a number. The replica that unpublishes the last copy outside spot
+            replicas copies it to host memory first, where it stays until another replica has it
+            or it is no longer retained.
+        datacenter: Sources in the same one are preferred.
+        spot: This replica may vanish at any time: its copies do not count for `retain`.
+        timeout_s: Seconds for this call, and the default for the handle's calls.
+        ttl_s: Seconds after which a dead process's records vanish from etcd; 2 to 86,400.
+        drain_s: How long `unpublish` waits for readers; those that take longer go on from another
+            source, or fail.
+        linger_s: How long `close` stays with a version that is retained, and that nobody else
+            has, for another replica to take it.
+        digests: Of the content of what is published, and of what was read: "full" finds every
+            flipped bit and every element in a wrong place, at a few GB/s per thread; "sampled"
+            looks at 1/64 of it; "off" trusts. Versions published with digests are verified by
+            replicas that are opened with either, to the depth of the publisher.
+        check_contract: For debugging. Also digest what is published when it is unpublished, and
+            raise ContractBroken if it was written to in between. The environment's
+            TORCH_ROS_CHECK_CONTRACT=1 turns it on without a change of code.
+        relay: While this replica reads a version, others may read from it the part that is there.
+        transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
+            memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
+            this process; "auto": "memory" for a store in memory, else "ucx", but host memory of
+            sources on this host is copied directly, by up to four threads, if they too have "auto":
+            mapped if it is shared (`Tensor.share_memory_`), else as UCX's cma does. None: the
+            environment's TORCH_ROS_TRANSPORT, else "auto".
+        staging_bytes: Size of the buffer through which short strided runs are read, if there are
+            any. On hosts, one that fits the processor's cache beats a larger one.
+        costs: The time that reading and copying take here, by which short strided runs are read one
+            by one, or by whole rows into staging. None: as measured, for the transport, near or
+            far.
+        on_progress: Called with the bytes that have arrived and the bytes in all, after each batch
+            of a read, by the thread that reads. Its exceptions are logged. None: a read of more
+            than a second draws a bar if stderr is a terminal, on the first rank of each host;
+            not if the environment has TORCH_ROS_PROGRESS=0.
+
+    Raises:
+        UsageError: Bad arguments, or ranks that disagree about them; or this process was forked
+            from one that had a handle open.
+        StoreUnavailable: Nothing that speaks etcd v3 answers at the endpoint, or nobody listened
+            there for all of `timeout_s`.
+        AccessDenied: etcd refuses the certificate, the user or its role.
+        DeadlineExceeded: Not all ranks came.
+    """
+    arguments.check(locals(), OPTIONS)
+    if digests not in get_args(Depth):
+        raise UsageError(f"digests={digests!r}: expected one of {', '.join(get_args(Depth))}")
+    if isinstance(retain, str) or not isinstance(retain, Sequence):
+        raise UsageError(f"retain={retain!r}: expected a list, such as ('latest',)")
+    retained = tuple(str(Spec.parse(version)) for version in retain)
+    wanted = environment.value(environment.TRANSPORT)
+    way = transport or wanted or "auto"
+    reason = (
+        "asked for" if transport else f"{environment.TRANSPORT} is set" if wanted else "default"
+    )
+    if on_progress is not None and not callable(on_progress):
+        raise UsageError(f"on_progress={on_progress!r}: expected a function of two numbers")
+    if way not in get_args(TransportName):
+        names = ", ".join(get_args(TransportName))
+        raise UsageError(f"transport={way!r}: expected one of {names}")
+    check_contract = check_contract or environment.is_on(environment.CHECK_CONTRACT)
+    deadline = Deadline(f"open({model!r})", timeout_s)
+    place = identify(replica, rank, world_size, timeout_s=timeout_s)
+    endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
+    kv = connect_store(endpoint, timeout_s=timeout_s)
+    ways: Transport | None = None
+    group: Group | None = None
+    depth: Depth = "full" if check_contract and digests == "off" else digests
+    try:
+        ways = choose_transport(
+            way,
+            replica=place.replica,
+            rank=place.rank,
+            in_process=endpoint.startswith("memory:"),
+            reason=reason,
+        )
+        reading = Reading(ways, staging_bytes, (costs, costs) if costs else COSTS[way])
+        mailbox = Mailbox(ways, reading.forget)
+        seat = Applicant(
+            keys=Keys(model),
+            replica=place.replica,
+            rank=place.rank,
+            world_size=place.world_size,
+            shared_nonce=place.nonce or "",
+            run=run,
+            datacenter=datacenter,
+            spot=spot,
+            retain=retained,
+            ttl_s=ttl_s,
+            drain_s=drain_s,
+            shard=shard_of(mailbox),
+        )
+        group = Group.join(kv, seat, deadline)
+        settings = Settings(
+            timeout_s=timeout_s,
+            linger_s=linger_s,
+            depth=depth,
+            check_contract=check_contract,
+            relay=relay,
+            on_progress=on_progress,
+        )
+        handle = ShardHandle(Shard(model, group, ways, mailbox, reading, settings))
+    except BaseException:
+        if group is not None:
+            group.close()
+        if ways is not None:
+            ways.close()
+        kv.close()
+        raise
+    log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
+    return handle

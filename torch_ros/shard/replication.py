@@ -1,0 +1,432 @@
+"""Reading a version: one rank's part in it, from the choice of sources to the report."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    BackendError,
+    CorruptWeights,
+    ManifestMismatch,
+    SeatLost,
+    SourceLost,
+    UsageError,
+)
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.seat import own_group
+from torch_ros.protocol.sources import Source
+from torch_ros.protocol.versions import Spec, newer, newer_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.shard.report import Meter, ReadReport, Stopwatch
+from torch_ros.shard.tasks import GroupTask, Search
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import View, one
+from torch_ros.transfer.batches import sources_max
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
+from torch_ros.weights.digest import Depth, first_difference, totals
+from torch_ros.weights.manifest import (
+    OBJECT,
+    ChunkRecord,
+    Layout,
+    Logical,
+    TensorRecord,
+    logical,
+)
+from torch_ros.weights.tiling import matched
+
+log = logging.getLogger(__name__)
+
+SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
+SLOW_BYTES_PER_S = 0.25e9
+HEAL_TRIES = 2  # the second one after CorruptWeights
+
+
+class Target(Protocol):
+    """The tensors that a version is read into."""
+
+    @property
+    def bytes_total(self) -> int:
+        """Their size, roughly."""
+
+    def prepare(self) -> None:
+        """Check that they may be written to. Called at the beginning, and after each lost seat."""
+
+    def register(self, layouts: Sequence[Layout]) -> Registered:
+        """Register the tensors that a version with these layouts, rank by rank, is read into."""
+
+    def landed(self) -> None:
+        """Check the objects when they have landed, before a tensor changes, and at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The version that a group reads, and how the group words it."""
+
+    asked: str
+    spec: Spec
+    floor: VersionRef | None  # nothing older than this
+    terms: SourceTerms  # of becoming a source
+
+
+class RegisteredTarget:
+    """The tensors of `register`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        registered = shard.tensors.registered
+        self.bytes_total = registered.bytes_total if registered else 0
+
+    def prepare(self) -> None:
+        self._shard.ready("replicate")
+
+    def register(self, _: Sequence[Layout]) -> Registered:
+        return self._shard.tensors.require("replicate")
+
+    def landed(self) -> None:
+        pass
+
+
+def replicate(
+    shard: Shard, version: int | str, floor: VersionRef | None, deadline: Deadline
+) -> int:
+    """Read a whole version into the registered tensors. Returns its number."""
+    asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
+    order = Order(asked, Spec.parse(version), floor, SourceTerms())
+    return read_version(shard, order, RegisteredTarget(shard), deadline)
+
+
+def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
+    """Replicate `version` if it is newer than what is held. Returns whether it was."""
+    shard.begin("update", deadline.what, deadline)
+    held = shard.held
+    newest = find_newer(shard, version, held, deadline) if held else None
+    if held is not None and newest is None:
+        return False
+    shard.unpublish_first(deadline.what, deadline, may_forget=False)
+    replicate(shard, version, newest, deadline)
+    return True
+
+
+def find_newer(
+    shard: Shard, version: int | str, held: VersionRef, deadline: Deadline
+) -> VersionRef | None:
+    """The version to go to from `held`, the same on all ranks; None: there is none."""
+    group, spec = shard.group, Spec.parse(version)
+    if not shard.is_alone:
+        return shard.make(Search(spec, held, deadline))
+    ranges = newer_ranges(group.seat.keys)
+
+    def rule(view: View) -> Step[VersionRef | None]:
+        own_group(view, group.seat)
+        found = newer(view, group.seat.keys, spec, held)
+        return Done(found.ref if found else None)
+
+    # Nobody could decide otherwise: one read, nothing written.
+    while True:
+        group.await_seat(deadline)
+        session = group.session
+        try:
+            return group.ask((*group.seat.own, *ranges), rule, deadline)
+        except SeatLost as lost:
+            group.fence(lost, session)
+
+
+def read_version(shard: Shard, order: Order, target: Target, deadline: Deadline) -> int:
+    """Read a version into `target`; once more after CorruptWeights, preferring other sources.
+
+    All ranks get the same CorruptWeights, so all of them try again. Returns its number.
+    """
+    for tries_left in reversed(range(HEAL_TRIES)):
+        replication = Replication(shard, order, target, deadline)
+        try:
+            return shard.make(replication)
+        except CorruptWeights as error:
+            if not tries_left:
+                raise
+            log.warning("%s; reading it again", error)
+            try:
+                shard.group.suspect(replication.sources, str(error))
+            except BackendError as lost:  # the second read checks the bytes whatever its source
+                log.warning("%s may be read from again: %s", replication.source, lost)
+    raise AssertionError("the last try returns or raises")
+
+
+class Replication(GroupTask[int]):
+    """One rank's part in reading a version, over all the sources and seats that it takes.
+
+    `perform` has the steps; a lost seat repeats it, a lost source repeats `_fetch`, and neither
+    reads again the blocks that are there.
+    """
+
+    kind = "replicate"
+
+    def __init__(self, shard: Shard, order: Order, target: Target, deadline: Deadline) -> None:
+        super().__init__(order.asked, deadline)
+        self._shard, self._order, self._target = shard, order, target
+        self._watch = Stopwatch()
+        self.ref: VersionRef | None = None
+        self.registered: Registered | None = None
+        self.progress: Progress | None = None
+        self.source = ""  # the replicas that are read from now
+        self.sources: list[str] = []  # the instances that were read from
+        self._should_be_fast = False  # all of the source is there, on this host
+        self.expected = Digests()
+        self.wanted: Logical | None = None  # the version's contents, if a source has all of it
+
+    def perform(self, call: GroupCall) -> int:
+        self._target.prepare()
+        self._book_lost_time()
+        order, shard = self._order, self._shard
+        call.decide_to_read(
+            order.spec,
+            order.floor,
+            is_relay=order.terms.is_relayed and shard.settings.relay,
+            sources_max=sources_max(self._target.bytes_total),
+        )
+        if call.has_ended:  # while this rank had no seat; its part was done
+            if shard.group.ledger.held is not None:
+                shard.mailbox.serve(call.mark, ALL_BLOCKS)
+            self._report(call)
+            return call.ref.version
+        self._watch.lap("decide")
+        if self.ref != call.ref:
+            shard.mailbox.void()  # it may show a part of another one, from before a seat was lost
+            self.start(call.ref)
+        what = f"version {call.ref.version} of {shard.model!r}"
+        with Meter(what, shard.settings.on_progress, shard.group.seat.rank) as meter:
+            call.read(partial(self._fetch, call, meter))
+        self._digest()
+        self._commit(call)
+        self._report(call)
+        return call.ref.version
+
+    def start(self, ref: VersionRef) -> None:
+        """Begin with another version than before: nothing of it is here."""
+        self.ref, self.registered, self.progress = ref, None, None
+        self.expected, self.wanted = Digests(), None
+
+    def _book_lost_time(self) -> None:
+        """Book the time since the last lap under `read`: it was spent on sources that failed."""
+        if self.sources:
+            self._watch.lap("read")
+
+    # One try to read the blocks that are missing
+
+    def _fetch(self, call: GroupCall, meter: Meter, sources: Sequence[Source]) -> None:
+        self._book_lost_time()
+        feeds = [self._connect(call, source) for source in sources]
+        self._watch.lap("manifests")
+        self._note_sources(sources, feeds)
+        if self.registered is None:
+            self._register(call.ref, sources[0], feeds[0])
+        registered, progress = self.registered, self.progress
+        assert registered is not None
+        assert progress is not None
+        supplies = [
+            [self._plan(feed, phase.layout, call.ref) for feed in feeds]
+            for phase in registered.phases
+        ]
+        self._watch.lap("plan")
+        progress.serve(call.mark)
+        meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
+        for of_phase, phase in zip(supplies, registered.phases, strict=True):
+            self._shard.reading.read(of_phase, phase, progress, self.deadline, meter.add)
+            self._target.landed()
+
+    def _connect(self, call: GroupCall, source: Source) -> Feed:
+        return connect(
+            self._shard.reading.peers,
+            [shard.card for shard in source.shards],
+            FeedSource(
+                replica_of(source.inst),
+                source.mark,
+                source.is_full,
+                is_there=partial(call.is_there, source),
+                has_other=partial(call.has_other, source),
+                check=self._shard.group.check,
+            ),
+            self.deadline,
+        )
+
+    def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
+        self.source = ", ".join(feed.source.replica for feed in feeds)
+        here = socket.gethostname()
+        self._should_be_fast = all(
+            source.is_full and shard.host == here for source in sources for shard in source.shards
+        )
+        self.sources += [source.inst for source in sources]
+
+    def _register(self, ref: VersionRef, source: Source, feed: Feed) -> None:
+        with self._as_published(feed, ref):
+            self.registered = self._target.register(feed.layouts)
+        self.progress = Progress(self._shard.mailbox, self.registered)
+        finish_kernels(self.registered)  # those that still use the old content
+        with self._as_published(feed, ref):
+            self.expected = self._digests_of(feed, source.inst)
+            self.wanted = logical(feed.layouts) if source.is_full else None
+        self._shard.mailbox.show_digests(self.expected)
+
+    def _plan(self, feed: Feed, target: Layout, ref: VersionRef) -> Supply:
+        shard = self._shard
+        is_near = shard.reading.peers.is_near([agent for agent, _ in feed.manifests])
+        with self._as_published(feed, ref):
+            plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, is_near=is_near)
+        return Supply(plan, feed)
+
+    @contextmanager
+    def _as_published(self, feed: Feed, ref: VersionRef) -> Iterator[None]:
+        """Treat tensors that do not fit as a lost source, unless it shows what was published.
+
+        A relay may be loading only a part of the version.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if self._is_published(feed, ref):
+                raise
+            reason = f"it does not show the version: {error}"
+            raise SourceLost(feed.source.replica, reason, 0, 0) from error
+
+    def _is_published(self, feed: Feed, ref: VersionRef) -> bool:
+        group = self._shard.group
+        key = group.seat.keys.version(ref.run, ref.version)
+
+        def rule(view: View) -> Step[str]:
+            entry = view.get(key)
+            return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
+
+        layout = group.ask((one(key),), rule, self.deadline)
+        try:
+            return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
+        except ManifestMismatch:
+            return False
+
+    def _digests_of(self, feed: Feed, inst: str) -> Digests:
+        """The version's digests, as far as this source knows them."""
+        manifests = [manifest for _, manifest in feed.manifests]
+        depth = manifests[0].depth if manifests else "off"
+        own_depth = self._shard.settings.depth
+        if depth == "off" or own_depth == "off":
+            if own_depth != "off":
+                log.warning("%s has no digests; the bytes read from it are not verified", inst)
+            # Passed on all the same, for readers that verify.
+            known = next((m for m in manifests if m.totals), None)
+            return Digests(known.depth, (), known.totals) if known else Digests()
+        if manifests[0].totals:
+            return Digests(depth, (), manifests[0].totals)
+        if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
+            return Digests()
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+
+    # When everything has been read
+
+    def _digest(self) -> None:
+        registered, expected, shard = self.registered, self.expected, self._shard
+        assert registered is not None
+        mark_written(registered)
+        self._watch.lap("read")
+        depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
+        shard.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
+        if depth != "off":
+            shard.mailbox.show_digests(shard.digests)
+            self._watch.lap("digest")
+
+    def _commit(self, call: GroupCall) -> None:
+        """End the call with the peers, and become a source if the terms allow it."""
+        registered, terms = self.registered, self._order.terms
+        assert registered is not None
+        outcome = call.finish(registered.digest, partial(self._verified, call), terms)
+        self._watch.lap("commit")
+        if not outcome.is_source:
+            self._shard.mailbox.void()
+
+    def _verified(self, call: GroupCall, answers: Mapping[int, str]) -> str:
+        """Compare the digests of all ranks with the version's. Run by the last rank to be ready.
+
+        Returns:
+            The digest of what the ranks hold together.
+
+        Raises: CorruptWeights, ManifestMismatch
+        """
+        self._verify(call)
+        assert self.registered is not None
+        wanted = self.wanted if self._order.terms.is_required else None
+        return self._shard.manifests.layout_of(
+            self.registered, answers, self.deadline, wanted, call.ref.version
+        )
+
+    def _verify(self, call: GroupCall) -> None:
+        shard, expected, version = self._shard, self.expected, call.ref.version
+        if shard.settings.depth == "off" or expected.depth == "off":
+            return
+        manifests = shard.manifests.own(self.deadline)
+        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks have digests; version %d is not verified", version)
+            return
+        chunks = [manifest.digests for manifest in manifests]
+        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
+        if (fqn := first_difference(found, expected.totals)) is not None:
+            raise CorruptWeights(shard.model, version, fqn, self.source)
+
+    def _report(self, call: GroupCall) -> None:
+        registered, progress, watch = self.registered, self.progress, self._watch
+        assert registered is not None
+        assert progress is not None
+        report = ReadReport(
+            call.ref.version,
+            self.source,
+            call.reroutes,
+            registered.bytes_total,
+            progress.bytes_read,
+            watch.elapsed_s,
+            watch.stages_s,
+        )
+        self._shard.last_read = report
+        log.info("%s", report.line(self._shard.model))
+        speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
+        if self._should_be_fast and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
+            log.warning(
+                "%.2f GB/s from a source on this host is slow: transport='ucx-tcp' and a UCX_TLS "
+                "without cma are; cma needs one user for both processes and "
+                "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
+                speed / 1e9,
+            )
+
+
+def is_whole(layouts: Sequence[Layout]) -> bool:
+    """Whether these layouts hold every element of every tensor that they name."""
+    try:
+        everything = logical(layouts)
+        tensors = [(f, t) for f, t in sorted(everything.items()) if t.dtype != OBJECT]
+        whole = Layout(
+            tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+            tuple(
+                ChunkRecord(number, (0,) * len(shape), shape, _dense(shape), spread=False)
+                for number, (_, (_, shape)) in enumerate(tensors)
+            ),
+        )
+        matched(layouts, whole, target_rank=0)
+    except UsageError:
+        return False
+    return True
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,119 @@
+"""The tensors that this process has registered, and shows to its readers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from torch_ros.errors import ContractBroken, UsageError
+from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
+from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.manifest import OBJECT, Layout
+
+log = logging.getLogger(__name__)
+
+
+class Tensors:
+    """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self.registered: Registered | None = None
+        self._named: NamedTensors | None = (
+            None  # as `register` got them; None for those of a save or load
+        )
+
+    def show(self, state: LocalState) -> Registered:
+        """Register `state` in place of the tensors before, and show it."""
+        registered = Registered.of(state)
+        if registered is self.registered:
+            return registered
+        try:
+            self._mailbox.show(
+                registered.layout, registered.addresses, registered.devices, registered.regions
+            )
+        except BaseException:
+            self.withdraw()
+            raise
+        self.registered, self._named = registered, None
+        return registered
+
+    def show_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
+        """Register the tensors of `register`; `current` follows them when they move."""
+        registered = self.show(LocalState(local_chunks(tensors), {}, {}))
+        self._named = NamedTensors(tensors)
+        return registered
+
+    def withdraw(self) -> None:
+        """Show nothing, and let go of the tensors."""
+        self._mailbox.withdraw()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the tensors; the mailbox is closed already."""
+        self.registered = self._named = None
+
+    def require(self, call: str) -> Registered:
+        """Raises: UsageError: Nothing is registered."""
+        if self.registered is None:
+            raise UsageError(f"{call}: this handle has no tensors; register() them first")
+        return self.registered
+
+    def current(self, call: str) -> Registered:
+        """The registered tensors where they are now, registered again if they have moved."""
+        registered, named = self.require(call), self._named
+        if named is None or not (moved := named.moved):
+            return registered
+        log.info(
+            "%d of %d registered tensors have other memory or shapes now (%s, ...); "
+            "registered again",
+            len(moved),
+            len(named.tensors),
+            moved[0],
+        )
+        return self.show_named(named.tensors)
+
+    def are(self, state: LocalState, layout: Layout, *, is_alone: bool) -> bool:
+        """Whether `state` is registered. Objects are ignored: they have a new buffer each time.
+
+        Args:
+            layout: The layout of `state`.
+            is_alone: This is the replica's only rank: marks of what is spread do not matter.
+        """
+        known = self.registered
+        if state.known is not None:
+            return state.known is known
+        if known is None:
+            return False
+        there, here = known.layout, layout
+        if is_alone:
+            there, here = there.unspread, here.unspread
+        if there.digest != here.digest:
+            return False
+        is_object = [record.dtype == OBJECT for record in known.layout.tensors]
+        chunks = zip(known.layout.chunks, known.memory, strict=True)
+        tensors = [memory for chunk, memory in chunks if not is_object[chunk.tensor]]
+        _, wanted = build(state.tensors, {})
+        return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
+
+    def check_unchanged(self, version: int, digests: Digests) -> None:
+        """Compare the tensors with the digests that they had as `version`.
+
+        Raises: ContractBroken: They were written to.
+        """
+        registered = self.registered
+        if registered is None or not digests.chunks:
+            return
+        finish_kernels(registered)
+        now = registered.digests(digests.depth)
+        for chunk, before, after in zip(registered.layout.chunks, digests.chunks, now, strict=True):
+            if before != after:
+                fqn = registered.layout.tensors[chunk.tensor].fqn
+                raise ContractBroken(
+                    version,
+                    f"tensor {fqn!r} is not what it was",
+                    "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
+                )

@@ -1,0 +1,174 @@
+"""Writes that apply at most once, however often they are sent and however late they arrive.
+
+A writer has marks, keys of its own, one for each write that it has under way. A write guards its
+mark and renews it in the same transaction: so of all attempts at it one applies, and a writer that
+lost the reply reads in the mark which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.store.txn import (
+    UNKNOWN,
+    Commit,
+    Delete,
+    Entry,
+    Get,
+    Guard,
+    Op,
+    Put,
+    Range,
+    Reply,
+    Steps,
+    Txn,
+    Unchanged,
+    View,
+    one,
+)
+
+T = TypeVar("T")
+
+BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.01, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[T]):
+    """One attempt, and what the call answers if it applies. Without `ops`: an answer."""
+
+    answer: T
+    guards: tuple[Guard, ...] = ()
+    ops: tuple[Op, ...] = ()
+    made: tuple[Range, ...] = ()  # put for it before; garbage unless it applies
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The mark of one write at a time."""
+
+    key: str
+    rev: int = 0  # of the mark, as far as is known
+    attempts: int = 0
+
+    def next_mark(self) -> bytes:
+        self.attempts += 1
+        return str(self.attempts).encode()
+
+
+def ask(*ops: Op) -> Steps[Reply]:
+    """Perform `ops`, which change nothing, at one revision."""
+    while True:
+        reply: Reply = yield Commit(Txn(ops=ops))
+        if reply.applied:
+            return reply
+
+
+def look(*gets: Get) -> Steps[View]:
+    """Read, all at one revision."""
+    reply = yield from ask(*gets)
+    entries: dict[str, Entry] = {}
+    for found in reply.results:
+        assert not isinstance(found, int)
+        entries.update(found)
+    return View(reply.rev, entries)
+
+
+class Writer:
+    """Writes at most once. Any number of threads may write.
+
+    Args:
+        mark: The key of this writer's n-th mark.
+        lease_id: The lease that marks hang on.
+    """
+
+    def __init__(self, mark: Callable[[int], str], lease_id: int) -> None:
+        self._mark, self._lease_id = mark, lease_id
+        self._numbers = itertools.count()
+        self._free: list[_Slot] = []
+
+    def write(
+        self,
+        gets: tuple[Get, ...],
+        plan: Callable[[View], Steps[Plan[T] | None]],
+        deadline: Deadline,
+        *,
+        first: Plan[T] | None = None,
+    ) -> Steps[T]:
+        """Look, plan, commit; again while others win the race or the plan is None.
+
+        Args:
+            first: To be tried without looking.
+        """
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = _Slot(self._mark(next(self._numbers)))
+        try:
+            return (yield from self._write(slot, gets, plan, deadline, first))
+        finally:
+            self._free.append(slot)
+
+    def _write(
+        self,
+        slot: _Slot,
+        gets: tuple[Get, ...],
+        plan: Callable[[View], Steps[Plan[T] | None]],
+        deadline: Deadline,
+        first: Plan[T] | None,
+    ) -> Steps[T]:
+        attempts: dict[bytes, Plan[T]] = {}
+        planned, is_open, losses = first, False, 0
+        while True:
+            if planned is None:
+                view = yield from look(Get(one(slot.key)), *gets)
+                mark = view.entries.get(slot.key)
+                slot.rev = mark.mod_rev if mark else 0
+                if mark is not None and mark.value in attempts:
+                    applied = attempts[mark.value]
+                    break
+                planned = yield from plan(view)
+            if planned is None:
+                deadline.check("it was always changed while it was read")
+                continue
+            if not planned.ops and not is_open:
+                applied = planned
+                break
+            # An answer too is written down while an earlier attempt may still be on its way.
+            reply: Reply = yield Commit(self._marked(slot, planned, attempts))
+            if reply.applied:
+                slot.rev, applied = reply.rev, planned
+                break
+            if reply is UNKNOWN:
+                is_open = True
+            elif planned is not first:
+                losses += 1
+                _back_off(losses, deadline)
+            planned = None
+        yield from _tidied(applied, attempts.values())
+        return applied.answer
+
+    def _marked(self, slot: _Slot, planned: Plan[T], attempts: dict[bytes, Plan[T]]) -> Txn:
+        mark = slot.next_mark()
+        attempts[mark] = planned
+        guards = (Unchanged(slot.key, slot.rev), *planned.guards)
+        return Txn(guards, (*planned.ops, Put(slot.key, mark, self._lease_id)))
+
+
+def _back_off(losses: int, deadline: Deadline) -> None:
+    """Let others go first: each round has one winner, and those who lost it lose the next too."""
+    deadline.check("other clients were always faster")
+    longest_s = min(BACK_OFF_S_MAX, BACK_OFF_S_MIN * 2 ** min(losses, 10))
+    time.sleep(random.uniform(0, longest_s))  # noqa: S311  # no secret
+
+
+def _tidied(applied: Plan[T], attempts: Iterable[Plan[T]]) -> Steps[None]:
+    """Remove what was made for attempts that can apply no more."""
+    garbage = {made for attempt in attempts for made in attempt.made} - {*applied.made}
+    for made in garbage:
+        yield Commit(Txn(ops=(Delete(made),)))

@@ -1,0 +1,123 @@
+"""``torch.distributed.init_process_group(init_method="etcd://host:port[,host:port]/JOB")``.
+
+Importing this module makes torch know the schemes ``etcd`` and ``etcds``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # at run time only
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from torch_ros import environment
+from torch_ros.store import endpoint as endpoints
+from torch_ros.store.distributed.store import TIMEOUT, TTL_S, EtcdStore
+
+SCHEMES = ("etcd", "etcds")
+OPTIONS = {"rank", "world_size", "timeout_s", "ttl_s", *endpoints.OPTIONS}
+
+_registered = False
+
+
+def register() -> None:
+    """Make torch know ``etcd://`` and ``etcds://``. Idempotent.
+
+    This is about `init_method` alone: the rendezvous backends of torchrun, of which one is named
+    "etcd" as well, are another registry.
+
+    Raises:
+        RuntimeError: Someone else has registered one of them.
+    """
+    global _registered  # noqa: PLW0603  # torch's registry is global too
+    if not _registered:
+        for scheme in SCHEMES:
+            register_rendezvous_handler(scheme, open_store)  # type: ignore[no-untyped-call]
+        _registered = True
+
+
+def url_of(endpoint: str, job: str) -> str:
+    """The URL for `init_method` of the store that `job` has in the etcd at `endpoint`."""
+    return urlsplit(endpoint)._replace(path=quote(job)).geturl()
+
+
+def open_store(
+    url: str, timeout: timedelta = TIMEOUT, **_: object
+) -> Iterator[tuple[Store, int, int]]:
+    """Called by torch for ``etcd[s]://host:port[,host:port]/JOB[?timeout_s=..][&ttl_s=..]``.
+
+    All processes that name the same JOB are one group; a job that starts again within `ttl_s` must
+    have another name. Without hosts and JOB, ``etcd://``, they are those of TORCH_ROS_INIT_METHOD,
+    which is set in what ``torchrun --rdzv-backend=torch-ros`` runs. Rank and world size are
+    arguments of `init_process_group`, or the environment variables RANK and WORLD_SIZE.
+
+    Options, besides those of the endpoint (`ca` and the like):
+        timeout_s: How long etcd may take to answer at first; without it, the group's timeout.
+        ttl_s: How long the job's keys stay without any process.
+
+    Raises:
+        ValueError: The URL has no job or an unknown option, or rank or world size is missing.
+        DistNetworkError: etcd did not answer.
+    """
+    parts, options = _parsed(url)
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise _error(url, f"{unknown[0]!r} is no option; these are: {', '.join(sorted(OPTIONS))}")
+    job = unquote(parts.path.strip("/"))
+    if not job:
+        raise _error(url, "the name of the job is missing; it stands behind the hosts and a slash")
+    rank, world_size = _place(url, options, "rank"), _place(url, options, "world_size")
+    limit = timeout
+    if (seconds := options.pop("timeout_s", None)) is not None:
+        limit = timedelta(seconds=_seconds(url, "timeout_s", seconds))
+    ttl_s = _whole(url, "ttl_s", options.pop("ttl_s", str(TTL_S)))
+    endpoint = parts._replace(path="", query=urlencode(options), fragment="").geturl()
+    store = EtcdStore(endpoint, job, timeout=limit, ttl_s=ttl_s)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+    raise RuntimeError("Unable to perform re-rendezvous using etcd:// method")
+
+
+def _parsed(url: str) -> tuple[SplitResult, dict[str, str]]:
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if parts.netloc or parts.path:
+        return parts, options
+    found = environment.value(environment.INIT_METHOD)
+    if not found:
+        reason = f"it names no hosts, and {environment.INIT_METHOD} is not set; torchrun sets it"
+        raise _error(url, reason)
+    parts = urlsplit(found)
+    return parts, dict(parse_qsl(parts.query, keep_blank_values=True)) | options
+
+
+def _place(url: str, options: dict[str, str], name: str) -> int:
+    text = options.pop(name, None) or os.environ.get(name.upper())
+    if not text:
+        raise _error(url, f"{name} is neither an argument nor {name.upper()} in the environment")
+    return _whole(url, name, text)
+
+
+def _whole(url: str, name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise _error(url, f"{name} is {text!r}, not a whole number") from error
+
+
+def _seconds(url: str, name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise _error(url, f"{name} is {text!r}, not a number") from error
+
+
+def _error(url: str, reason: str) -> ValueError:
+    shown = re.sub(r"//.*@", "//...@", url, flags=re.DOTALL)  # there may be a password
+    return ValueError(f"Error initializing torch.distributed using {shown!r}: {reason}")
+
+
+register()

@@ -1,0 +1,231 @@
+"""Divides the blocks of a target into batches, and prepares the transfers that fill each.
+
+The blocks of a batch are read from one source, and begin to count together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from torch_ros.p2p.transport import Transfer
+from torch_ros.spans import HOST, Spans
+from torch_ros.transfer.feed import Feed, Supply
+from torch_ros.transfer.peers import Peers
+from torch_ros.transfer.posting import close_all
+from torch_ros.transfer.registered import Phase
+from torch_ros.transfer.staging import Staging, fitting
+from torch_ros.weights.columns import Ints, distinct, numbered, sum_before
+from torch_ros.weights.manifest import BLOCK_BYTES, Blocks
+from torch_ros.weights.plan import DirectSpans, ReadPlan, Route, StagedCopy
+
+BATCH_BYTES = 64 << 20  # read between two questions whether it counts
+
+
+def sources_max(bytes_total: int) -> int:
+    """Return how many sources a read of that size may have: each serves at least a batch."""
+    return max(1, bytes_total // BATCH_BYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedGroup:
+    """Pieces that are in staging at the same time, and the transfers that bring them there."""
+
+    staging: torch.Tensor
+    pieces: Sequence[tuple[int, StagedCopy]]  # each with its offset
+    transfers: Sequence[Transfer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Target blocks that are read from one source, and begin to count, together."""
+
+    supply: int  # the number of its source among those of the read
+    blocks: Ints
+    needs: Mapping[int, int]  # source rank -> how many of its blocks have to be there
+    transfers: Sequence[Transfer]
+    staged: Sequence[StagedGroup]
+    is_repeated: bool  # some staged blocks are there already, and may be read from
+
+
+def close_batches(batches: Sequence[Batch]) -> None:
+    """Close all transfers of these batches."""
+    direct = [transfer for batch in batches for transfer in batch.transfers]
+    groups = [group for batch in batches for group in batch.staged]
+    close_all(direct + [transfer for group in groups for transfer in group.transfers])
+
+
+class Preparation:
+    """Prepares the transfers that fill one phase."""
+
+    def __init__(self, peers: Peers, staging: Staging, phase: Phase) -> None:
+        self._peers, self._staging = peers, staging
+        self._target, self._memory = phase.layout.blocks, phase.memory
+
+    def batches(self, supplies: Sequence[Supply], missing: Ints) -> Sequence[Batch]:
+        """Return the batches that fill the blocks `missing`, in order. The caller closes them."""
+        target = self._target
+        staged = {piece.target_chunk for supply in supplies for piece in supply.plan.staged}
+        # A staged piece is copied into a chunk as a whole, so the blocks of a chunk stay together.
+        leaders = np.arange(target.total)
+        for chunk in staged:
+            start = target.starts[chunk]
+            leaders[start : start + target.counts[chunk]] = start
+        leaders = leaders[missing]
+        sizes = _block_bytes(target, self._memory)[missing]
+        turns = _as_one(sum_before(sizes) // BATCH_BYTES % len(supplies), leaders)
+        batches: list[Batch] = []
+        try:
+            for index, supply in enumerate(supplies):
+                own = turns == index
+                if own.any():
+                    batches += self._from_one(index, supply, missing[own], leaders[own])
+        except BaseException:
+            close_batches(batches)
+            raise
+        return sorted(batches, key=lambda batch: int(batch.blocks[0]))
+
+    def _from_one(
+        self, index: int, supply: Supply, missing: Ints, leaders: Ints
+    ) -> Iterator[Batch]:
+        target, plan, feed = self._target, supply.plan, supply.feed
+        direct, block = _by_block(plan.direct, target)
+        staged = plan.staged
+        bytes_of = np.zeros(target.total, np.int64)
+        np.add.at(bytes_of, block, direct.size_bytes)
+        chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
+        np.add.at(bytes_of, target.starts[chunk_of_piece], [piece.size_bytes for piece in staged])
+        numbers = np.full(target.total, -1, np.int64)
+        numbers[missing] = _as_one(sum_before(bytes_of[missing]) // BATCH_BYTES, leaders)
+        # Both are sorted by target chunk, so each batch is a slice of the missing blocks.
+        spans = np.flatnonzero(numbers[block] >= 0)
+        span_numbers = numbers[block[spans]]
+        number_of_chunk = np.maximum.reduceat(numbers, target.starts)
+        is_partly_there = np.minimum.reduceat(numbers, target.starts) < 0
+        rows = np.flatnonzero(number_of_chunk[chunk_of_piece] >= 0)
+        piece_numbers = number_of_chunk[chunk_of_piece[rows]]
+        for number in distinct(numbers[missing]).tolist():
+            mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
+            some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
+            only = direct.take(mine)
+            pieces = [staged[row] for row in some.tolist()]
+            transfers = self._direct(replace(plan, direct=only, staged=()), feed)
+            try:
+                groups = self._groups(pieces, feed)
+            except BaseException:
+                close_all(transfers)
+                raise
+            yield Batch(
+                index,
+                missing[numbers[missing] == number],
+                _needs(feed, only, pieces),
+                transfers,
+                groups,
+                bool(is_partly_there[chunk_of_piece[some]].any()),
+            )
+
+    def _direct(self, plan: ReadPlan, feed: Feed) -> list[Transfer]:
+        if not plan.span_count:
+            return []
+        manifests = [manifest for _, manifest in feed.manifests]
+        memory = self._memory
+        routes = plan.bind(
+            [manifest.addresses for manifest in manifests],
+            [chunk.data_ptr() for chunk in memory],
+            source_devices=[manifest.devices for manifest in manifests],
+            target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
+        )
+        return self._along(routes, feed)
+
+    def _groups(self, staged: Sequence[StagedCopy], feed: Feed) -> list[StagedGroup]:
+        memory, groups = self._memory, list[StagedGroup]()
+        try:
+            for device in sorted({memory[piece.target_chunk].device for piece in staged}, key=str):
+                staging = self._staging.on(device)
+                here = [piece for piece in staged if memory[piece.target_chunk].device == device]
+                for pieces in fitting(here, staging.numel()):
+                    transfers = self._into_staging(pieces, staging, feed)
+                    groups.append(StagedGroup(staging, pieces, transfers))
+        except BaseException:
+            for group in groups:
+                close_all(group.transfers)
+            raise
+        return groups
+
+    def _into_staging(
+        self, pieces: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor, feed: Feed
+    ) -> list[Transfer]:
+        manifests, target = feed.manifests, staging.get_device() if staging.is_cuda else HOST
+        routes: dict[Route, list[tuple[int, int, int]]] = {}
+        for offset, piece in pieces:
+            _, manifest = manifests[piece.source_rank]
+            source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
+            route = Route(piece.source_rank, manifest.devices[piece.source_chunk], target)
+            span = (source, staging.data_ptr() + offset, piece.size_bytes)
+            routes.setdefault(route, []).append(span)
+        return self._along({at: np.array(rows, np.uint64) for at, rows in routes.items()}, feed)
+
+    def _along(self, routes: Mapping[Route, Spans], feed: Feed) -> list[Transfer]:
+        manifests, transfers = feed.manifests, list[Transfer]()
+        try:
+            for route, rows in routes.items():
+                transfers += self._peers.prepare(
+                    *manifests[route.source_rank],
+                    rows,
+                    source_device=route.source_device,
+                    target_device=route.target_device,
+                )
+        except BaseException:
+            close_all(transfers)
+            raise
+        return transfers
+
+
+def _as_one(values: Ints, leaders: Ints) -> Ints:
+    """Give all blocks with the same leader the value of the first of them."""
+    _, first, inverse = np.unique(leaders, return_index=True, return_inverse=True)
+    return values[first][inverse]
+
+
+def _block_bytes(blocks: Blocks, memory: Sequence[torch.Tensor]) -> Ints:
+    owner, ordinal = numbered(blocks.counts)
+    sizes = np.fromiter((tensor.nbytes for tensor in memory), np.int64, len(memory))[owner]
+    is_last = ordinal == blocks.counts[owner] - 1
+    return np.where(is_last, sizes - ordinal * BLOCK_BYTES, BLOCK_BYTES)
+
+
+def _by_block(direct: DirectSpans, target: Blocks) -> tuple[DirectSpans, Ints]:
+    """Cut the spans where a block of the target ends; return them, and the block of each."""
+    starts, ends = direct.target_offset_bytes, direct.target_offset_bytes + direct.size_bytes
+    first = target.at(direct.target_chunk, starts)
+    last = target.at(direct.target_chunk, ends - 1)
+    owner, ordinal = numbered(last - first + 1)
+    block = first[owner] + ordinal
+    cut = direct.take(owner)
+    begin = (block - target.starts[cut.target_chunk]) * BLOCK_BYTES
+    end = np.where(block == last[owner], ends[owner], begin + BLOCK_BYTES)
+    begin = np.maximum(begin, starts[owner])
+    return replace(
+        cut,
+        source_offset_bytes=cut.source_offset_bytes + begin - starts[owner],
+        target_offset_bytes=begin,
+        size_bytes=end - begin,
+    ), block
+
+
+def _needs(feed: Feed, direct: DirectSpans, staged: Sequence[StagedCopy]) -> dict[int, int]:
+    """Return how far each rank of a source that is filling itself must have come."""
+    blocks = [layout.blocks for layout in feed.layouts]
+    needs: dict[int, int] = {}
+    for rank in distinct(direct.source_rank).tolist():
+        spans = direct.take(direct.source_rank == rank)
+        ends = spans.source_offset_bytes + spans.size_bytes - 1
+        needs[rank] = int(blocks[rank].at(spans.source_chunk, ends).max()) + 1
+    for piece in staged:
+        rank, end = piece.source_rank, piece.source_offset_bytes + piece.size_bytes - 1
+        at = blocks[rank].at(np.array([piece.source_chunk]), np.array([end]))
+        needs[rank] = max(needs.get(rank, 0), int(at[0]) + 1)
+    return needs

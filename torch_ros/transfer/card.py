@@ -1,0 +1,70 @@
+"""The bytes that two processes agree on: `Card`, `Notice` and `Word`.
+
+No server and no listener is involved. The shard record in etcd holds a process's card: how to
+connect to it, and where its mailbox is. The mailbox is a small region at an address that never
+changes. In it the notice says where the manifest is now, and the manifest says where the tensors
+are. A reader takes all three steps by one-sided reads. Mailbox and manifest carry digests: a reader
+notices a read that a rewrite overlapped, and never believes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+MAILBOX_BYTES = 4096
+WORD_BYTES = 8
+HEADER_BYTES = 32  # the word, the notice's length, its digest
+ALL_BLOCKS = 2**32 - 1  # as a position: all blocks are there
+ADDRESS_MAX = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """The content that a process serves, by its mark, and how many of its blocks are there."""
+
+    mark: int = 0  # of `protocol.records.mark`; 0: nothing
+    position: int = 0  # blocks that are there, in the order of the layout
+
+    def pack(self) -> int:
+        """Return the word as the number that stands in the mailbox."""
+        return self.mark << 32 | self.position
+
+    @classmethod
+    def unpack(cls, value: int) -> Word:
+        """Read the number that stood in a mailbox."""
+        return cls(value >> 32, value & ALL_BLOCKS)
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How to reach a process; below 8 KiB."""
+
+    agent: str
+    connection: bytes
+    mailbox: bytes  # descriptor of the region that holds it
+    mailbox_address: int
+
+
+class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the manifest is."""
+
+    address: int
+    size_bytes: int
+    digest: bytes
+    descriptor: bytes
+
+    def pack(self) -> bytes:
+        """Return the notice as it stands in a mailbox, behind the word."""
+        return framed(msgspec.msgpack.encode(self))
+
+
+def framed(notice: bytes) -> bytes:
+    """Put length and digest before an encoded notice."""
+    return len(notice).to_bytes(8, "little") + digest(notice) + notice
+
+
+def digest(content: bytes | memoryview) -> bytes:
+    """Return the 16 bytes by which a reader knows that `content` is complete."""
+    return blake2b(content, digest_size=16).digest()

@@ -1,0 +1,185 @@
+"""The feed of a target: a source's processes, waits for them, and the progress so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.peers import Peers, PeerState
+from torch_ros.transfer.registered import Registered
+from torch_ros.weights.columns import Ints
+from torch_ros.weights.manifest import Layout, Manifest
+from torch_ros.weights.plan import ReadPlan
+
+POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
+STALL_S = 1.0  # without progress, until the store is asked whether the source is there at all
+SILENCE_S = 4.0  # without an answer, until another source is better
+BLINK_S = 0.1  # of a wait counts at most: this process may have been stopped meanwhile
+TORN_S = 1.0  # for which a mailbox may contradict itself: to rewrite it takes microseconds
+
+
+class Progress:
+    """Which blocks have arrived, and the word that says so to this rank's readers."""
+
+    def __init__(self, mailbox: Mailbox, target: Registered) -> None:
+        self._mailbox, self._target, self._mark = mailbox, target, 0
+        self.done: npt.NDArray[np.bool_] = np.zeros(target.layout.blocks.total, np.bool_)
+        self.bytes_read = 0
+
+    def serve(self, mark: int) -> None:
+        """Tell readers from now on, under this mark."""
+        self._mark = mark
+        self._tell()
+
+    def add(self, blocks: Ints, bytes_read: int) -> None:
+        """Count these blocks: they have arrived, and are what they should be."""
+        self.done[blocks] = True
+        tied, read = self._target.tied_blocks
+        self.done[tied] = self.done[read]
+        self.bytes_read += bytes_read
+        self._tell()
+
+    def _tell(self) -> None:
+        told, overlaps = self.done, self._target.overlaps
+        if overlaps is not None:
+            # A block that has arrived may be written over once more, for another name, with bytes
+            # that are not certain yet.
+            is_open = np.isin(overlaps, overlaps[~told]) & (overlaps >= 0)
+            told = told & ~is_open
+        is_all = bool(told.all())
+        self._mailbox.serve(self._mark, ALL_BLOCKS if is_all else int(np.argmin(told)))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSource:
+    """A source as the store has it, and how to ask about it."""
+
+    replica: str
+    mark: int  # that its ranks' words must have
+    is_full: bool  # False: a relay, which is filling itself
+    is_there: Callable[[], bool]  # asks the store whether the source is still there
+    has_other: Callable[[], bool]  # asks the store whether somebody else has the version too
+    check: Callable[[], None]  # raises if this process has lost its seat, or closes
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The processes of a source, connected, rank by rank."""
+
+    source: FeedSource
+    states: Sequence[PeerState]
+
+    @property
+    def manifests(self) -> list[tuple[str, Manifest]]:
+        return [(each.agent, each.manifest) for each in self.states if each.manifest is not None]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [manifest.layout for _, manifest in self.manifests]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supply:
+    """A source, and how a target is filled from it."""
+
+    plan: ReadPlan
+    feed: Feed
+
+
+def connect(peers: Peers, cards: Sequence[bytes], source: FeedSource, deadline: Deadline) -> Feed:
+    """Reach the processes of a source; wait for those of a relay that have not begun.
+
+    Raises:
+        SourceLost: A process is gone or mute, serves something else, or shows what it should not.
+    """
+    states = [_attend(peers, card, rank, source, deadline) for rank, card in enumerate(cards)]
+    return Feed(source, states)
+
+
+def _attend(
+    peers: Peers, card: bytes, rank: int, source: FeedSource, deadline: Deadline
+) -> PeerState:
+    """Return what a rank shows as soon as it serves the source's content."""
+    replica, mark = source.replica, source.mark
+    silence = SourceWait(replica, deadline, source.is_there, source.has_other)
+    patience, torn = (SourceWait(replica, deadline, source.is_there) for _ in range(2))
+    mute = f"rank {rank} of {replica!r} does not answer"
+    while True:
+        silence.reset()
+        try:
+            state = peers.state(card, deadline, partial(silence.look, mute))
+        except TransferFailed as error:
+            peers.forget(error.agent)
+            raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
+        if state.word.mark == mark and state.manifest is not None:
+            return state
+        if state.word.mark != mark and (source.is_full or state.word.mark):
+            raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
+        if state.word.mark != mark:
+            torn.reset()
+        elif torn.still_s > TORN_S:
+            raise SourceLost(replica, f"rank {rank}: {state.problem}", 0, 0)
+        reason = f"rank {rank} of {replica!r} does not show it yet"
+        torn.look(reason)
+        patience.wait(reason)
+
+
+class SourceWait:
+    """A wait for a source.
+
+    Args:
+        is_there: Asked every `STALL_S` while nothing comes.
+        has_other: Asked then too, after `limit_s`. None: the source answers, and is not left.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        deadline: Deadline,
+        is_there: Callable[[], bool],
+        has_other: Callable[[], bool] | None = None,
+        limit_s: float = SILENCE_S,
+    ) -> None:
+        self._replica, self._deadline, self._limit_s = replica, deadline, limit_s
+        self._is_there, self._has_other = is_there, has_other
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: something came."""
+        self._pause_s, self.still_s = POLL_S_MIN, 0.0
+        self._ask_s, self._looked_s = STALL_S, time.monotonic()
+
+    def look(self, reason: str) -> None:
+        """Note that nothing has come since the last look.
+
+        Raises:
+            SourceLost: The source is gone; or it is mute, and another one is not.
+            DeadlineExceeded: The wait took too long; `reason` says for what.
+        """
+        now_s = time.monotonic()
+        self.still_s += min(now_s - self._looked_s, BLINK_S)
+        self._looked_s = now_s
+        self._deadline.check(reason)
+        if self.still_s < self._ask_s:
+            return
+        self._ask_s = self.still_s + STALL_S
+        if not self._is_there():
+            raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0)
+        if self._has_other and self.still_s > self._limit_s and self._has_other():
+            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.0f} s", 0, 0)
+        self._looked_s = time.monotonic()
+
+    def wait(self, reason: str) -> None:
+        """Look, then sleep: each time a little longer."""
+        self.look(reason)
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, POLL_S_MAX)

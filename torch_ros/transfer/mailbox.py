@@ -1,0 +1,171 @@
+"""The mailbox that this process shows to readers, and its word: how much may be read.
+
+I2: after `unpublish` has returned, no read from that memory counts. Each reader asks for the word
+before it reads and again after the bytes have landed; the bytes count only if the word still names
+the same mark. The process that takes its tensors back clears the word before it writes to them. So
+a read that overlaps a later write never counts, however long its reader was stopped and whatever
+became of its lease. (This is a seqlock whose sequence stands on the writer's side.)
+
+    word              is set by                        and means
+    0                 void, withdraw, and at first     nothing may be read
+    mark, 0           serve, when a read begins        the content of this call; no block is there
+    mark, n           serve, when a batch counts       its first n blocks are there
+    mark, ALL_BLOCKS  serve, at publish or at the end  all of it is there
+
+From each state the word may move to any below it, while the mark is the same, and to 0. It moves to
+another mark only over 0 or with memory that did not change. Layout and addresses change only at 0.
+
+`shard.core` decides when: it clears the word wherever a call of the group ends and nothing is held
+(`Shard.void_unless_held`), and before tensors are taken back without etcd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_ros.p2p.transport import Registration, Transport
+from torch_ros.spans import Region
+from torch_ros.transfer.card import MAILBOX_BYTES, WORD_BYTES, Card, Notice, Word, digest
+from torch_ros.weights.digest import Depth
+from torch_ros.weights.manifest import Layout, Manifest
+
+MANIFESTS_KEPT = 2  # two buffers may be published in turn: then nothing is registered anew
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of the content that a process shows, as far as it knows them."""
+
+    depth: Depth = "off"
+    chunks: tuple[int, ...] = ()  # one for each chunk of this process, or none
+    totals: Mapping[str, int] = field(default_factory=dict)  # one for each whole tensor, or none
+
+
+def region_of(buffer: npt.NDArray[np.uint8]) -> Region:
+    """Return the host memory of an array."""
+    return Region(buffer.ctypes.data, buffer.nbytes)
+
+
+@dataclass(slots=True)
+class _ManifestBuffer:
+    """A manifest in registered memory."""
+
+    manifest: Manifest
+    buffer: npt.NDArray[np.uint8]
+    registration: Registration
+    notice: bytes = b""  # as it goes into the mailbox; empty: the manifest is not written
+
+    def write(self, manifest: Manifest, content: bytes) -> None:
+        """Overwrite it. A reader that got the old bytes notices: their digest does not match."""
+        self.notice = b""  # should Ctrl-C come before the next one is there
+        self.manifest = manifest
+        self.buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        where = self.buffer.ctypes.data, len(content), digest(content)
+        self.notice = Notice(*where, self.registration.descriptor).pack()
+
+
+class Mailbox:
+    """This process's mailbox. Not safe for use by several threads at once.
+
+    Args:
+        before_withdraw: Called before registered tensors are let go, to close reads into them.
+    """
+
+    def __init__(
+        self, transport: Transport, before_withdraw: Callable[[], None] = lambda: None
+    ) -> None:
+        self._transport, self._before_withdraw = transport, before_withdraw
+        self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
+        self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
+        self._own = transport.register([region_of(self._memory)])
+        where = self._own.descriptor, self._memory.ctypes.data
+        self.card = msgspec.msgpack.encode(Card(transport.agent, transport.connection, *where))
+        self._tensors: Registration | None = None
+        self._regions: tuple[Region, ...] = ()
+        self._manifests: list[_ManifestBuffer] = []  # the first one is shown
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest that is shown."""
+        return self._manifests[0].manifest if self._manifests else None
+
+    def show(
+        self,
+        layout: Layout,
+        addresses: Sequence[int],
+        devices: Sequence[int],
+        regions: Sequence[Region],
+    ) -> Manifest:
+        """Register `regions` and say what is in them. Equal regions stay registered.
+
+        The memory must stay allocated until `withdraw`, or the next `show`, has returned.
+        """
+        if self._tensors is None or self._regions != tuple(regions):
+            self.withdraw()
+            self._tensors = self._transport.register(regions)
+            self._regions = tuple(regions)
+        manifest = Manifest(layout, tuple(addresses), tuple(devices), self._tensors.descriptor)
+        if self.manifest != manifest:
+            self._post(manifest)
+        return manifest
+
+    def show_digests(self, digests: Digests) -> None:
+        """Say what the content of the tensors shown is now."""
+        manifest = self.manifest
+        assert manifest is not None
+        now = msgspec.structs.replace(
+            manifest, depth=digests.depth, digests=digests.chunks, totals=dict(digests.totals)
+        )
+        if now != manifest:
+            self._post(now)
+
+    def _post(self, manifest: Manifest) -> None:
+        written = next((each for each in self._manifests if each.manifest == manifest), None)
+        if written is None or not written.notice:
+            written = self._written(manifest)
+        end = WORD_BYTES + len(written.notice)
+        assert end <= MAILBOX_BYTES
+        self._memory[WORD_BYTES:end] = np.frombuffer(written.notice, np.uint8)
+        self._manifests = [written, *(each for each in self._manifests if each is not written)]
+
+    def _written(self, manifest: Manifest) -> _ManifestBuffer:
+        """Write it into the buffer that is not shown, if it fits, else into a new one."""
+        content = manifest.encode()
+        spare = self._manifests[-1] if len(self._manifests) == MANIFESTS_KEPT else None
+        if spare is None or spare.buffer.nbytes < len(content):
+            buffer = np.zeros(len(content) + len(content) // 8, np.uint8)  # digests vary in size
+            registration = self._transport.register([region_of(buffer)])
+            if spare is not None:
+                self._manifests.remove(spare)
+                spare.registration.close()
+            spare = _ManifestBuffer(manifest, buffer, registration)
+        spare.write(manifest, content)
+        return spare
+
+    def serve(self, mark: int, position: int) -> None:
+        """Set the word: the first `position` blocks of the content `mark` may be read."""
+        self._word[0] = Word(mark, position).pack()
+
+    def void(self) -> None:
+        """Clear the word: no read counts that ends from now on. Call it before a write."""
+        self._word[0] = 0
+
+    def withdraw(self) -> None:
+        """Show nothing. Afterwards the memory may be freed. Idempotent."""
+        self._memory[:] = 0
+        for each in self._manifests:
+            each.registration.close()
+        if self._tensors is not None:
+            self._before_withdraw()
+            self._tensors.close()
+        self._manifests, self._tensors, self._regions = [], None, ()
+
+    def close(self) -> None:
+        """Withdraw, for good."""
+        self.withdraw()
+        self._own.close()

@@ -1,0 +1,344 @@
+"""The peers of a process: connections to other processes, and what their mailboxes say.
+
+Nothing that a peer shows is trusted: a card, notice or manifest that makes no sense is the failure
+of that peer, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import SourceLost, TorchRosError, TransferFailed, UsageError
+from torch_ros.p2p.transport import Peer, Transfer, Transport
+from torch_ros.spans import HOST, Spans
+from torch_ros.transfer.card import (
+    ADDRESS_MAX,
+    HEADER_BYTES,
+    MAILBOX_BYTES,
+    WORD_BYTES,
+    Card,
+    Notice,
+    Word,
+    digest,
+)
+from torch_ros.transfer.mailbox import MANIFESTS_KEPT, region_of
+from torch_ros.transfer.posting import POLL_S, Watcher, close_all, parts, perform
+from torch_ros.weights.manifest import Manifest
+
+PEERS_MAX = 4096  # connections kept; the least recently used is closed first
+ATTACHED_MAX = 256  # registrations known of one peer
+MANIFEST_BYTES_MAX = 1 << 30  # some million chunks
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """The state of a process, as its mailbox said."""
+
+    agent: str
+    mailbox_address: int
+    word: Word
+    manifest: Manifest | None
+    problem: str = ""  # why there is no manifest
+
+
+@dataclass(slots=True)
+class _Question:
+    """A transfer that is posted again and again, into the same memory."""
+
+    buffer: npt.NDArray[np.uint8]
+    transfer: Transfer
+    is_late: bool = False  # still in flight: an earlier caller ran out of time
+
+    def ask(self, deadline: Deadline, still: Callable[[], None]) -> bytes:
+        while self.is_late and not self.transfer.is_done():  # those bytes are of no use
+            deadline.check("an earlier answer is still to be read")
+            still()
+            time.sleep(POLL_S)
+        self.is_late = False
+        try:
+            perform([self.transfer], deadline, Watcher(still), pause_s=0.0)
+        except TransferFailed:
+            raise
+        except TorchRosError:
+            self.is_late = True
+            raise
+        return self.buffer.tobytes()
+
+
+class PeerMailbox:
+    """The mailbox of a peer. Its word is read after every batch, all of it at every call."""
+
+    def __init__(self, transport: Transport, peer: Peer, address: int) -> None:
+        buffer = np.zeros(MAILBOX_BYTES + WORD_BYTES, np.uint8)
+        self._registration = transport.register([region_of(buffer)])
+        self._questions: list[_Question] = []
+        try:
+            for part in (buffer[:MAILBOX_BYTES], buffer[MAILBOX_BYTES:]):
+                spans = np.array([[address, part.ctypes.data, part.nbytes]], np.uint64)
+                self._questions.append(_Question(part, peer.prepare(spans)))
+        except BaseException:
+            self.close()
+            raise
+        self.whole, self.word = self._questions
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer is due that nobody waits for any more."""
+        return any(question.is_late for question in self._questions)
+
+    def close(self) -> None:
+        close_all([question.transfer for question in self._questions])
+        self._registration.close()
+
+
+class Peers:
+    """The processes that this one reads from. Not safe for use by several threads at once.
+
+    Args:
+        before_forget: Called with an agent before it is disconnected, to close reads from it.
+    """
+
+    def __init__(
+        self, transport: Transport, before_forget: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._transport, self._before_forget = transport, before_forget
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._attached: dict[str, set[bytes]] = {}
+        self._manifests: dict[str, dict[bytes, Manifest]] = {}  # agent -> by digest, the last ones
+        self._mailboxes: dict[tuple[str, int], PeerMailbox] = {}
+
+    def state(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> PeerState:
+        """Connect to the process behind `card`, if need be, and see what it shows now.
+
+        The state has no manifest if the process shows none, or rewrote it while it was read.
+
+        Args:
+            still: Called while an answer is waited for.
+
+        Raises:
+            TransferFailed: The process is gone, or shows what cannot be read.
+        """
+        with _believing("?", "its card"):
+            where = msgspec.msgpack.decode(card, type=Card)
+        peer = self._reach(where)
+        mailbox = where.agent, where.mailbox_address
+        # The word first: a process shows something before it serves it, and nothing says in which
+        # order the bytes of one read are fetched.
+        word = self._word(*mailbox, deadline, still)
+        box = self._ask(*mailbox, "whole", deadline, still)
+        length = int.from_bytes(box[WORD_BYTES : 2 * WORD_BYTES], "little")
+        content = box[HEADER_BYTES : HEADER_BYTES + length]
+        if length == 0 or digest(content) != box[2 * WORD_BYTES : HEADER_BYTES]:
+            problem = "its mailbox does not fit its digest" if length else "it shows no tensors"
+            return PeerState(*mailbox, word, None, problem)
+        with _believing(where.agent, "its notice"):
+            notice = msgspec.msgpack.decode(content, type=Notice)
+        manifest = self._manifest(peer, notice, deadline, still)
+        problem = "" if manifest is not None else "its manifest does not fit its digest"
+        return PeerState(*mailbox, word, manifest, problem)
+
+    def manifest(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> tuple[str, Manifest]:
+        """Return the agent behind `card`, connected, and the manifest that it shows now.
+
+        Raises:
+            TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
+        """
+        state = self.state(card, deadline, still)
+        if state.manifest is None:
+            raise TransferFailed(state.agent, f"{state.problem} (unregistered meanwhile?)")
+        return state.agent, state.manifest
+
+    def word(
+        self, state: PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> Word:
+        """Read the word of that process again.
+
+        Args:
+            still: Called while the answer is waited for.
+
+        Raises:
+            TransferFailed: It is gone.
+        """
+        return self._word(state.agent, state.mailbox_address, deadline, still)
+
+    def is_near(self, agents: Iterable[str]) -> bool:
+        """Whether all of these, which are connected, are read by copying."""
+        return all(self._peers[agent].is_near for agent in agents)
+
+    def prepare(
+        self,
+        agent: str,
+        manifest: Manifest,
+        spans: Spans,
+        *,
+        source_device: int = HOST,
+        target_device: int = HOST,
+    ) -> list[Transfer]:
+        """Prepare transfers of `spans` from `agent`. The caller closes them."""
+        transfers: list[Transfer] = []
+        devices = {"source_device": source_device, "target_device": target_device}
+        with _believing(agent, "its memory"):
+            peer = self._peers[agent]
+            self._attach(peer, manifest.descriptor)
+            try:
+                for part in parts(spans):
+                    transfers += [peer.prepare(part, **devices)]
+            except BaseException:
+                close_all(transfers)
+                raise
+        return transfers
+
+    def forget(self, agent: str) -> None:
+        """Disconnect from an agent, so that the next `state` starts afresh."""
+        if any(box.is_late for (owner, _), box in self._mailboxes.items() if owner == agent):
+            self._peers[agent].cut()
+        self._before_forget(agent)
+        self._attached.pop(agent, None)
+        self._manifests.pop(agent, None)
+        for key in [key for key in self._mailboxes if key[0] == agent]:
+            self._mailboxes.pop(key).close()
+        if peer := self._peers.pop(agent, None):
+            peer.close()
+
+    def leave(self, agent: str) -> None:
+        """Disconnect from an agent that does not answer, and end all reads from it."""
+        if peer := self._peers.get(agent):
+            peer.cut()
+        self.forget(agent)
+
+    def close(self) -> None:
+        for agent in list(self._peers):
+            self.forget(agent)
+
+    def _reach(self, where: Card) -> Peer:
+        if not 0 <= where.mailbox_address <= ADDRESS_MAX - MAILBOX_BYTES:
+            raise TransferFailed(where.agent, f"no mailbox can be at {where.mailbox_address}")
+        if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
+            self.forget(where.agent)  # it registers anew all the time; only a new start forgets
+        with _believing(where.agent, "its card"):
+            peer = self._connected(where)
+        mailbox = where.agent, where.mailbox_address
+        if where.mailbox not in self._attached.get(where.agent, ()) and mailbox in self._mailboxes:
+            self._mailboxes.pop(mailbox).close()  # of an earlier mailbox at this address
+        self._attach(peer, where.mailbox)
+        return peer
+
+    def _connected(self, where: Card) -> Peer:
+        if where.agent not in self._peers:
+            if len(self._peers) >= PEERS_MAX:
+                self.forget(next(iter(self._peers)))
+            self._peers[where.agent] = self._transport.connect(where.connection)
+        self._peers.move_to_end(where.agent)
+        return self._peers[where.agent]
+
+    def _attach(self, peer: Peer, descriptor: bytes) -> None:
+        attached = self._attached.setdefault(peer.agent, set())
+        if descriptor not in attached:
+            peer.attach(descriptor)
+            attached.add(descriptor)
+
+    def _word(
+        self, agent: str, address: int, deadline: Deadline, still: Callable[[], None]
+    ) -> Word:
+        answer = self._ask(agent, address, "word", deadline, still)
+        return Word.unpack(int.from_bytes(answer, "little"))
+
+    def _ask(
+        self,
+        agent: str,
+        address: int,
+        question: Literal["word", "whole"],
+        deadline: Deadline,
+        still: Callable[[], None],
+    ) -> bytes:
+        key = (agent, address)
+        if key not in self._mailboxes:
+            with _believing(agent, "its mailbox"):
+                self._mailboxes[key] = PeerMailbox(self._transport, self._peers[agent], address)
+        mailbox = self._mailboxes[key]
+        try:
+            return (mailbox.word if question == "word" else mailbox.whole).ask(deadline, still)
+        except SourceLost:
+            self.forget(agent)
+            raise
+        except TransferFailed:
+            self._mailboxes.pop(key).close()
+            raise
+        except TorchRosError:  # an answer may still come: into memory that nothing else uses
+            raise
+        except BaseException:
+            self._mailboxes.pop(key).close()
+            raise
+
+    def _manifest(
+        self, peer: Peer, notice: Notice, deadline: Deadline, still: Callable[[], None]
+    ) -> Manifest | None:
+        """Return the manifest that the notice names; None if it was rewritten meanwhile."""
+        known = self._manifests.setdefault(peer.agent, {})
+        if notice.digest not in known:
+            content = self._read_bytes(peer, notice, deadline, still)
+            if digest(content) != notice.digest:
+                return None
+            with _believing(peer.agent, "its manifest"):
+                decoded = Manifest.decode(content)
+            if len(known) == MANIFESTS_KEPT:
+                del known[next(iter(known))]
+            known[notice.digest] = decoded
+        return known[notice.digest]
+
+    def _read_bytes(
+        self, peer: Peer, notice: Notice, deadline: Deadline, still: Callable[[], None]
+    ) -> bytes:
+        address, size_bytes = notice.address, notice.size_bytes
+        if not (0 < size_bytes <= MANIFEST_BYTES_MAX and 0 <= address <= ADDRESS_MAX - size_bytes):
+            reason = f"its manifest cannot be {size_bytes} bytes at {address}"
+            raise TransferFailed(peer.agent, reason)
+        buffer = np.empty(size_bytes, np.uint8)
+        registration = self._transport.register([region_of(buffer)])
+        try:
+            spans = np.array([[address, buffer.ctypes.data, size_bytes]], np.uint64)
+            with _believing(peer.agent, "its manifest"):
+                self._attach(peer, notice.descriptor)
+                transfer = peer.prepare(spans)
+            try:
+                perform([transfer], deadline, Watcher(still))
+            except TransferFailed:
+                raise
+            except TorchRosError:
+                self.leave(peer.agent)
+                raise
+            finally:
+                transfer.close()
+        finally:
+            registration.close()
+        return buffer.tobytes()
+
+
+@contextmanager
+def _believing(agent: str, what: str) -> Iterator[None]:
+    """Make any error about a card, notice or manifest a failure of the peer that made it."""
+    try:
+        yield
+    except (
+        msgspec.MsgspecError,
+        UsageError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+        MemoryError,
+    ) as error:
+        raise TransferFailed(agent, f"{what} cannot be used: {error}") from error

@@ -1,0 +1,132 @@
+"""Cuts spans into transfers that can be waited for, posts these, and waits until they landed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from torch_ros.deadline import Deadline
+from torch_ros.p2p.transport import Transfer
+from torch_ros.spans import Spans
+from torch_ros.weights.columns import distinct
+
+TRANSFER_BYTES = 32 << 20  # within one host a transfer is a copy, during which nothing else is done
+FLIGHT = 2  # transfers in flight at a time
+POLL_S = 0.0002
+
+
+class Watcher:
+    """Follows the transfers of one `perform`. This one lets each be posted at once.
+
+    Args:
+        still: Called again and again while something is on its way.
+    """
+
+    def __init__(self, still: Callable[[], None] = lambda: None) -> None:
+        self._still = still
+
+    def may_post(self, transfer: Transfer) -> bool:  # noqa: ARG002  # for those who wait
+        """Return whether the bytes that this transfer reads are there."""
+        return True
+
+    def landed(self, transfer: Transfer) -> None:
+        """All bytes of this transfer have landed."""
+
+    def blocked(self) -> None:
+        """Nothing is in flight and the next transfer may not be posted yet: wait a little."""
+
+    def still(self, flying: Sequence[Transfer]) -> None:  # noqa: ARG002
+        """These are in flight."""
+        self._still()
+
+
+def perform(
+    transfers: Sequence[Transfer],
+    deadline: Deadline,
+    watcher: Watcher,
+    *,
+    flight: int = FLIGHT,
+    pause_s: float = POLL_S,
+) -> None:
+    """Post the transfers in order and see them through. After an error some may be in flight.
+
+    Args:
+        flight: How many are in flight at a time.
+        pause_s: Between two looks at those in flight.
+
+    Raises:
+        TransferFailed: A peer is gone.
+        DeadlineExceeded: Too slow.
+    """
+    waiting = deque(transfers)
+    flying: list[Transfer] = []
+    while waiting or flying:
+        while waiting and len(flying) < flight and watcher.may_post(waiting[0]):
+            flying.append(waiting[0])
+            waiting.popleft().post()
+        done = [transfer for transfer in flying if transfer.is_done()]
+        for transfer in done:
+            flying.remove(transfer)
+            watcher.landed(transfer)
+        left = sum(transfer.size_bytes for transfer in (*waiting, *flying))
+        if left:
+            deadline.check(f"{left} bytes are still to be read")
+        watcher.still(flying)
+        if not done and flying:
+            time.sleep(pause_s)
+        elif not done and waiting:
+            watcher.blocked()
+
+
+def close_all(transfers: Sequence[Transfer]) -> None:
+    """Release transfers. None of their bytes lands after this has returned, even by Ctrl-C."""
+    for number, transfer in enumerate(transfers):
+        try:
+            transfer.close()
+        except (KeyboardInterrupt, SystemExit):  # once more: it was interrupted while it waited
+            close_all(transfers[number:])
+            raise
+
+
+def parts(spans: Spans) -> list[Spans]:
+    """Return the same bytes in parts of about `TRANSFER_BYTES`, one for each transfer."""
+    spans = cut(joined(spans))
+    ends = np.cumsum(spans[:, 2])
+    cuts = np.searchsorted(ends, np.arange(TRANSFER_BYTES, int(ends[-1]), TRANSFER_BYTES)) + 1
+    return [part for part in np.split(spans, distinct(cuts)) if len(part)]
+
+
+def joined(spans: Spans) -> Spans:
+    """Return the same bytes with spans joined that touch on both sides, as tensors may lie.
+
+    A joined span stands where the first of its spans stood.
+    """
+    order = np.lexsort((spans[:, 0], spans[:, 1] - spans[:, 0]))
+    source, target, size = spans[order].T
+    touches = (source[:-1] + size[:-1] == source[1:]) & (target[:-1] + size[:-1] == target[1:])
+    if not touches.any():
+        return spans
+    starts = np.flatnonzero(np.concatenate(([True], ~touches)))
+    runs = spans[order[starts]]
+    runs[:, 2] = np.add.reduceat(size, starts)
+    return runs[np.argsort(np.minimum.reduceat(order, starts))]
+
+
+def cut(spans: Spans) -> Spans:
+    """Return the same bytes in spans of at most `TRANSFER_BYTES`.
+
+    On one host a span is one long copy: meanwhile this process looks neither at the clock nor
+    after its own readers.
+    """
+    if int(spans[:, 2].max()) <= TRANSFER_BYTES:
+        return spans
+    counts = (spans[:, 2] + np.uint64(TRANSFER_BYTES - 1)) // np.uint64(TRANSFER_BYTES)
+    pieces = np.repeat(spans, counts.astype(np.int64), axis=0)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+    done = (np.arange(len(pieces), dtype=np.uint64) - firsts) * np.uint64(TRANSFER_BYTES)
+    pieces[:, :2] += done[:, None]
+    pieces[:, 2] = np.minimum(pieces[:, 2] - done, np.uint64(TRANSFER_BYTES))
+    return pieces

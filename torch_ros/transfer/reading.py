@@ -1,0 +1,321 @@
+"""Carries out read plans: posts the transfers, and asks at the right moments whether they count.
+
+Bytes count once their source, asked after they have landed, still serves the same content. So a
+source is asked before a read, whether the wanted blocks are there, and after it, whether it counts.
+
+    reading = Reading(transport, staging_bytes, costs)
+    feed = connect(reading.peers, cards, source, deadline)
+    for phase in registered.phases:
+        plan = reading.plan(feed.layouts, phase.layout, rank)
+        reading.read([Supply(plan, feed)], phase, progress, deadline)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby, zip_longest
+
+import numpy as np
+import torch
+
+from torch_ros.costs import Costs
+from torch_ros.deadline import Deadline
+from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.p2p.transport import Transfer, Transport
+from torch_ros.transfer.batches import Batch, Preparation, close_batches
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.feed import SILENCE_S, Progress, SourceWait, Supply
+from torch_ros.transfer.peers import Peers
+from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
+from torch_ros.transfer.registered import Phase
+from torch_ros.transfer.staging import Staging
+from torch_ros.weights.manifest import Layout
+from torch_ros.weights.plan import ReadPlan, copy_staged, plan
+
+PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
+# Prepared batches are kept for the reads that an unchanged job needs at every step: in a burst each
+# other rollout is a source at times. A span takes about half a KiB, and to prepare it takes ten
+# times as long as to post it again.
+PREPARED_MAX, PREPARED_SPANS_MAX = 16, 200_000
+# A slow source has the time of everything in flight at this speed: its word is answered behind it.
+SLOW_BYTES_PER_S = 20e6
+
+_Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
+
+
+class Reading:
+    """The reads of this process: its peers, plans, staging and prepared batches.
+
+    One thread at a time.
+
+    Args:
+        staging_bytes: Size of the buffer on each device.
+        costs: Those of memory that this process copies itself, and those of all other memory.
+    """
+
+    def __init__(
+        self, transport: Transport, staging_bytes: int, costs: tuple[Costs, Costs]
+    ) -> None:
+        self.peers = Peers(transport, self.forget)
+        self._staging = Staging(transport, staging_bytes)
+        self._near_costs, self._far_costs = costs
+        self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
+        self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
+
+    def plan(
+        self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
+    ) -> ReadPlan:
+        """Plan how to fill `target` from `sources`. Plans are kept: layouts seldom change.
+
+        Args:
+            is_near: The sources are read by copying.
+
+        Raises: ManifestMismatch, UsageError: See `weights.plan.plan`.
+        """
+        costs = self._near_costs if is_near else self._far_costs
+        key = (costs, (target.digest, *(layout.digest for layout in sources)))
+        if key not in self._plans:
+            self._plans[key] = plan(
+                sources,
+                target,
+                staging_bytes=self._staging.size_bytes,
+                target_rank=rank,
+                costs=costs,
+            )
+            if len(self._plans) > PLANS_MAX:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key]
+
+    def read(
+        self,
+        supplies: Sequence[Supply],
+        phase: Phase,
+        progress: Progress,
+        deadline: Deadline,
+        counted: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Fill the missing blocks of `phase` as planned. Nothing is in flight when this ends.
+
+        Args:
+            supplies: One for each of the sources, which take turns.
+            phase: The target of the plans; its memory is registered.
+            counted: Called with the size in bytes of each batch that counts.
+
+        Raises:
+            SourceLost: A source is gone, or does not serve the call any more.
+            DeadlineExceeded: Too slow.
+        """
+        done = progress.done[phase.blocks]
+        if done.all():
+            return
+        reads = ReadPass(self.peers, supplies, phase, progress, deadline, counted)
+        try:
+            if done.any():  # the rest, after a source was lost
+                preparation = Preparation(self.peers, self._staging, phase)
+                batches = preparation.batches(supplies, np.flatnonzero(~done))
+                try:
+                    reads.perform(batches)
+                finally:
+                    close_batches(batches)
+            else:
+                reads.perform(self._all_batches(supplies, phase))
+        except BaseException as error:
+            self.forget()  # then nothing is in flight any more
+            if isinstance(error, TransferFailed):
+                self.peers.forget(error.agent)
+                raise reads.lost(error) from error
+            raise
+
+    def _all_batches(self, supplies: Sequence[Supply], phase: Phase) -> Sequence[Batch]:
+        """Prepare all of a phase. The batches are kept: the next step only posts them again."""
+        sources = tuple(
+            (id(supply.plan), agent, manifest.descriptor, manifest.addresses)
+            for supply in supplies
+            for agent, manifest in supply.feed.manifests
+        )
+        key = (sources, phase.addresses)
+        if key not in self._prepared:
+            everything = np.arange(phase.layout.blocks.total)
+            batches = Preparation(self.peers, self._staging, phase).batches(supplies, everything)
+            self._prepared[key] = supplies, batches  # the plans too: ids must not be used again
+            while len(self._prepared) > 1 and self._keeps_too_much():
+                _, (_, old) = self._prepared.popitem(last=False)
+                close_batches(old)
+        self._prepared.move_to_end(key)
+        return self._prepared[key][1]
+
+    def _keeps_too_much(self) -> bool:
+        kept = [supply.plan.span_count for all_, _ in self._prepared.values() for supply in all_]
+        return len(self._prepared) > PREPARED_MAX or sum(kept) > PREPARED_SPANS_MAX
+
+    def forget(self, agent: str | None = None) -> None:
+        """Close the transfers from an agent, or all: before it, or their target, is let go."""
+        gone = [
+            key
+            for key in self._prepared
+            if agent is None or agent in [source for _, source, _, _ in key[0]]
+        ]
+        close_batches([batch for key in gone for batch in self._prepared.pop(key)[1]])
+
+    def close(self) -> None:
+        """Let go of the staging memory. `peers` is closed by itself."""
+        self.forget()
+        self._staging.close()
+
+
+class ReadPass(Watcher):
+    """One pass over the batches of a phase."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        supplies: Sequence[Supply],
+        phase: Phase,
+        progress: Progress,
+        deadline: Deadline,
+        counted: Callable[[int], object],
+    ) -> None:
+        self._peers, self._supplies, self._phase = peers, supplies, phase
+        self._progress, self._deadline, self._counted = progress, deadline, counted
+        in_flight = min(FLIGHT * TRANSFER_BYTES, sum(tensor.nbytes for tensor in phase.memory))
+        limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
+        sources = [supply.feed.source for supply in supplies]
+        self._patience = [SourceWait(each.replica, deadline, each.is_there) for each in sources]
+        self._silence = [
+            SourceWait(each.replica, deadline, each.is_there, each.has_other, limit_s)
+            for each in sources
+        ]
+        # For each supply and source rank: the position that it was last seen at.
+        self._positions = [
+            [ALL_BLOCKS if supply.feed.source.is_full else 0] * len(supply.feed.states)
+            for supply in supplies
+        ]
+        self._batch_of: dict[Transfer, Batch] = {}
+        self._left: dict[Batch, int] = {}  # transfers of it that have not landed
+
+    def perform(self, batches: Sequence[Batch]) -> None:
+        """See these batches through, in their order."""
+        self._left = {batch: len(batch.transfers) for batch in batches}
+        self._batch_of = {each: batch for batch in batches for each in batch.transfers}
+        waiting: list[Batch] = []
+        for batch in batches:
+            if batch.transfers:
+                waiting.append(batch)
+            else:  # only staged: all batches before it go first
+                self._post(waiting)
+                waiting = []
+                while not self._is_there(batch):
+                    self.blocked()
+                self._end(batch)
+        self._post(waiting)
+
+    def lost(self, error: TransferFailed) -> SourceLost:
+        """Return the error that names the source whose agent failed."""
+        place = next(
+            (number, rank)
+            for number, supply in enumerate(self._supplies)
+            for rank, state in enumerate(supply.feed.states)
+            if state.agent == error.agent
+        )
+        return self._lost(*place, error.reason)
+
+    def _post(self, batches: Sequence[Batch]) -> None:
+        flight = FLIGHT * len(self._supplies)
+        perform(_in_turns(batches), self._deadline, self, flight=flight)
+
+    def may_post(self, transfer: Transfer) -> bool:
+        return self._is_there(self._batch_of[transfer])
+
+    def landed(self, transfer: Transfer) -> None:
+        batch = self._batch_of[transfer]
+        self._silence[batch.supply].reset()
+        self._left[batch] -= 1
+        if not self._left[batch]:
+            self._end(batch)
+
+    def blocked(self) -> None:
+        """Wait for a source that is itself filling: the next blocks are not there yet."""
+        for number, supply in enumerate(self._supplies):
+            source = supply.feed.source
+            if source.is_full:
+                continue
+            before = list(self._positions[number])
+            for rank in range(len(before)):
+                self._ask(number, rank)
+            if self._positions[number] != before:
+                self._patience[number].reset()
+                continue
+            self._patience[number].wait(f"{source.replica!r} has no more of it than before")
+
+    def still(self, flying: Sequence[Transfer]) -> None:
+        waited_for = {self._batch_of[transfer].supply for transfer in flying}
+        for number, silence in enumerate(self._silence):
+            if number in waited_for:
+                self._look(number)
+            else:
+                silence.reset()
+
+    def _end(self, batch: Batch) -> None:
+        """Read the staged part of a batch whose other bytes have landed; count it if it counts."""
+        bytes_read = sum(transfer.size_bytes for transfer in batch.transfers)
+        if batch.staged:
+            bytes_read += self._read_staged(batch)
+        for rank in batch.needs:
+            self._ask(batch.supply, rank)
+        self._supplies[batch.supply].feed.source.check()
+        self._progress.add(self._phase.blocks[batch.blocks], bytes_read)
+        self._counted(bytes_read)
+
+    def _read_staged(self, batch: Batch) -> int:
+        watcher = Watcher(partial(self._look, batch.supply))
+        for group in batch.staged:
+            self._silence[batch.supply].reset()
+            perform(group.transfers, self._deadline, watcher)
+            if batch.is_repeated:  # bytes that do not count must not overwrite those that do
+                for rank in sorted({piece.source_rank for _, piece in group.pieces}):
+                    self._ask(batch.supply, rank)
+            for offset, piece in group.pieces:
+                target = self._phase.memory[piece.target_chunk]
+                copy_staged(group.staging[offset:], piece, target)
+            if group.staging.is_cuda:  # the next group overwrites the staging copied from
+                torch.cuda.current_stream(group.staging.device).synchronize()
+        return sum(transfer.size_bytes for group in batch.staged for transfer in group.transfers)
+
+    def _is_there(self, batch: Batch) -> bool:
+        positions = self._positions[batch.supply]
+        return all(positions[rank] >= needed for rank, needed in batch.needs.items())
+
+    def _ask(self, number: int, rank: int) -> None:
+        feed = self._supplies[number].feed
+        word = self._peers.word(feed.states[rank], self._deadline, partial(self._look, number))
+        self._silence[number].reset()
+        if word.mark != feed.source.mark:
+            raise self._lost(number, rank, "it does not serve it any more")
+        self._positions[number][rank] = word.position
+
+    def _look(self, number: int) -> None:
+        feed = self._supplies[number].feed
+        try:
+            self._silence[number].look(f"{feed.source.replica!r} does not answer")
+        except SourceLost as lost:
+            for state in feed.states:
+                self._peers.leave(state.agent)
+            done, total = self._progress.bytes_read, self._supplies[number].plan.bytes_read
+            raise SourceLost(lost.replica, lost.what, done, total) from lost
+
+    def _lost(self, number: int, rank: int, reason: str) -> SourceLost:
+        supply = self._supplies[number]
+        done, total = self._progress.bytes_read, supply.plan.bytes_read
+        return SourceLost(supply.feed.source.replica, f"rank {rank}: {reason}", done, total)
+
+
+def _in_turns(batches: Sequence[Batch]) -> list[Transfer]:
+    """Return their transfers. Neighbouring batches of different sources take turns."""
+    transfers: list[Transfer] = []
+    for _, some in groupby(enumerate(batches), lambda each: each[0] - each[1].supply):
+        rows = zip_longest(*(batch.transfers for _, batch in some))
+        transfers += [each for row in rows for each in row if each is not None]
+    return transfers

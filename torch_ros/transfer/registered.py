@@ -1,0 +1,303 @@
+"""The tensors of this process that are shown to readers, or filled. Views, never copies."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_ros.spans import HOST, Region
+from torch_ros.weights.columns import Ints
+from torch_ros.weights.digest import Depth, chunk_digests
+from torch_ros.weights.local import LocalTensor, build, span_of
+from torch_ros.weights.manifest import OBJECT, Blocks, Layout, logical
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """A state dict's tensors and pickled objects, as this rank has them.
+
+    If all of it is registered already, in the same memory but for the objects, whose sizes are
+    equal, then `known` is that, and `tensors` are left out.
+    """
+
+    tensors: Sequence[LocalTensor]
+    objects: Mapping[str, torch.Tensor]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
+    known: Registered | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Raises: UsageError: A tensor and an object have the same fqn."""
+        if self.known is not None:
+            return self.known.layout
+        return build(self.tensors, self.objects, paths=self.paths)[0]
+
+    @property
+    def bytes_total(self) -> int:
+        """Size of the tensors and objects of this rank."""
+        if self.known is not None:
+            return self.known.bytes_total
+        chunks = (chunk.tensor for tensor in self.tensors for chunk in tensor.chunks)
+        return sum(memory.nbytes for memory in (*chunks, *self.objects.values()))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The part of a registered layout that is read together: its objects, or its tensors."""
+
+    layout: Layout
+    memory: Sequence[torch.Tensor]
+    blocks: npt.NDArray[np.int64]  # the numbers of its blocks in the whole layout
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.memory)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Tensors that are shown to readers. Keeps their memory allocated.
+
+    Each question about every tensor is asked once: a step has little time for thousands.
+    """
+
+    layout: Layout
+    memory: Sequence[torch.Tensor]  # of each of its chunks
+    objects: Mapping[str, torch.Tensor]
+    phases: Sequence[Phase]  # objects come before tensors; of tied chunks only the first
+    ties: Mapping[int, int]  # a chunk that is the memory of an earlier one -> that one
+    pools: Sequence[torch.Tensor] = ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the names, dtypes and shapes, the same for every sharding."""
+        return logical([self.layout]).digest
+
+    @classmethod
+    def of(cls, state: LocalState) -> Registered:
+        """Describe these tensors and objects, and where they are.
+
+        If `state.known` is set, its buffers take over the objects. The caller guarantees that
+        nobody reads them.
+
+        Raises:
+            UsageError: A tensor and an object have the same fqn.
+        """
+        if state.known is not None:
+            for fqn, pickled in state.objects.items():
+                state.known.objects[fqn].copy_(pickled)
+            return state.known
+        layout, memory = build(state.tensors, state.objects, paths=state.paths)
+        dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
+        objects = [n for n, dtype in enumerate(dtypes) if dtype == OBJECT]
+        ties = _ties(memory)
+        read = [n for n, dtype in enumerate(dtypes) if dtype != OBJECT and n not in ties]
+        phases = [_phase(layout, memory, read, is_objects=False)]
+        if state.objects:
+            phases.insert(0, _phase(layout, memory, objects, is_objects=True))
+        return cls(layout, memory, state.objects, phases, ties, state.pools)
+
+    @property
+    def addresses(self) -> list[int]:
+        return [address for address, _ in map(span_of, self.memory)]
+
+    @cached_property
+    def tied_blocks(self) -> tuple[Ints, Ints]:
+        """The blocks of tied chunks, and those of the chunks that are read for them."""
+        blocks = self.layout.blocks
+        return _numbers(blocks, self.ties.keys()), _numbers(blocks, self.ties.values())
+
+    @cached_property
+    def overlaps(self) -> Ints | None:
+        """For each block, a number that it shares with blocks of overlapping memory.
+
+        -1: it shares none; None: none does. Ties do not count, since they are one memory. Columns
+        of one buffer count, since the bytes from the first to the last element are looked at.
+        """
+        starts, sizes = np.array([span_of(tensor) for tensor in self.memory]).reshape(-1, 2).T
+        sizes[list(self.ties)] = 0
+        order = np.lexsort((sizes, starts))
+        reach = np.maximum.accumulate((starts + sizes)[order])
+        is_apart = starts[order][1:] >= reach[:-1]
+        if is_apart.all():
+            return None
+        groups = np.empty(len(order), np.int64)
+        groups[order] = np.concatenate(([0], np.cumsum(is_apart)))
+        groups[np.bincount(groups)[groups] == 1] = -1
+        return np.repeat(groups, self.layout.blocks.counts)
+
+    @property
+    def devices(self) -> list[int]:
+        return [_device(tensor) for tensor in self.memory]
+
+    @property
+    def regions(self) -> list[Region]:
+        """The memory to register, in order; none is empty."""
+        pools = {_region(pool) for pool in self.pools if pool.numel()}
+        regions = _regions(tensor for tensor in self.memory if tensor.numel())
+        if self.cuda_devices:
+            regions = as_segments(regions, _cuda_segments())
+        regions = {r for r in regions if not any(_is_inside(r, pool) for pool in pools)} | pools
+        return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
+
+    @cached_property
+    def bytes_total(self) -> int:
+        return sum(tensor.nbytes for tensor in self.memory)
+
+    @cached_property
+    def cuda_devices(self) -> frozenset[torch.device]:
+        return frozenset(tensor.device for tensor in self.memory if tensor.is_cuda)
+
+    @cached_property
+    def tracked(self) -> Sequence[torch.Tensor]:
+        """Those of which autograd counts how often they were written."""
+        return [tensor for tensor in self.memory if not tensor.is_inference()]
+
+    def digests(self, depth: Depth) -> tuple[int, ...]:
+        """Return a digest of the content of each chunk; none for "off"."""
+        if depth == "off":
+            return ()
+        return chunk_digests(self.layout, self.memory, depth=depth)
+
+
+class NamedTensors:
+    """The user's own tensors, and where they were when they were registered."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+        sharded = {fqn: t for fqn, t in tensors.items() if isinstance(t, DTensor)}
+        plain = {fqn: t for fqn, t in tensors.items() if fqn not in sharded}
+        self._plain, self._sharded = list(plain.values()), list(sharded.values())
+        self._names = [*plain, *sharded]
+        self._places = self._now()
+
+    def _now(self) -> tuple[list[int], list[torch.Size], list[tuple[int, ...] | None]]:
+        # to_local() would make a new tensor each time, which takes a microsecond.
+        sharded = [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
+        local = self._plain + sharded
+        # Strides are dear, and a contiguous tensor's shape says them.
+        are_contiguous = map(torch.Tensor.is_contiguous, local)
+        pairs = zip(local, are_contiguous, strict=True)
+        return (
+            list(map(torch.Tensor.data_ptr, local)),
+            [tensor.shape for tensor in local],
+            [None if is_contiguous else tensor.stride() for tensor, is_contiguous in pairs],
+        )
+
+    @property
+    def moved(self) -> list[str]:
+        """The fqns of those that are elsewhere (`p.data = ...`) or cut otherwise (`p.t_()`)."""
+        now = self._now()
+        if now == self._places:
+            return []
+        before, after = zip(*self._places, strict=True), zip(*now, strict=True)
+        changes = zip(self._names, before, after, strict=True)
+        return [fqn for fqn, there, here in changes if there != here]
+
+
+def _identity(chunk: torch.Tensor) -> tuple[object, ...]:
+    return chunk.data_ptr(), chunk.dtype, chunk.shape, chunk.stride()
+
+
+def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Chunks that are the very memory of an earlier one, and that one; by number."""
+    if len({chunk.data_ptr() for chunk in memory}) == len(memory):
+        return {}
+    first: dict[tuple[object, ...], int] = {}
+    leaders = [first.setdefault(_identity(chunk), number) for number, chunk in enumerate(memory)]
+    return {number: leader for number, leader in enumerate(leaders) if leader != number}
+
+
+def _phase(
+    layout: Layout, memory: Sequence[torch.Tensor], chosen: Sequence[int], *, is_objects: bool
+) -> Phase:
+    own = [memory[n] for n in chosen]
+    return Phase(layout.part(chosen, is_objects=is_objects), own, _numbers(layout.blocks, chosen))
+
+
+def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
+    """Return the numbers of all blocks of these chunks."""
+    each = [np.arange(blocks.counts[chunk]) + blocks.starts[chunk] for chunk in chunks]
+    return np.concatenate(each) if each else np.zeros(0, np.int64)
+
+
+def _device(tensor: torch.Tensor) -> int:
+    return tensor.get_device() if tensor.is_cuda else HOST
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return Region(*span_of(tensor), _device(tensor))
+
+
+def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
+    """Return the regions of these tensors, joined where tensors of one storage touch."""
+    spans: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for tensor in tensors:
+        spans[_device(tensor), tensor.untyped_storage().data_ptr()].add(span_of(tensor))
+    regions = set()
+    for (device, _), within in spans.items():
+        [(start, size_bytes), *others] = sorted(within)
+        for address, length in others:
+            if address > start + size_bytes:
+                regions.add(Region(start, size_bytes, device))
+                start, size_bytes = address, 0
+            size_bytes = max(size_bytes, address + length - start)
+        regions.add(Region(start, size_bytes, device))
+    return regions
+
+
+def as_segments(regions: Iterable[Region], segments: Iterable[Region]) -> set[Region]:
+    """The segments that the regions lie in; and those that lie in none, as they are."""
+    by_start = sorted(segments, key=lambda segment: (segment.device, segment.address))
+    starts = [(segment.device, segment.address) for segment in by_start]
+    found = set()
+    for region in regions:
+        before = bisect_right(starts, (region.device, region.address)) - 1
+        segment = by_start[before] if before >= 0 else region
+        found.add(segment if _is_inside(region, segment) else region)
+    return found
+
+
+def _cuda_segments() -> list[Region]:
+    """Return the segments of torch's allocator, one cudaMalloc each, to be registered whole.
+
+    A registration of a part of one costs as much, and with cuda_ipc a peer maps all of it anyway.
+    Segments that can grow are none of these.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return []
+    return [
+        Region(segment["address"], segment["total_size"], segment["device"])
+        for segment in torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        if not segment.get("is_expandable")
+    ]
+
+
+def _is_inside(region: Region, pool: Region) -> bool:
+    end, pool_end = region.address + region.size_bytes, pool.address + pool.size_bytes
+    return region.device == pool.device and pool.address <= region.address and end <= pool_end
+
+
+def memory_of(state: LocalState) -> set[tuple[int, int]]:
+    return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
+
+
+def finish_kernels(registered: Registered) -> None:
+    """Wait for kernels queued on these tensors: nothing else orders them before our reads."""
+    for device in registered.cuda_devices:
+        torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
+
+
+def mark_written(registered: Registered) -> None:
+    """Let autograd notice that these were overwritten behind its back."""
+    torch.autograd.graph.increment_version(registered.tracked)

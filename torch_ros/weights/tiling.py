@@ -1,0 +1,296 @@
+"""Matches parts of source chunks with the target chunks that they fill.
+
+All chunks are handled at once, as columns: a version can have 70,000 tensors. In a
+two-dimensional array the rows are chunks or pieces of them and the columns are dimensions, padded
+as in `manifest.Boxes`.
+
+The pieces that leave here hold every element of every target chunk exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.columns import (
+    Bools,
+    Columns,
+    Ints,
+    distinct,
+    group_starts,
+    numbered,
+    outermost_first,
+    sum_after,
+    sum_before,
+)
+from torch_ros.weights.manifest import OBJECT, Layout, LogicalTensor, item_bytes, logical
+
+# Every copy of a chunk that is used means another process to connect to.
+COPIES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks(Columns):
+    """The chunks of one side that have elements."""
+
+    rank: Ints
+    chunk: Ints  # index into the chunks of its layout
+    tensor: Ints  # index into the tensors of the target layout
+    item_bytes: Ints
+    spread: Bools
+    offsets: Ints
+    sizes: Ints
+    strides: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces(Columns):
+    """Boxes that a source and a target chunk have in common; sorted by target."""
+
+    source: Ints  # row of the source chunks
+    target: Ints  # row of the target chunks
+    offsets: Ints  # in the whole tensor
+    sizes: Ints
+
+
+def matched(
+    sources: Sequence[Layout], targets: Layout, *, target_rank: int
+) -> tuple[Chunks, Chunks, Pieces]:
+    """Source chunks, target chunks, and the pieces of source chunks that tile the target chunks.
+
+    Arguments and errors as in `plan.plan`.
+    """
+    _check_tensors(logical(sources), targets)
+    width = max(1, *(layout.boxes.sizes.shape[1] for layout in (targets, *sources)))
+    wanted = _chunks([targets], targets, width)
+    _refuse_shared_memory(wanted, targets)
+    offered = _one_of_equals(_chunks(sources, targets, width), target_rank)
+    pieces = _intersections(offered, wanted)
+    wrong = untiled(wanted, pieces)
+    if len(wrong):
+        pieces = _cut(offered, wanted, pieces, wrong, targets)
+        assert not len(untiled(wanted, pieces))
+    return offered, wanted, pieces
+
+
+def _check_tensors(version: Mapping[str, LogicalTensor], targets: Layout) -> None:
+    for record in targets.tensors:
+        found = version.get(record.fqn)
+        if found == (record.dtype, record.shape):
+            continue
+        asked = f"{record.dtype} {list(record.shape)}"
+        if found is None:
+            raise ManifestMismatch(
+                f"tensor {record.fqn!r}",
+                f"{asked} as in the target",
+                "tensor missing from the version",
+                _renamed(record.fqn, version) or "leave it out of the target, or publish it",
+            )
+        advice = "targets must have the version's shapes"
+        if found.dtype != record.dtype:
+            advice = "a read does not cast: use targets of the version's dtypes, or files of DCP"
+        raise ManifestMismatch(
+            f"tensor {record.fqn!r}",
+            f"{found.dtype} {list(found.shape)} as in the version",
+            f"{asked} in the target",
+            advice,
+        )
+
+
+def _renamed(fqn: str, version: Mapping[str, LogicalTensor]) -> str:
+    """Advice about a prefix that stands between this name and one of the version; "" if none does.
+
+    DCP puts the keys of a nested state dict before the names of its tensors; a handle does not.
+    """
+    parts = fqn.split(".")
+    for count in range(1, len(parts)):
+        if (shorter := ".".join(parts[count:])) in version:
+            prefix = ".".join(parts[:count]) + "."
+            return f"the version has {shorter!r}: drop the prefix {prefix!r} of the target's names"
+    longer = next((name for name in version if name.endswith(f".{fqn}")), "")
+    if longer:
+        prefix = longer.removesuffix(fqn)
+        return f"the version has {longer!r}: put the prefix {prefix!r} before the target's names"
+    return ""
+
+
+def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
+    """The chunks of tensors in `targets` that have elements."""
+    numbers = {record.fqn: number for number, record in enumerate(targets.tensors)}
+    items = np.array([item_bytes(record.dtype) for record in targets.tensors], np.int64)
+    ranks = []
+    for rank, layout in enumerate(layouts):
+        boxes = layout.boxes
+        known = np.array([numbers.get(record.fqn, -1) for record in layout.tensors], np.int64)
+        tensor = known[boxes.tensor]
+        rows = np.flatnonzero((tensor >= 0) & (boxes.sizes > 0).all(1))
+        missing = ((0, 0), (0, width - boxes.sizes.shape[1]))
+        ranks.append(
+            (
+                np.full(len(rows), rank),
+                rows,
+                tensor[rows],
+                items[tensor[rows]],
+                boxes.spread[rows],
+                np.pad(boxes.offsets[rows], missing),
+                np.pad(boxes.sizes[rows], missing, constant_values=1),
+                np.pad(boxes.strides[rows], missing),
+            )
+        )
+    return Chunks(*map(np.concatenate, zip(*ranks, strict=True)))
+
+
+def _refuse_shared_memory(wanted: Chunks, targets: Layout) -> None:
+    sizes, strides = outermost_first(wanted.strides, wanted.sizes, wanted.strides)
+    # Each step must lead past everything that the smaller ones reach.
+    shared = ((sizes > 1) & (strides <= sum_after((sizes - 1) * strides))).any(1)
+    if shared.any():
+        fqn = targets.tensors[wanted.tensor[np.argmax(shared)]].fqn
+        raise UsageError(
+            f"target tensor {fqn!r} has elements that share memory (expanded, or overlapping "
+            "strides); pass a clone()"
+        )
+
+
+def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
+    """One row for each box, chosen from those that hold it; sorted by tensor, then offsets."""
+    if not len(chunks.rank):
+        return chunks
+    box = [chunks.tensor, *chunks.offsets.T, *chunks.sizes.T]
+    order = np.lexsort((chunks.rank, *box[::-1]))
+    starts = group_starts(*(column[order] for column in box))
+    copies = np.diff(starts, append=len(order))
+    spread = np.logical_and.reduceat(chunks.spread[order], starts)
+    # By bytes, not by turns: weights and biases often alternate. Not exact, so floats will do.
+    first = order[starts]
+    size_bytes = chunks.sizes[first].prod(1, dtype=np.float64) * chunks.item_bytes[first]
+    before = (np.cumsum(size_bytes) - size_bytes) / size_bytes.sum()
+    turn = target_rank + (before * np.minimum(copies, COPIES_MAX)).astype(np.int64)
+    return chunks.take(order[starts + np.where(spread, turn % copies, 0)])
+
+
+def _intersections(offered: Chunks, wanted: Chunks) -> Pieces:
+    """Every intersection of a source with a target chunk."""
+    counts = np.bincount(offered.tensor, minlength=int(wanted.tensor.max(initial=-1)) + 1)
+    target, ordinal = numbered(counts[wanted.tensor])
+    source = sum_before(counts)[wanted.tensor[target]] + ordinal
+    offsets = np.maximum(offered.offsets[source], wanted.offsets[target])
+    ends = np.minimum(
+        offered.offsets[source] + offered.sizes[source],
+        wanted.offsets[target] + wanted.sizes[target],
+    )
+    sizes = ends - offsets
+    return Pieces(source, target, offsets, sizes).take((sizes > 0).all(1))
+
+
+def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
+    """Rows of `wanted` whose elements are not each in exactly one piece. Exact.
+
+    Each corner of a box has a sign: along each dimension 1 for the lower end, -1 for the upper. The
+    signs of a box determine it, and add up. Therefore pieces add up to the target, each element
+    once, if and only if their corners do.
+
+    Args:
+        wanted: Target chunks, none empty.
+        pieces: Each inside its target chunk.
+    """
+    count = len(wanted.tensor)
+    target = np.concatenate([pieces.target, np.arange(count)])
+    lower = pieces.offsets - wanted.offsets[pieces.target]
+    lower = np.concatenate([lower, np.zeros_like(wanted.sizes)])
+    upper = lower + np.concatenate([pieces.sizes, wanted.sizes])
+    sign = np.repeat([1, -1], [len(pieces.target), count])
+
+    # Where every piece is as long as the target, a dimension cannot tell them apart.
+    rows, dims = np.nonzero((lower > 0) | (upper < wanted.sizes[target]))
+    tells = np.zeros(wanted.sizes.shape, np.bool_)
+    tells[target[rows], dims] = True
+
+    box, position = np.arange(len(target)), np.zeros(len(target), np.int64)
+    for dim in range(wanted.sizes.shape[1]):
+        owner = target[box]
+        told = tells[owner, dim]
+        position *= np.where(told, wanted.sizes[owner, dim] + 1, 1)
+        high = position[told] + upper[box[told], dim]
+        low = position + np.where(told, lower[box, dim], 0)
+        box, sign = np.concatenate([box, box[told]]), np.concatenate([sign, -sign[told]])
+        position = np.concatenate([low, high])
+    owner = target[box]
+    order = np.lexsort((position, owner))
+    starts = group_starts(owner[order], position[order])
+    sums = np.add.reduceat(sign[order], starts) if len(starts) else starts
+    return distinct(owner[order][starts][sums != 0])
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and ends
+
+
+def _cut(offered: Chunks, wanted: Chunks, pieces: Pieces, rows: Ints, targets: Layout) -> Pieces:
+    """Cut the pieces of these target rows until none overlaps; the lowest rank's pieces win.
+
+    A loop over boxes is fast enough: ranks seldom cut a tensor in different ways.
+    """
+    order = np.lexsort((offered.rank[pieces.source], pieces.target))
+    pieces = pieces.take(order)
+    cut: list[tuple[int, int, Box]] = []
+    for row in rows.tolist():
+        left = [_box(wanted.offsets[row], wanted.sizes[row])]
+        first, end = np.searchsorted(pieces.target, [row, row + 1]).tolist()
+        for piece in range(first, end):
+            whole = _box(pieces.offsets[piece], pieces.sizes[piece])
+            taken = [part for box in left if (part := _common(box, whole))]
+            cut += [(int(pieces.source[piece]), row, part) for part in taken]
+            left = [rest for box in left for rest in _without(box, whole)]
+        if left:
+            _raise_missing(targets, int(wanted.tensor[row]), min(left))
+    source, target, boxes = zip(*cut, strict=True)
+    offsets, ends = np.array(boxes).swapaxes(0, 1)
+    kept = pieces.take(~np.isin(pieces.target, rows))
+    mended = Pieces(
+        np.concatenate([kept.source, source]),
+        np.concatenate([kept.target, target]),
+        np.concatenate([kept.offsets, offsets]),
+        np.concatenate([kept.sizes, ends - offsets]),
+    )
+    return mended.take(np.argsort(mended.target, kind="stable"))
+
+
+def _box(offsets: Ints, sizes: Ints) -> Box:
+    return tuple(offsets.tolist()), tuple((offsets + sizes).tolist())
+
+
+def _common(box: Box, other: Box) -> Box | None:
+    offsets = tuple(map(max, box[0], other[0]))
+    ends = tuple(map(min, box[1], other[1]))
+    return (offsets, ends) if all(a < b for a, b in zip(offsets, ends, strict=True)) else None
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """The rest of a box around a hole, in disjoint boxes."""
+    common = _common(box, hole)
+    if common is None:
+        yield box
+        return
+    offsets, ends = list(box[0]), list(box[1])
+    for dim, (start, end) in enumerate(zip(*common, strict=True)):
+        if offsets[dim] < start:
+            yield tuple(offsets), (*ends[:dim], start, *ends[dim + 1 :])
+        if end < ends[dim]:
+            yield (*offsets[:dim], end, *offsets[dim + 1 :]), tuple(ends)
+        offsets[dim], ends[dim] = start, end
+
+
+def _raise_missing(targets: Layout, tensor: int, box: Box) -> NoReturn:
+    record = targets.tensors[tensor]
+    dimensions = len(record.shape)
+    offsets, ends = box[0][:dimensions], box[1][:dimensions]
+    raise ManifestMismatch(
+        f"{'object' if record.dtype == OBJECT else 'tensor'} {record.fqn!r}",
+        "every element on some rank of the version",
+        f"no rank that holds the box from {list(offsets)} to {list(ends)}",
+        "all ranks that hold a part of it must publish it",
+    )
