@@ -32,10 +32,10 @@ from report import Row, machine, table
 from torch_ros.deadline import Deadline
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
-from torch_ros.protocol.group import Group
+from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
-from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
 from torch_ros.protocol.seat import own_group
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.store.endpoint import connect
@@ -124,6 +124,19 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 # The calls, as ShardHandle makes them
 
 
+class Task(GroupTask[T]):
+    """A call whose part `body` is."""
+
+    def __init__(
+        self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]
+    ) -> None:
+        super().__init__(asked, deadline)
+        self.kind, self._body = kind, body
+
+    def perform(self, call: GroupCall) -> T:
+        return self._body(call)
+
+
 def publish(group: Group, version: int) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
         call.decide_to_publish(version)
@@ -131,7 +144,7 @@ def publish(group: Group, version: int) -> VersionRef:
         return call.ref
 
     asked = f"publish {version}"
-    return group.make("publish", asked, Deadline(asked, CALL_S), body)
+    return group.make(Task("publish", asked, Deadline(asked, CALL_S), body))
 
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
@@ -141,7 +154,7 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
         call.finish(LAYOUT, lambda _: LAYOUT)
         return call.ref
 
-    return group.make("replicate", "replicate latest", Deadline("replicate", CALL_S), body)
+    return group.make(Task("replicate", "replicate latest", Deadline("replicate", CALL_S), body))
 
 
 def update(group: Group, held: VersionRef) -> VersionRef | None:
@@ -158,18 +171,17 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     if group.seat.world_size == 1:
         return group.ask((*group.seat.own, *ranges), ask, deadline)
-    return group.make("update", "update latest", deadline, decide)
+    return group.make(Task("update", "update latest", deadline, decide))
 
 
 def unpublish(group: Group, ref: VersionRef) -> None:
     asked = f"unpublish {ref.version}"
     shard = ShardRecord("host", group.seat.rank, CARD)
-    group.make(
-        "unpublish",
-        asked,
-        Deadline(asked, CALL_S),
-        lambda call: call.unpublish(ref, lambda _: shard),
-    )
+
+    def body(call: GroupCall) -> None:
+        call.unpublish(ref, lambda _: shard)
+
+    group.make(Task("unpublish", asked, Deadline(asked, CALL_S), body))
 
 
 # Measured

@@ -14,7 +14,6 @@ import uuid
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.p2p.memory import MemoryTransfer
-from torch_ros.protocol import calls
+from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Holding
 from torch_ros.shard import core, opening
 from torch_ros.store import memory
@@ -323,14 +322,15 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
     lonely.register({"w": torch.ones(3)})
     group = lonely._shard.group
 
-    def fails(call):
-        keys, run = group.seat.keys, group.seat.run
-        effects = partial(calls.publish, version=9, fresh_uid="uid")
-        call.decide((keys.versions(run), keys.holdings(run)), effects)
-        raise RuntimeError
+    class Fails(GroupTask):
+        kind = "publish"
+
+        def perform(self, call):
+            call.decide_to_publish(9)
+            raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        group.make("publish", "publish 9", _deadline(), fails)
+        group.make(Fails("publish 9", _deadline()))
     lonely.publish(2)
     assert lonely.list() == {1: {"a"}, 2: {"lonely"}}
 

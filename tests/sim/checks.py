@@ -78,24 +78,27 @@ class Checks:
         group = process.handle._shard.group
         make = group.make
 
-        def spied_make(kind, asked, deadline, body, **options):
-            calls = []
+        def spied_make(task):
+            calls, kind, perform = [], task.kind, task.perform
 
-            def spied_body(call):
+            def spied_perform(call):
                 calls[:] = [call]
                 known = []
                 read = call.read
                 call.read = lambda fetch: read(
                     lambda sources: spied_fetch(call, fetch, sources, known)
                 )
-                return body(call)
+                return perform(call)
 
+            task.perform = spied_perform
             try:
-                result = make(kind, asked, deadline, spied_body, **options)
+                result = make(task)
             except Exception as error:
                 if calls:
                     self._answered(process, calls[0], kind, error)
                 raise
+            finally:
+                del task.perform  # it may be made again
             if calls and calls[0].has_ended:  # else it was not waited for
                 self._answered(process, calls[0], kind, None)
             return result

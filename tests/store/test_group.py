@@ -24,7 +24,7 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol import calls, membership, versions
 from torch_ros.protocol.calls import SourceTerms
-from torch_ros.protocol.group import Group
+from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Call, ShardRecord, VersionRef
@@ -121,6 +121,17 @@ def at_once(*calls):
         return list(pool.map(attempt, calls))
 
 
+class Task(GroupTask):
+    """A call whose part `body` is."""
+
+    def __init__(self, kind, asked, deadline, body):
+        super().__init__(asked, deadline)
+        self.kind, self._body = kind, body
+
+    def perform(self, call):
+        return self._body(call)
+
+
 def publish(group, version, layout="L", timeout_s=5):
     keys, run, uid = group.seat.keys, group.seat.run, uuid.uuid4().hex
 
@@ -131,7 +142,7 @@ def publish(group, version, layout="L", timeout_s=5):
             call.finish(layout, lambda said: "+".join(sorted(set(said.values()))))
         return call.ref
 
-    return group.make("publish", f"publish {version}", Deadline("publish", timeout_s), body)
+    return group.make(Task("publish", f"publish {version}", Deadline("publish", timeout_s), body))
 
 
 def replicate(
@@ -151,14 +162,14 @@ def replicate(
             call.finish(layout, lambda said: "+".join(sorted(set(said.values()))), whole)
         return call.ref if group.ledger.held else None
 
-    return group.make("replicate", asked, Deadline(asked, timeout_s), body)
+    return group.make(Task("replicate", asked, Deadline(asked, timeout_s), body))
 
 
 def unpublish(group, ref, timeout_s=5):
     asked = f"unpublish {ref.version}"
     copy = lambda name: ShardRecord("host", group.seat.rank, name.encode())
     body = lambda call: call.unpublish(ref, copy)
-    group.make("unpublish", asked, Deadline(asked, timeout_s), body)
+    group.make(Task("unpublish", asked, Deadline(asked, timeout_s), body))
 
 
 def listing(group):
@@ -389,7 +400,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
             call.read(lambda _: None)
 
-        rollout.make("replicate", "replicate latest", Deadline("r", 5), body)
+        rollout.make(Task("replicate", "replicate latest", Deadline("r", 5), body))
 
     assert isinstance(attempt(attach_only), SourceLost)
     assert store.there("readers/") == []
@@ -407,23 +418,16 @@ def test_ranks_that_call_different_things_are_told_so_and_go_on_together(store):
 def test_one_ranks_error_ends_the_call_for_its_peers(store):
     group = store.replica("r", 2)
 
-    def raiser(error):
+    def fails(version, error):
         def body(_):
             raise error
 
-        return body
+        group[1].make(Task("publish", f"publish {version}", Deadline("publish", 5), body))
 
-    def fails():
-        make = group[1].make
-        make("publish", "publish 1", Deadline("publish", 5), raiser(UsageError("no tensors")))
-
-    def breaks():
-        make = group[1].make
-        make("publish", "publish 2", Deadline("publish", 5), raiser(RuntimeError("a bug")))
-
-    first = at_once(partial(publish, group[0], 1, timeout_s=30), fails)
+    no_tensors, bug = UsageError("no tensors"), RuntimeError("a bug")
+    first = at_once(partial(publish, group[0], 1, timeout_s=30), partial(fails, 1, no_tensors))
     assert [str(error) for error in first] == ["no tensors"] * 2
-    second = at_once(partial(publish, group[0], 2, timeout_s=30), breaks)
+    second = at_once(partial(publish, group[0], 2, timeout_s=30), partial(fails, 2, bug))
     assert isinstance(second[0], CallAborted)
     assert "RuntimeError: a bug" in str(second[0])
     assert isinstance(second[1], RuntimeError)
@@ -443,7 +447,7 @@ def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(s
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError):
-        group[1].make("publish", "publish 2", Deadline("publish 2", 5), body)
+        group[1].make(Task("publish", "publish 2", Deadline("publish 2", 5), body))
     assert group[1].ledger.ended[-1].asked == unpublished.asked == "unpublish 1"
     assert group[1].ledger.ended[-1].kind == "unpublish"
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost
@@ -28,6 +29,28 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class GroupTask(ABC, Generic[T]):
+    """One rank's part in a call of its group.
+
+    Attributes:
+        store_wait_s: How long to wait for etcd; then `unseated` stands in for `perform`. None: as
+            long as the deadline allows.
+    """
+
+    kind: Kind
+
+    def __init__(self, asked: str, deadline: Deadline, store_wait_s: float | None = None) -> None:
+        self.asked, self.deadline, self.store_wait_s = asked, deadline, store_wait_s
+
+    @abstractmethod
+    def perform(self, call: GroupCall) -> T:
+        """Make the call; once more each time the seat was lost meanwhile."""
+
+    def unseated(self, call: GroupCall) -> T:
+        """Do this rank's part without etcd."""
+        raise NotImplementedError
+
+
 class Group(Seating):
     """A kept seat, and the calls that are made from it.
 
@@ -41,31 +64,19 @@ class Group(Seating):
         keys = self.seat.keys
         return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
 
-    def make(
-        self,
-        kind: Kind,
-        asked: str,
-        deadline: Deadline,
-        body: Callable[[GroupCall], T],
-        *,
-        unseated: Callable[[GroupCall], T] | None = None,
-        store_wait_s: float | None = None,
-    ) -> T:
-        """The group's next call. `body` makes it, and makes it again if the seat was lost.
+    def make(self, task: GroupTask[T]) -> T:
+        """The group's next call. `task` makes it, and makes it again if the seat was lost.
 
         An exception that it raises ends the call for all ranks. Whatever becomes of it, the call
         has used up one number: on ranks that are cut off from etcd as on those that are not.
 
-        Args:
-            unseated: Done by this rank instead, if `store_wait_s` are over and it has no seat.
-
         Raises:
             Missed: The group has unpublished instead; begin anew what this call is a part of.
         """
-        patience = Patience(is_unpublish=kind == "unpublish", store_wait_s=store_wait_s)
+        patience = Patience(is_unpublish=task.kind == "unpublish", store_wait_s=task.store_wait_s)
         while True:
             try:
-                return self._make_next(kind, asked, deadline, body, patience, unseated)
+                return self._make_next(task, patience)
             except Missed as missed:
                 if missed.call.kind == "unpublish":
                     raise
@@ -76,15 +87,8 @@ class Group(Seating):
                     missed.call.asked,
                 )
 
-    def _make_next(
-        self,
-        kind: Kind,
-        asked: str,
-        deadline: Deadline,
-        body: Callable[[GroupCall], T],
-        patience: Patience,
-        unseated: Callable[[GroupCall], T] | None,
-    ) -> T:
+    def _make_next(self, task: GroupTask[T], patience: Patience) -> T:
+        kind, asked, deadline = task.kind, task.asked, task.deadline
         with self._calling:
             call: GroupCall | None = None
             try:
@@ -96,12 +100,12 @@ class Group(Seating):
                             number = self.ledger.calls_made + 1
                             call = GroupCall(self, number, kind, asked, deadline)
                         self.ledger.pending = call.number
-                        return self._make(call, body, patience)
+                        return self._make(call, task, patience)
                     except SeatLost as lost:
-                        if unseated is None or isinstance(lost, Fenced):
+                        if task.store_wait_s is None or isinstance(lost, Fenced):
                             raise
                         call = call or self._unbegun(kind, asked, deadline)
-                    said = unseated(call)
+                    said = task.unseated(call)
                     if self.ledger.goes_on_without(call):
                         return said
             except Missed:
@@ -115,13 +119,13 @@ class Group(Seating):
             finally:
                 self.ledger.made(call)
 
-    def _make(self, call: GroupCall, body: Callable[[GroupCall], T], patience: Patience) -> T:
+    def _make(self, call: GroupCall, task: GroupTask[T], patience: Patience) -> T:
         while True:
             self.await_seat(call.deadline, patience)
             call.start(self.seat, self.session)
             call.is_begun = True
             try:
-                return body(call)
+                return task.perform(call)
             except SeatLost as lost:
                 self.fence(lost, call.session)
                 if call.has_ended or isinstance(lost, Fenced):

@@ -18,7 +18,7 @@ from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchR
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
 from torch_ros.protocol.ending import Leaving
-from torch_ros.protocol.group import Group
+from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.patience import Patience
 from torch_ros.protocol.records import Kind, ShardRecord, VersionRef, mark
@@ -27,7 +27,7 @@ from torch_ros.shard.closing import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import OnProgress, ReadReport
-from torch_ros.shard.tasks import GroupTask, Refusal, Unpublication
+from torch_ros.shard.tasks import Refusal, Unpublication
 from torch_ros.shard.tensors import Tensors
 from torch_ros.store.aside import Aside
 from torch_ros.transfer.card import ALL_BLOCKS
@@ -220,14 +220,7 @@ class Shard:
 
     def _make(self, task: GroupTask[T]) -> T:
         try:
-            return self.group.make(
-                task.kind,
-                task.asked,
-                task.deadline,
-                task.perform,
-                unseated=None if task.store_wait_s is None else task.unseated,
-                store_wait_s=task.store_wait_s,
-            )
+            return self.group.make(task)
         finally:
             if task.kind == "unpublish":
                 self.copies.keep()

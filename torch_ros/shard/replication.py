@@ -22,6 +22,7 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
 from torch_ros.protocol.seat import own_group
@@ -29,7 +30,7 @@ from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import Meter, ReadReport, Stopwatch
-from torch_ros.shard.tasks import GroupTask, Search
+from torch_ros.shard.tasks import Search
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import View, one
 from torch_ros.transfer.batches import sources_max

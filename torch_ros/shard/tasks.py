@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from torch_ros.deadline import Deadline
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
-from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.records import Call, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, check_version, newer_ranges
 from torch_ros.store.loops import Step
@@ -21,30 +21,7 @@ from torch_ros.transfer.registered import Registered
 if TYPE_CHECKING:
     from torch_ros.shard.core import Shard
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class GroupTask(ABC, Generic[T]):
-    """One rank's part in a call of its group.
-
-    Attributes:
-        store_wait_s: How long to wait for etcd; then `unseated` stands in for `perform`. None: as
-            long as the deadline allows.
-    """
-
-    kind: ClassVar[Kind]
-
-    def __init__(self, asked: str, deadline: Deadline, store_wait_s: float | None = None) -> None:
-        self.asked, self.deadline, self.store_wait_s = asked, deadline, store_wait_s
-
-    @abstractmethod
-    def perform(self, call: GroupCall) -> T:
-        """Make the call; once more each time the seat was lost meanwhile."""
-
-    def unseated(self, call: GroupCall) -> T:
-        """Do this rank's part without etcd."""
-        raise NotImplementedError
 
 
 class Publication(GroupTask[bool]):
