@@ -35,7 +35,7 @@ from torch_ros.protocol import (
 from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, core, replication
+from torch_ros.shard import beginnings, core, manifests, replication
 from torch_ros.shard import host_copies as copies
 from torch_ros.store import loops
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -489,6 +489,18 @@ fault(
         )
     )
 )
+
+
+@fault(
+    "summing up: a rank that is gone has nothing",
+    (manifests.Manifests, "_own_shards"),
+    scenario="half there",
+)
+def _gone_has_nothing(_):
+    def own_shards(self, deadline):
+        return self._shards(self._group.seat.inst, deadline)
+
+    return own_shards
 
 
 @fault(

@@ -132,8 +132,7 @@ class Process:
         for number, (fqn, shape) in enumerate(self.world.shapes):
             start = self.start
             chunk = chunk_of(start.sharding, number, shape, self.rank, start.size)
-            if chunk is None:
-                pieces.append((fqn, shape, None, None))
+            if chunk is None:  # a rank of a pipeline does not know the tensors of the others
                 continue
             offsets, sizes = chunk
             of_all = np.arange(math.prod(shape)).reshape(shape)
@@ -151,11 +150,9 @@ class Process:
         self.base = self.memory.data_ptr()
         self.tensors, begin = [], 0
         for fqn, shape, offsets, sizes in pieces:
-            chunks = ()
-            if offsets is not None:
-                end = begin + math.prod(sizes)
-                chunks = (LocalChunk(offsets, self.memory[begin:end].view(sizes)),)
-                begin = end
+            end = begin + math.prod(sizes)
+            chunks = (LocalChunk(offsets, self.memory[begin:end].view(sizes)),)
+            begin = end
             spread = self.start.sharding == "rows"
             self.tensors.append(LocalTensor(fqn, torch.int64, shape, chunks, spread=spread))
 

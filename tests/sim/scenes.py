@@ -27,7 +27,7 @@ from torch_ros.protocol import membership
 from torch_ros.protocol.records import Call, Failure, Kept, Outcome, ShardRecord, VersionRef
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.store.txn import Commit, Delete, Put, Read
+from torch_ros.store.txn import Commit, Delete, Put, Read, whole
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 
@@ -71,10 +71,12 @@ class Scene(World):
     def _trouble(self) -> None:
         pass
 
-    def start(self, name: str, script, *, size: int = SIZE, **options) -> Start:
+    def start(
+        self, name: str, script, *, size: int = SIZE, sharding: str = "rows", **options
+    ) -> Start:
         for start in self.starts:
             start.is_replaced |= start.replica == name
-        made = Start(self, name, "r" not in name, size, "rows", script=script, **options)
+        made = Start(self, name, "r" not in name, size, sharding, script=script, **options)
         made.number = len(self.starts)
         self.starts.append(made)
         for rank in range(size):
@@ -181,6 +183,13 @@ def deletes(part: str) -> Callable[[object], bool]:
     return lambda what: (
         isinstance(what, Commit)
         and any(isinstance(op, Delete) and part in op.range.start for op in what.txn.ops)
+    )
+
+
+def reads_shards(what: object) -> bool:
+    """Reads of where all ranks of a replica are."""
+    return isinstance(what, Read) and any(
+        "/shards/" in range_.start and range_.start.endswith("/") for range_ in whole(what.ranges)
     )
 
 
@@ -1219,6 +1228,29 @@ def half_dead(scene: Scene) -> None:
     scene.play()
 
 
+def half_there(scene: Scene) -> None:
+    """I1: a rank that loses its seat while the last one sums up is waited for."""
+
+    def train(me: Process) -> None:
+        scene.reach(f"{me} opens")
+        scene.until("t.0/0 opens", "t.0/1 opens")
+        (peer,) = (each for each in me.start.processes if each is not me)
+        loses = partial(scene.end_lease, peer)
+        scene.hold("summing up", me, reads_shards, lambda: True, meanwhile=loses)
+        publish(me, 1)
+        scene.reach(str(me))
+        scene.until("r.1/0")
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0", "t.0/1", "summing up")
+        replicate(me)
+        scene.reach(str(me))
+
+    scene.start("t", train, sharding="stages")
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def moved(scene: Scene) -> None:
     """A source that shows other tensors than the last time is read where these are."""
 
@@ -1701,6 +1733,7 @@ SCENES = {
     "late answer": late_answer,
     "both drain": both_drain,
     "half dead": half_dead,
+    "half there": half_there,
     "lingers": lingers,
     "started again": started_again,
     "spot only": spot_only,

@@ -11,8 +11,9 @@ from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import parse_rank, replica_of
 from torch_ros.protocol.readable import keyed
 from torch_ros.protocol.records import ShardRecord
-from torch_ros.store.loops import Done, Step
-from torch_ros.store.txn import View
+from torch_ros.protocol.seat import own_group
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.txn import Range, View
 from torch_ros.transfer.feed import SourceWait
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
@@ -37,10 +38,11 @@ class Manifests:
         """The manifests that the ranks of this replica show now, rank by rank.
 
         Raises:
+            SeatLost: One of them is gone.
             SourceLost: This rank took its tensors back while the store could not be told.
         """
         seat = self._group.seat
-        shards = self._shards(seat.inst, deadline)
+        shards = self._own_shards(deadline)
         peers = [shard for rank, shard in enumerate(shards) if rank != seat.rank]
         manifests = self._shown(peers, seat.replica, deadline)
         own = self._mailbox.manifest
@@ -94,12 +96,27 @@ class Manifests:
 
     def _shards(self, inst: str, deadline: Deadline) -> list[ShardRecord]:
         within = self._group.seat.keys.shards(inst)
+        return self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
+
+    def _own_shards(self, deadline: Deadline) -> list[ShardRecord]:
+        seat = self._group.seat
+        within = seat.keys.shards(seat.inst)
 
         def rule(view: View) -> Step[list[ShardRecord]]:
-            found = keyed(view.within(within), parse_rank)
-            try:
-                return Done([ShardRecord.decode(entry.value, key) for key, _, entry in found])
-            except BackendError as error:
-                raise SourceLost(replica_of(inst), str(error), 0, 0) from error
+            own_group(view, seat)
+            shards = _records(view, seat.inst, within)
+            if len(shards) == seat.world_size:
+                return Done(shards)
+            # A rank has lost its seat. What the others show is not what the group holds.
+            reason = f"{seat.world_size - len(shards)} ranks of this replica to be back"
+            return Wait(reason, (*seat.own, within))
 
-        return self._group.ask((within,), rule, deadline)
+        return self._group.ask((*seat.own, within), rule, deadline)
+
+
+def _records(view: View, inst: str, within: Range) -> list[ShardRecord]:
+    found = keyed(view.within(within), parse_rank)
+    try:
+        return [ShardRecord.decode(entry.value, key) for key, _, entry in found]
+    except BackendError as error:
+        raise SourceLost(replica_of(inst), str(error), 0, 0) from error
