@@ -1,8 +1,8 @@
-"""What torchrun runs in test_torchrun.py, never imported:
+"""What torchrun runs in test_torchrun.py, which imports `push` and `pop`:
 
 python elastic_worker.py train|fail|once ETCD NAME
 
-Says what happens, and is told what to do, through two queues of the EtcdStore NAME.
+Says what happens, and is told what to do, through two queues in the EtcdStore NAME.
 """
 
 import hashlib
@@ -26,6 +26,18 @@ from torch_ros.errors import PeerError
 from torch_ros.store import EtcdStore
 
 PATIENCE_S = 120
+
+
+def push(control, queue, item):
+    """Add `item` to a queue: each under its number. Anybody may."""
+    control.set(f"{queue}/{control.add(f'{queue}/pushed', 1)}", item)
+
+
+def pop(control, queue):
+    """Wait for the queue's next item. One process at a time may; killed here, it takes none."""
+    item = control.get(f"{queue}/{control.add(f'{queue}/popped', 0) + 1}")
+    control.add(f"{queue}/popped", 1)
+    return item.decode()
 
 
 def resume(state_dict):
@@ -73,11 +85,11 @@ def train(control):
         dist.all_gather_object(node, os.environ["TEST_NODE"])
         if is_first:
             event = {"what": what, "version": version, "weights": weights, "nodes": node}
-            control.queue_push("events", json.dumps(event))
+            push(control, "events", json.dumps(event))
 
     say("started", found)
     while True:
-        told = [control.queue_pop("commands").decode() if is_first else None]
+        told = [pop(control, "commands") if is_first else None]
         dist.broadcast_object_list(told)
         if told == ["stop"]:
             break
@@ -95,7 +107,7 @@ def train(control):
 
 
 def fail(control):
-    control.queue_push("events", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    push(control, "events", os.environ["TORCHELASTIC_RESTART_COUNT"])
     sys.exit(3)
 
 
@@ -105,7 +117,7 @@ def once(control):
     total = torch.ones(1)
     dist.all_reduce(total)
     count = control.add(f"done/{os.environ['TEST_NODE']}", 1)
-    control.queue_push("events", json.dumps([total.item(), os.environ.get("TORCH_ROS_ENDPOINT")]))
+    push(control, "events", json.dumps([total.item(), os.environ.get("TORCH_ROS_ENDPOINT")]))
     if count == 1:
         control.barrier("both have failed", 2)  # the first to go would end the other
         sys.exit(3)

@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from elastic_worker import pop, push
 from torch import nn
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -85,13 +86,13 @@ class Job:
 
     def event(self):
         try:
-            found = json.loads(self.control.queue_pop("events"))
+            found = json.loads(pop(self.control, "events"))
         except torch.distributed.DistStoreError:
             pytest.fail("\n".join(n.agent.end_of_log() for n in self.nodes.values()))
         return found
 
     def told(self, command):
-        self.control.queue_push("commands", command)
+        push(self.control, "commands", command)
 
     def close(self):
         for node in self.nodes.values():
@@ -172,7 +173,7 @@ def test_a_worker_that_always_fails_is_restarted_as_often_as_was_said(job):
     job.start("a", "fail", nnodes="1", restarts=2)
     assert job.nodes["a"].wait() == 1
     assert [job.event() for _ in range(3)] == [0, 1, 2]
-    assert job.control.queue_len("events") == 0
+    assert job.control.add("events/pushed", 0) == 3
 
 
 @pytest.mark.timeout(2 * BUSY_S)

@@ -133,13 +133,10 @@ def test_neighbouring_keys_are_different_keys(store):
     names = ["k", "k!", 'k"', "k/", "k/x", "k%", "kk", "K", "k\0", "k ", "k!x"]
     for name in names:
         store.set(name, name)
-    store.queue_push("k", "item")
     assert [store.get(name).decode() for name in names] == names
     assert sorted(store.list_keys()) == sorted(names)
     assert store.delete_key("k")
-    assert [name for name in names if store.check([name])] == names  # "k" is still a queue
-    assert store.queue_pop("k") == b"item"
-    assert not store.check(["k"])
+    assert [name for name in names if store.check([name])] == names[1:]
 
 
 def test_compare_set_at_its_corners(store):
@@ -191,7 +188,6 @@ def test_add_reads_numbers_as_c_does(store, text, number):
         lambda store: store.wait(["no", "no"], timedelta(seconds=0.2)),
         lambda store: store.wait(["no"], 0.2),
         lambda store: store.multi_get(["yes", "no"]),
-        lambda store: store.queue_pop("no"),
         lambda store: store.barrier("nobody else", 2),
     ],
 )
@@ -271,29 +267,20 @@ def test_a_deleted_key_is_gone_and_may_come_again(store):
     assert store.add("n", 1) == 1
 
 
-def test_queues(store):
-    for item in (b"a", b"\0", "text", LARGE, b""):
-        store.queue_push("q", item)
-    assert store.queue_len("q") == 5
-    assert store.check(["q"])
-    store.wait(["q"])
-    assert store.num_keys() == 0
-    assert not store.delete_key("q")
-    taken = [store.queue_pop("q"), *(store.queue_pop("q", False) for _ in range(4))]
-    assert taken == [b"a", b"\0", b"text", LARGE, b""]
-    assert store.queue_len("q") == 0
-    assert not store.check(["q"])
-    with pytest.raises(dist.QueueEmptyError):
-        store.queue_pop("q", block=False)
-
-
-def test_a_value_and_a_queue_of_one_name_do_not_mix(store):
-    store.queue_push("k", "item")
-    assert store.compare_set("k", "", "v") == b"v"
-    assert store.append("k", "w") is None
-    assert store.get("k") == b"vw"
-    assert store.delete_key("k")
-    assert store.queue_len("k") == 1
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.queue_push("q", "item"),
+        lambda store: store.queue_pop("q", block=False),
+        lambda store: store.queue_len("q"),
+    ],
+)
+def test_a_queue_is_refused_with_the_way_out(opened, call):
+    store = opened(f"memory://{unique()}", "s")
+    with pytest.raises(NotImplementedError, match="add.*set.*get"):
+        call(store)
+    with pytest.raises(NotImplementedError, match="queue"):  # torch's own answer
+        call(dist.PrefixStore("p", store))
 
 
 def test_the_timeout_is_a_property(store):
@@ -310,9 +297,7 @@ def test_the_timeout_is_a_property(store):
         (lambda store: store.get("k"), lambda store: store.compare_set("k", "", "v")),
         (lambda store: store.get("k"), lambda store: store.append("k", "v")),
         (lambda store: store.multi_get(["k"])[0], lambda store: store.set("k", "v")),
-        (lambda store: store.queue_pop("k"), lambda store: store.queue_push("k", "v")),
         (lambda store: (store.wait(["k"]), b"v")[1], lambda store: store.set("k", "")),
-        (lambda store: (store.wait(["k"]), b"v")[1], lambda store: store.queue_push("k", "")),
     ],
 )
 def test_another_client_wakes_who_waits(clients, wait, wake):
@@ -381,31 +366,6 @@ def test_threads_add_without_loss(clients):
     assert store.get("n") == b"160"
 
 
-def test_threads_share_a_queue_without_loss(clients):
-    stores = [clients() for _ in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        popped = [pool.submit(store.queue_pop, "q") for store in stores for _ in range(10)]
-        pushing = clients()
-        for index in range(40):
-            pushing.queue_push("q", str(index))
-        found = [int(future.result(30)) for future in popped]
-    assert sorted(found) == list(range(40))
-    assert pushing.queue_len("q") == 0
-
-
-def test_a_queue_keeps_its_order(store):
-    rng = random.Random(1)
-    pushed = itertools.count()
-    popped = []
-    for _ in range(60):
-        if rng.random() < 0.6:
-            store.queue_push("q", str(next(pushed)))
-        elif store.queue_len("q"):
-            popped.append(int(store.queue_pop("q")))
-    assert popped == list(range(len(popped)))
-    assert popped
-
-
 def test_a_barrier(clients):
     stores = [clients() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -459,9 +419,6 @@ OPERATIONS = st.lists(
         st.tuples(st.just("delete_key"), KEYS),
         PAIRS.map(lambda pairs: ("multi_set", [k for k, _ in pairs], [v for _, v in pairs])),
         st.tuples(st.just("multi_get"), SOME),
-        st.tuples(st.just("queue_push"), KEYS, VALUES),
-        st.tuples(st.just("queue_pop"), KEYS, st.just(False)),  # not blocking
-        st.tuples(st.just("queue_len"), KEYS),
         st.sampled_from([("num_keys",), ("list_keys",)]),
     ),
     max_size=60,
@@ -500,9 +457,6 @@ def emptied():
     found = oracle_server()
     for key in found.list_keys():
         found.delete_key(key)
-    for key in "a", "b", "c", "a/b":
-        while found.queue_len(key):
-            found.queue_pop(key)
     assert not found.num_keys()
     return found
 
@@ -596,8 +550,7 @@ def test_lost_replies_under_contention_apply_once(losing):
 
     def work(store):
         sums = [store.add("n", 1) for _ in range(25)]
-        for index in range(5):
-            store.queue_push("q", str(index))
+        for _ in range(5):
             store.append("text", "x")
         return sums
 
@@ -606,10 +559,6 @@ def test_lost_replies_under_contention_apply_once(losing):
     assert sums == list(range(1, 151))
     assert stores[0].get("n") == b"150"
     assert stores[0].get("text") == b"x" * 30
-    with ThreadPoolExecutor(6) as pool:
-        popped = list(pool.map(lambda index: stores[index % 6].queue_pop("q"), range(30)))
-    assert sorted(popped) == sorted(str(index).encode() for index in range(5) for _ in range(6))
-    assert stores[0].queue_len("q") == 0
 
 
 def test_a_set_that_arrives_late_does_not_undo_a_newer_one(monkeypatch, opened):
@@ -749,8 +698,6 @@ def test_large_values_leave_nothing_behind(etcd_endpoint, opened):
     store.multi_set(["k", "j"], [LARGE, LARGE])
     store.set("k", "small")
     store.delete_key("j")
-    store.queue_push("q", LARGE)
-    store.queue_pop("q")
     assert "blobs" not in parts(etcd_endpoint, name)
 
 
@@ -800,9 +747,7 @@ def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
     mortal = opened(etcd_endpoint, name, ttl_s=4)
     keeping = opened(etcd_endpoint, name, ttl_s=4, keep=True)
     mortal.set("gone", LARGE)
-    mortal.queue_push("gone", "x")
     keeping.set("kept", LARGE)
-    keeping.queue_push("kept", "x")
     keeping.add("counted", 3)
     mortal.close()
     keeping.close()
@@ -814,7 +759,6 @@ def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
     later = opened(etcd_endpoint, name)
     assert later.list_keys() == ["counted", "kept"]
     assert later.get("kept") == LARGE
-    assert later.queue_pop("kept") == b"x"
     assert later.add("counted", 1) == 4
 
 

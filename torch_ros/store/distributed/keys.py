@@ -4,7 +4,6 @@ Below ``/torch-ros-store/PREFIX/``, with K for a key, percent-encoded:
 
 * ``lease``            the lease that the job's records hang on; it hangs on itself
 * ``keys/K``           the value of K: ``=`` and its bytes, or ``#`` and which blob has them
-* ``keys/K!ITEM``      an item of queue K, written as a value is; the oldest is the first
 * ``blobs/K!ID/N``     a piece of a value that is too large for one request
 * ``marks/CLIENT/N``   which write of CLIENT was the last to apply, one for each of its threads
 """
@@ -44,18 +43,8 @@ class StoreKeys:
     def value(self, key: bytes) -> str:
         return f"{self._root}/keys/{_quoted(key)}"
 
-    def item(self, key: bytes, name: str) -> str:
-        return f"{self.value(key)}!{name}"
-
-    def items(self, key: bytes) -> Range:
-        return _continued(f"{self.value(key)}!")
-
-    def value_and_items(self, key: bytes) -> Range:
-        # Nothing that a quoted key may go on with sorts below '"', so this is one key's alone.
-        return Range(self.value(key), self.items(key).end)
-
     def blobs(self, key: bytes) -> Range:
-        return _continued(f"{self._root}/blobs/{_quoted(key)}!")
+        return under(f"{self._root}/blobs/{_quoted(key)}!")
 
     def blob(self, key: bytes, name: str) -> Range:
         return under(f"{self.blobs(key).start}{name}/")
@@ -66,11 +55,6 @@ class StoreKeys:
 
 def _quoted(key: bytes) -> str:
     return quote(key, safe="/")
-
-
-def _continued(start: str) -> Range:
-    """Every key that starts with `start`, which ends in "!"."""
-    return Range(start, start[:-1] + '"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch exports Store at run time only
     DistNetworkError,
     DistStoreError,
-    QueueEmptyError,
     Store,
 )
 
@@ -43,7 +42,6 @@ from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
     Count,
-    Created,
     Delete,
     Empty,
     Entry,
@@ -105,8 +103,9 @@ class EtcdStore(Store):
     once, also when its reply is lost and it is sent again. Not usable in a child of ``fork()``:
     it raises ClosedError there, and everywhere after `close`.
 
-    Through `torch.distributed.PrefixStore` queues and `list_keys` raise NotImplementedError: torch
-    does not pass them on to stores written in Python.
+    Queues raise NotImplementedError, as those of `torch.distributed.FileStore` do; so does
+    `list_keys` through `torch.distributed.PrefixStore`, as torch does not pass it on to stores
+    written in Python.
 
     Args:
         endpoint: "etcd://host:port[,host:port]", members of one cluster, or any other endpoint
@@ -123,10 +122,9 @@ class EtcdStore(Store):
         AccessDenied: etcd does not let this process in.
         DistNetworkError: etcd did not answer within `timeout`.
 
-    Cost: one round trip to etcd for `check`, `get` of what is there, `set`, `multi_set` and
-    `queue_push`; two for `add`, `append`, `compare_set` and `delete_key`, and more under
-    contention; three for `queue_pop`. Values above 1 MiB take one more per MiB; they become
-    visible as a whole.
+    Cost: one round trip to etcd for `check`, `get` of what is there, `set` and `multi_set`; two for
+    `add`, `append`, `compare_set` and `delete_key`, and more under contention. Values above 1 MiB
+    take one more per MiB; they become visible as a whole.
     """
 
     def __init__(
@@ -185,10 +183,7 @@ class EtcdStore(Store):
         self._assign(((_key(key), _value(value)),))
 
     def get(self, key: str | bytes) -> bytes:
-        """The value, once there is one; DistStoreError after the timeout.
-
-        Of a queue that is not empty: b"".
-        """
+        """The value, once there is one; DistStoreError after the timeout."""
         (value,) = self.multi_get([key])
         return value
 
@@ -251,8 +246,7 @@ class EtcdStore(Store):
     def wait(self, keys: Sequence[str | bytes], timeout: timedelta | None = None) -> None:
         """Return once all of `keys` are there; DistStoreError after `timeout`.
 
-        A queue is there while it is not empty. With several keys, each is there at some time
-        during the call.
+        With several keys, each is there at some time during the call.
         """
         wanted = _key_list(keys)
         deadline = self._deadline("wait", timeout)
@@ -263,13 +257,13 @@ class EtcdStore(Store):
         """Whether all of `keys` are there now."""
         wanted = _key_list(keys)
         deadline = self._deadline("check")
-        spans = (Count(self._keys.value_and_items(key)) for key in wanted)
+        counts = [Count(one(self._keys.value(key))) for key in wanted]
         return all(
-            all(self._run(ask(*batch), deadline, wanted).results) for batch in _batches(list(spans))
+            all(self._run(ask(*batch), deadline, wanted).results) for batch in _batches(counts)
         )
 
     def delete_key(self, key: str | bytes) -> bool:
-        """Remove a value, not a queue. Whether there was one."""
+        """Remove a value. Whether there was one."""
         name = _key(key)
         head = self._keys.value(name)
 
@@ -284,59 +278,12 @@ class EtcdStore(Store):
         return self._write("delete_key", name, (Get(one(head)),), plan)
 
     def num_keys(self) -> int:
-        """How many keys have a value. Queues do not count."""
+        """How many keys have a value."""
         return sum(1 for _ in self._names("num_keys"))
 
     def list_keys(self) -> list[str]:
         """All keys that have a value, in their own order."""
         return sorted(unquote_to_bytes(name).decode() for name in self._names("list_keys"))
-
-    # Queues
-
-    def queue_push(self, key: str | bytes, value: str | bytes) -> None:
-        name, pushed = _key(key), _value(value)
-        item = self._keys.item(name, uuid.uuid4().hex)
-
-        def plan(_: View) -> Steps[Plan[None] | None]:
-            record, blobs = yield from self._stored(name, pushed)
-            return Plan(None, ops=(Put(item, record, self._lease_id),), made=blobs)
-
-        first = None
-        if len(pushed) <= PIECE_BYTES_MAX:
-            first = Plan(None, ops=(Put(item, inline(pushed), self._lease_id),))
-        self._write("queue_push", name, (), plan, first)
-
-    def queue_pop(self, key: str | bytes, block: bool = True) -> bytes:  # noqa: FBT002  # torch's
-        """Take the oldest item.
-
-        Raises:
-            DistStoreError: None came within the timeout.
-            QueueEmptyError: There is none, and `block` is false.
-        """
-        name = _key(key)
-        items = self._keys.items(name)
-
-        def plan(view: View) -> Steps[Plan[bytes | None] | None]:
-            found = dict(view.within(items))
-            if found:
-                oldest = min(found, key=lambda item: found[item].create_rev)
-                return (yield from self._taken(name, oldest))
-            if not block:
-                return Plan(answer=None)
-            yield Watch((items,), view.rev, f"queue {key!r} is empty")
-            return None
-
-        taken = self._write("queue_pop", name, (Get(items, keys_only=True),), plan)
-        if taken is None:
-            raise QueueEmptyError("queue is empty")
-        return taken
-
-    def queue_len(self, key: str | bytes) -> int:
-        name = _key(key)
-        deadline = self._deadline("queue_len")
-        (length,) = self._run(ask(Count(self._keys.items(name))), deadline, [name]).results
-        assert isinstance(length, int)
-        return length
 
     # What torch asks of a store
 
@@ -346,6 +293,14 @@ class EtcdStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
+
+    def _refuse_queue(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(
+            "EtcdStore has no queues; number the items with add(), set() each under its number, "
+            "and get() them in turn"
+        )
+
+    queue_push = queue_pop = queue_len = _refuse_queue
 
     # torch's C++ looks for these names.
     deleteKey = delete_key  # noqa: N815
@@ -389,48 +344,39 @@ class EtcdStore(Store):
         """The keys that have a value, quoted."""
         range_ = self._keys.everything()
         view = self._run(look(Get(range_, keys_only=True)), self._deadline(what), [])
-        return (key.removeprefix(range_.start) for key in view.entries if "!" not in key)
+        return (key.removeprefix(range_.start) for key in view.entries)
 
     def _present(self, keys: Sequence[bytes]) -> Steps[None]:
-        spans = [self._keys.value_and_items(key) for key in keys]
+        heads = [one(self._keys.value(key)) for key in keys]
         while True:
-            reply = yield from ask(*map(Count, spans))
+            reply = yield from ask(*map(Count, heads))
             missing = [at for at, count in enumerate(reply.results) if not count]
             if not missing:
                 return
             # One is enough to watch: there is no end before it comes.
             reason = f"{len(missing)} of {len(keys)} keys, such as {keys[missing[0]]!r}, not set"
-            yield Watch((spans[missing[0]],), reply.rev, reason)
+            yield Watch((heads[missing[0]],), reply.rev, reason)
             if len(missing) > 1:
                 # The others are likely on their way; each look costs one count per key.
-                spans, keys = [spans[at] for at in missing], [keys[at] for at in missing]
+                heads, keys = [heads[at] for at in missing], [keys[at] for at in missing]
 
     def _fetched(self, keys: Sequence[bytes], deadline: Deadline) -> Steps[list[bytes]]:
         heads = [self._keys.value(key) for key in keys]
-        counts = [Count(self._keys.value_and_items(key)) for key in keys]
         while True:
-            reply = yield from ask(*(Get(one(head)) for head in heads), *counts)
-            if not all(reply.results[len(heads) :]):
+            found = (yield from look(*(Get(one(head)) for head in heads))).entries
+            if len(found) < len({*heads}):
                 yield from self._present(keys)
                 deadline.check("a key was always deleted before it was read")
                 continue
-            values = yield from self._loaded(keys, reply.results[: len(heads)])
-            if values is not None:
+            values = []
+            for key, head in zip(keys, heads, strict=True):
+                value = yield from self._value_of(key, found[head])
+                if value is None:
+                    break
+                values.append(value)
+            else:
                 return values
             deadline.check("it was always replaced while it was read")
-
-    def _loaded(
-        self, keys: Sequence[bytes], found: Sequence[Mapping[str, Entry] | int]
-    ) -> Steps[list[bytes] | None]:
-        values = []
-        for key, entries in zip(keys, found, strict=True):
-            assert not isinstance(entries, int)
-            entry = entries.get(self._keys.value(key))
-            value = b"" if entry is None else (yield from self._value_of(key, entry))
-            if value is None:
-                return None
-            values.append(value)
-        return values
 
     def _value_of(self, key: bytes, entry: Entry) -> Steps[bytes | None]:
         """The value that `entry` stands for; None if it was replaced meanwhile."""
@@ -466,17 +412,6 @@ class EtcdStore(Store):
         """The keys that become garbage with `entry`."""
         if entry is not None and isinstance(blob := parsed(entry.value), Blob):
             yield Delete(self._keys.blob(key, blob.name))
-
-    def _taken(self, key: bytes, item: str) -> Steps[Plan[bytes | None] | None]:
-        """How to take `item` from its queue."""
-        found = (yield from look(Get(one(item)))).entries.get(item)
-        if found is None:
-            return None
-        value = yield from self._value_of(key, found)
-        if value is None:
-            return None
-        ops = (Delete(one(item)), *self._without_blob(key, found))
-        return Plan(value, (Created(item, found.create_rev),), ops)
 
     def _assign(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Set all of `pairs` in one transaction, whatever was there."""
