@@ -132,6 +132,11 @@ class Task(GroupTask):
         return self._body(call)
 
 
+def finish(call, layout, *whole):
+    if said := call.finish(layout):
+        call.complete("+".join(sorted(set(said.values()))), *whole)
+
+
 def publish(group, version, layout="L", timeout_s=5):
     keys, run, uid = group.seat.keys, group.seat.run, uuid.uuid4().hex
 
@@ -139,7 +144,7 @@ def publish(group, version, layout="L", timeout_s=5):
         effects = partial(calls.publish, version=version, fresh_uid=uid)
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         if not call.has_ended:
-            call.finish(layout, lambda said: "+".join(sorted(set(said.values()))))
+            finish(call, layout)
         return call.ref
 
     return group.make(Task("publish", f"publish {version}", Deadline("publish", timeout_s), body))
@@ -159,7 +164,7 @@ def replicate(
         call.decide_to_read(Spec.parse(version), None, is_relay=whole.is_required)
         if not call.has_ended:
             call.read(lambda _: pause())
-            call.finish(layout, lambda said: "+".join(sorted(set(said.values()))), whole)
+            finish(call, layout, whole)
         return call.ref if group.ledger.held else None
 
     return group.make(Task("replicate", asked, Deadline(asked, timeout_s), body))

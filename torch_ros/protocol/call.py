@@ -334,47 +334,61 @@ class GroupCall(Attempt):
         except (DeadlineExceeded, StoreUnavailable):
             return unknown
 
-    def finish(
-        self,
-        value: str,
-        summarise: Callable[[Mapping[int, str]], str],
-        whole: SourceTerms = SourceTerms(),  # noqa: B008  # a frozen value
-    ) -> Outcome:
-        """This rank is ready, and says `value`; returns when all are.
+    def finish(self, value: str) -> Mapping[int, str] | None:
+        """This rank is ready, and says `value`. Returns when all are.
 
-        Args:
-            summarise: From what every rank said to the layout that the group holds. Called on
-                the last rank only; may take time, and may raise.
+        Returns:
+            To the rank that is ready last, what every rank said: it sums that up, which may take
+            time and may fail, and calls `complete`. None: the call has ended.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        try:
-            outcome = self._finish_or_raise(value, summarise, whole)
-        except DeadlineExceeded as error:
-            outcome = self._abort(error)
-            if outcome.failure is not None:
-                raise
-        return self._finish(outcome)
+        return self._ended(partial(self._say, value))
 
-    def _finish_or_raise(
-        self, value: str, summarise: Callable[[Mapping[int, str]], str], whole: SourceTerms
-    ) -> Outcome:
+    def complete(self, layout: str, whole: SourceTerms = SourceTerms()) -> None:  # noqa: B008  # a frozen value
+        """End the call, of which this rank knows that all are ready.
+
+        Args:
+            layout: The layout that the group holds; agree: what it said.
+
+        Raises:
+            TorchRosError: The outcome was an error, the same on all ranks.
+        """
         seat, call = self.seat, self._call
         assert call is not None
-        reads = calls.own_records(seat, call, self._sources)[1:]
-        ready = partial(calls.put_ready, seat=seat, call=call, value=value, reads=reads)
-        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+        reads = calls.own_records(seat, call, self._sources)[1:] if seat.world_size == 1 else ()
+        rule = partial(
+            calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
+        )
+        ranges = calls.end_ranges(seat, call)
+        self._ended(lambda: self._settle(ranges, rule, first=self._seen))
+
+    def _ended(self, step: Callable[[], Outcome | Mapping[int, str]]) -> Mapping[int, str] | None:
+        """Learn the end, if it came; this rank may be too late when its group is not."""
+        try:
+            found = step()
+        except DeadlineExceeded as error:
+            found = self._abort(error)
+            if found.failure is not None:
+                raise
+        if not isinstance(found, Outcome):
+            return found
+        self._finish(found)
+        return None
+
+    def _say(self, value: str) -> Outcome | Mapping[int, str]:
+        seat, call = self.seat, self._call
+        assert call is not None
         if call.ref is not None:
             # From here on a peer may complete the call without this rank hearing of it.
             self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
             self._value, self.was_ready = value, True
         if seat.world_size == 1:
-            layout = summarise({seat.rank: value})
-            alone = partial(
-                calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
-            )
-            return self._settle(calls.end_ranges(seat, call), alone, first=self._seen)
+            return {seat.rank: value}
+        reads = calls.own_records(seat, call, self._sources)[1:]
+        ready = partial(calls.put_ready, seat=seat, call=call, value=value, reads=reads)
+        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
         ahead = (
             *calls.end_ranges(seat, call),
@@ -387,13 +401,8 @@ class GroupCall(Attempt):
         if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(calls.readies, seat=seat, call=call)
             said = self._settle(everyone, all_ready, first=self._seen)
-            if isinstance(said, Outcome):
-                return said
             if said is not None:
-                end = partial(
-                    calls.complete, seat=seat, call=call, layout=summarise(said), whole=whole
-                )
-                return self._settle(calls.end_ranges(seat, call), end, first=self._seen)
+                return said
         # Not `_settle`: if a peer closed after the call's good end, that end still counts.
         ended = settle(
             self.asked,

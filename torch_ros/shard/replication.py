@@ -352,10 +352,9 @@ class Replication(GroupTask[int]):
         """End the call with the peers, and become a source if the terms allow it."""
         registered, terms = self.registered, self._order.terms
         assert registered is not None
-        outcome = call.finish(registered.digest, partial(self._verified, call), terms)
+        if said := call.finish(registered.digest):
+            call.complete(self._verified(call, said), terms)
         self._watch.lap("commit")
-        if not outcome.is_source:
-            self._shard.mailbox.void()
 
     def _verified(self, call: GroupCall, answers: Mapping[int, str]) -> str:
         """Compare the digests of all ranks with the version's. Run by the last rank to be ready.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,9 +52,8 @@ class Publication(GroupTask[bool]):
         registered = self._tensors()
         call.decide_to_publish(check_version(self._version))
         shard.offer_all(call, registered)
-        if not call.has_ended:
-            layout_of = partial(shard.manifests.layout_of, registered, deadline=self.deadline)
-            call.finish(registered.digest, layout_of)
+        if not call.has_ended and (said := call.finish(registered.digest)):
+            call.complete(shard.manifests.layout_of(registered, said, self.deadline))
         log.info("published version %d of %r", self._version, shard.model)
         return True
 
@@ -110,8 +109,8 @@ class Agreement(GroupTask[str]):
         answer = self._check()
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), self._effects)
-        if not call.has_ended:
-            call.finish(answer, _unanimous)
+        if not call.has_ended and (said := call.finish(answer)):
+            call.complete(unanimous(said.values()))
         return call.said
 
     def unseated(self, call: GroupCall) -> str:  # noqa: ARG002  # a rank that is cut off asks itself
@@ -150,7 +149,3 @@ def unanimous(answers: Iterable[str]) -> str:
     """The answer of all; "" if they differ."""
     distinct = set(answers)
     return distinct.pop() if len(distinct) == 1 else ""
-
-
-def _unanimous(answers: Mapping[int, str]) -> str:
-    return unanimous(answers.values())
