@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.shard import report
-from torch_ros.shard.report import Meter
 from torch_ros.transfer import batches
+from torch_ros.transfer import meter as meter_module
+from torch_ros.transfer.meter import Meter
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def stderr(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(report, "BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(meter_module, "BAR_AFTER_S", 0.0)
     return lambda stream: monkeypatch.setattr(sys, "stderr", stream) or stream
 
 
@@ -45,7 +45,7 @@ def test_nothing_is_drawn_in_a_log(stderr):
 
 
 def test_nothing_is_drawn_of_a_short_read(stderr, monkeypatch):
-    monkeypatch.setattr(report, "BAR_AFTER_S", 60.0)
+    monkeypatch.setattr(meter_module, "BAR_AFTER_S", 60.0)
     stream = stderr(Terminal())
     read()
     assert stream.getvalue() == ""

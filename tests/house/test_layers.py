@@ -12,8 +12,8 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "protocol": {"store", "msgspec"},
     "weights": {"torch", "numpy", "msgspec"},
     "p2p": {"numpy", "msgspec"},
-    "transfer": {"weights", "p2p", "torch", "numpy", "msgspec"},
-    "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch", "tqdm"},
+    "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
+    "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "dcp": {"shard", "transfer", "weights", "torch"},
 }
 ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import

@@ -152,21 +152,26 @@ class StateDict:
         memo = self._kept.get("load")
         if memo is not None and self._seen is not None:
             memo.learn(self._seen, self._checkpoints.registered)
-        for fqn, buffer in self._buffers.items() if self._own else ():
+        for fqn in self._buffers if self._own else ():
             assert self._own is not None
-            self._own.put(fqn, self._value(fqn, buffer))
+            self._own.put(fqn, self._value(fqn))
         for item in self._plan.items if not self._own else ():
             if item.type == LoadItemType.BYTE_IO:
-                self._planner.load_bytes(item, _stream(self._buffers[item.storage_index.fqn]))
+                self._planner.load_bytes(item, self._stream(item.storage_index.fqn))
         for item, target in self._targets:
             self._planner.commit_tensor(item, target)
 
-    def _value(self, fqn: str, buffer: torch.Tensor) -> Any:
+    def _stream(self, fqn: str) -> io.BytesIO:
+        """The object as it was vetted, whatever its buffer may hold by now."""
+        vetted = self._vetted.get(fqn)
+        return io.BytesIO(vetted[0]) if vetted else _stream(self._buffers[fqn])
+
+    def _value(self, fqn: str) -> Any:
         value = self._vetted[fqn][1] if fqn in self._vetted else None
         if fqn in self._vetted and type(value) in ATOMS:
             return value
         try:
-            return torch.load(_stream(buffer), weights_only=False)
+            return torch.load(self._stream(fqn), weights_only=False)
         except RuntimeError:  # on a device that is not there
             if fqn not in self._vetted:
                 raise

@@ -401,5 +401,5 @@ class _Load:
             return self._shard.tensors.show(self._request.destination.fill(layouts))
         return self._shard.tensors.show(checked.state)
 
-    def landed(self) -> None:
+    def vet(self) -> None:
         self._request.destination.vet()

@@ -26,12 +26,13 @@ from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.closing import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.shard.manifests import Manifests
-from torch_ros.shard.report import OnProgress, ReadReport
+from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tasks import Refusal, Unpublication
 from torch_ros.shard.tensors import Tensors
 from torch_ros.store.aside import Aside
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Registered, finish_kernels
 from torch_ros.weights.digest import Depth

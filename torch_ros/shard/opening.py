@@ -20,9 +20,9 @@ from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.host_copies import shard_of
 from torch_ros.shard.identity import identify
-from torch_ros.shard.report import OnProgress
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.weights.digest import Depth
 

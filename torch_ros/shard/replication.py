@@ -29,7 +29,7 @@ from torch_ros.protocol.seat import own_group
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.shard.core import Shard
-from torch_ros.shard.report import Meter, ReadReport, Stopwatch
+from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.tasks import Search
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import View, one
@@ -37,6 +37,7 @@ from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
 from torch_ros.weights.digest import Depth, first_difference, totals
 from torch_ros.weights.manifest import (
@@ -69,8 +70,8 @@ class Target(Protocol):
     def register(self, layouts: Sequence[Layout]) -> Registered:
         """Register the tensors that a version with these layouts, rank by rank, is read into."""
 
-    def landed(self) -> None:
-        """Check the objects when they have landed, before a tensor changes, and at the end."""
+    def vet(self) -> None:
+        """Check the objects when they have landed, before a tensor changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class RegisteredTarget:
     def register(self, _: Sequence[Layout]) -> Registered:
         return self._shard.tensors.require("replicate")
 
-    def landed(self) -> None:
+    def vet(self) -> None:
         pass
 
 
@@ -246,7 +247,8 @@ class Replication(GroupTask[int]):
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
         for of_phase, phase in zip(supplies, registered.phases, strict=True):
             self._shard.reading.read(of_phase, phase, progress, self.deadline, meter.add)
-            self._target.landed()
+            if phase is registered.phases[0]:  # the objects, if there are any
+                self._target.vet()
 
     def _connect(self, call: GroupCall, source: Source) -> Feed:
         return connect(
