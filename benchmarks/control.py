@@ -32,6 +32,7 @@ from report import Row, machine, table
 from torch_ros.deadline import Deadline
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
@@ -150,7 +151,7 @@ def publish(group: Group, version: int) -> VersionRef:
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
         call.decide_to_read(LATEST, None, is_relay=True)
-        call.read(lambda _: reading())
+        ClaimedSources(call).read(lambda _: reading())
         call.finish(LAYOUT, lambda _: LAYOUT)
         return call.ref
 
@@ -167,7 +168,7 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     def decide(call: GroupCall) -> VersionRef | None:
         call.decide(ranges, partial(calls.update, spec=LATEST, held=held))
-        return call.found
+        return call.decided.ref
 
     if group.seat.world_size == 1:
         return group.ask((*group.seat.own, *ranges), ask, deadline)

@@ -12,6 +12,7 @@ import torch
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.shard import core
 from torch_ros.store import memory
 
@@ -273,7 +274,7 @@ def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0, retain=("latest",)), opened("rollout", spot=True)
     trainer.publish(1)
     go_on, is_reading = threading.Event(), threading.Event()
-    fetch = torch_ros.protocol.call.GroupCall.read
+    fetch = ClaimedSources.read
 
     def slow(self, fetch_):
         def held(sources):
@@ -283,7 +284,7 @@ def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
 
         fetch(self, held)
 
-    monkeypatch.setattr(torch_ros.protocol.call.GroupCall, "read", slow)
+    monkeypatch.setattr(ClaimedSources, "read", slow)
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(rollout.replicate)
         assert is_reading.wait(20)

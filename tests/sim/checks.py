@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from replicas import CONTENT, TTL_S, Process, Start
@@ -83,11 +84,12 @@ class Checks:
 
             def spied_perform(call):
                 calls[:] = [call]
-                known = []
-                read = call.read
-                call.read = lambda fetch: read(
-                    lambda sources: spied_fetch(call, fetch, sources, known)
-                )
+                if kind == "replicate":
+                    known = []
+                    fetch = type(task)._fetch
+                    task._fetch = lambda claimed, meter, sources: spied_fetch(
+                        call, partial(fetch, task, claimed, meter), sources, known
+                    )
                 return perform(call)
 
             task.perform = spied_perform
@@ -99,6 +101,7 @@ class Checks:
                 raise
             finally:
                 del task.perform  # it may be made again
+                vars(task).pop("_fetch", None)
             if calls and calls[0].has_ended:  # else it was not waited for
                 self._answered(process, calls[0], kind, None)
             return result

@@ -24,6 +24,7 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol import calls, membership, versions
 from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
@@ -163,7 +164,7 @@ def replicate(
     def body(call):
         call.decide_to_read(Spec.parse(version), None, is_relay=whole.is_required)
         if not call.has_ended:
-            call.read(lambda _: pause())
+            ClaimedSources(call).read(lambda _: pause())
             finish(call, layout, whole)
         return call.ref if group.ledger.held else None
 
@@ -403,7 +404,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
         def body(call):
             call.decide_to_read(Spec.parse("latest"), None, is_relay=True)
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
-            call.read(lambda _: None)
+            ClaimedSources(call).read(lambda _: None)
 
         rollout.make(Task("replicate", "replicate latest", Deadline("r", 5), body))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
@@ -16,13 +14,11 @@ from torch_ros.errors import (
     CallMismatch,
     DeadlineExceeded,
     SeatLost,
-    SourceLost,
-    StoreUnavailable,
     TorchRosError,
 )
 from torch_ros.protocol import calls, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
-from torch_ros.protocol.keys import family, replica_of
+from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt
 from torch_ros.protocol.records import (
     Call,
@@ -36,7 +32,6 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
-from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, first_holders, spec_ranges
 from torch_ros.store.loops import Step, looking_ahead, settle
 from torch_ros.store.run import run
@@ -46,10 +41,7 @@ from torch_ros.store.txn import Part, Range, View, one, some
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
-GLANCE_S = 2.0  # for a question whose answer nobody depends on
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
-RETRY_S = 0.5  # between tries to read from a source that failed before
 
 
 class Missed(Exception):
@@ -70,14 +62,13 @@ class GroupCall(Attempt):
         self, seating: Seating, number: int, kind: Kind, asked: str, deadline: Deadline
     ) -> None:
         super().__init__(seating.seat, number, kind, asked)
-        self._seating, self._ledger, self.deadline = seating, seating.ledger, deadline
+        self.seating, self._ledger, self.deadline = seating, seating.ledger, deadline
         self.start(seating.seat, seating.session)
         self._call: Call | None = None
-        self._tried = Counter[str]()  # how often each source was lost
-        self._sources: set[str] = set()  # for which a reader record may be there
+        self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
-        self.reroutes = 0
-        self._said = ""
+        self.reroutes = 0  # how often a source was lost
+        self.said = ""  # agree: by all ranks, once it has ended
         self._refuses = False
         self._value = ""  # what this rank said
 
@@ -87,10 +78,15 @@ class GroupCall(Attempt):
         self._seen: View | None = None  # what the next step may begin with: one that is guarded
 
     @property
-    def ref(self) -> VersionRef:
+    def decided(self) -> Call:
+        """The group's decision, as far as this rank knows it."""
         assert self._call is not None
-        assert self._call.ref is not None
-        return self._call.ref
+        return self._call
+
+    @property
+    def ref(self) -> VersionRef:
+        assert self.decided.ref is not None
+        return self.decided.ref
 
     @property
     def fresh_uid(self) -> str:
@@ -102,17 +98,6 @@ class GroupCall(Attempt):
     def mark(self) -> int:
         """The mark in this process's word while it serves this call's content."""
         return mark(self.ref.uid, self.number)
-
-    @property
-    def said(self) -> str:
-        """agree: what all ranks said, once it has ended."""
-        return self._said
-
-    @property
-    def found(self) -> VersionRef | None:
-        """update: the version to go to."""
-        assert self._call is not None
-        return self._call.ref
 
     def decide(
         self,
@@ -138,7 +123,7 @@ class GroupCall(Attempt):
         if seat.world_size > 1 and seen is None:
             # Most ranks come second: they need not read what the decision was made from.
             look = partial(calls.look_up, seat=seat, number=self.number)
-            found = self._settle(ahead, look, ahead)
+            found = self.settle(ahead, look, ahead)
         if found is None:
             rule = partial(
                 calls.decide,
@@ -148,7 +133,7 @@ class GroupCall(Attempt):
                 asked=self.asked,
                 effects=calls.sure(lambda view, call: effects(view, seat, call), seen),
             )
-            found = self._settle((*ahead, *ranges), rule, ahead, seen)
+            found = self.settle((*ahead, *ranges), rule, ahead, seen)
         self._found(found)
         if found.outcome is not None:
             self._finish(found.outcome)
@@ -229,110 +214,16 @@ class GroupCall(Attempt):
         keys = self.seat.keys
         while not self.has_ended:
             self.decide((*spec_ranges(keys), some(keys.readers()), keys.suspects()), effects)
-            assert self._call is not None
-            if self.has_ended or self._call.sources:
+            if self.has_ended or self.decided.sources:
                 return
-            rule = partial(sources.claim, seat=self.seat, call=self._call)
-            claimed = self._settle(sources.source_ranges(self.seat, self.ref), rule)
+            rule = partial(sources.claim, seat=self.seat, call=self.decided)
+            claimed = self.settle(sources.source_ranges(self.seat, self.ref), rule)
             if claimed is None:  # the version went away in between
                 continue
             self._call = claimed
             if claimed.outcome is not None:
                 self._finish(claimed.outcome)
             return
-
-    def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
-        """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
-
-        Args:
-            fetch: Reads what is still missing. When it raises, nothing is in flight any more.
-
-        Raises:
-            SourceLost: The last source; no other is left.
-        """
-        assert self._call is not None
-        tried = self._tried = Counter[str]()
-        insts, attached = list(self._call.sources), dict[str, Source]()
-        while True:
-            try:
-                for inst in insts:
-                    if inst not in attached:
-                        attached[inst] = self._attach(inst)
-                fetch([attached[inst] for inst in insts])
-            except SourceLost as lost:
-                inst = next((inst for inst in insts if replica_of(inst) == lost.replica), "")
-                if not inst:
-                    raise  # a peer's, who gave up
-                tried[inst] += 1
-                insts.remove(inst)
-                attached.pop(inst, None)
-                self._detach(inst, lost)
-                insts = insts or [self._elsewhere(tried, lost)]
-                self.reroutes += 1
-                log.warning(
-                    "%s: lost %r (%s); going on from %s with what there is",
-                    self.asked,
-                    lost.replica,
-                    lost.what,
-                    ", ".join(repr(replica_of(inst)) for inst in insts),
-                )
-            else:
-                return
-
-    def _attach(self, inst: str) -> Source:
-        assert self._call is not None
-        self._sources.add(inst)
-        rule = partial(sources.attach, seat=self.seat, call=self._call, source=inst)
-        ranges = sources.attach_ranges(self.seat, self._call, inst)
-        mine = one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
-        return self._settle(ranges, rule, (*calls.end_ranges(self.seat, self._call), mine))
-
-    def _detach(self, inst: str, lost: SourceLost) -> None:
-        assert self._call is not None
-        kv, timeout_s = self._seating.kv, min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
-        try:
-            lease_id, _ = kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
-            txn = sources.detached(self.seat, self._call, inst, lost.what, lease_id)
-            kv.commit(txn, timeout_s=timeout_s)
-        except StoreUnavailable as error:  # it holds the source up until this rank withdraws
-            log.info("%s: %s was not told: %s", self.asked, inst, error)
-
-    def _elsewhere(self, tried: Counter[str], lost: SourceLost) -> str:
-        assert self._call is not None
-        rule = partial(
-            sources.choose_again, seat=self.seat, call=self._call, tried=tried, lost=lost
-        )
-        again = self._settle(sources.source_ranges(self.seat, self.ref), rule)
-        if tried[again]:
-            self.deadline.check(str(lost))
-            time.sleep(RETRY_S)
-        return again
-
-    def is_there(self, source: Source) -> bool:
-        """Whether a source that makes no progress may still make some."""
-        assert self._call is not None
-        ranges = sources.there_ranges(self.seat, self.ref, source)
-        rule = partial(sources.is_there, seat=self.seat, call=self._call, source=source)
-        return self._glance((*self.seat.own, *ranges), rule, unknown=True)
-
-    def has_other(self, source: Source) -> bool:
-        """Whether there is another source for what is read from one that does not answer."""
-        assert self._call is not None
-        rule = partial(
-            sources.has_other, seat=self.seat, call=self._call, source=source, tried=self._tried
-        )
-        return self._glance(sources.source_ranges(self.seat, self.ref), rule, unknown=False)
-
-    def _glance(
-        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
-    ) -> bool:
-        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
-        within_s = min(GLANCE_S, max(0.0, self.deadline.left_s()))
-        brief = Deadline(self.asked, within_s, check_open=self.deadline.check_open)
-        try:
-            return self._seating.run(settle(self.asked, ranges, rule), brief)
-        except (DeadlineExceeded, StoreUnavailable):
-            return unknown
 
     def finish(self, value: str) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
@@ -355,14 +246,13 @@ class GroupCall(Attempt):
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        seat, call = self.seat, self._call
-        assert call is not None
-        reads = calls.own_records(seat, call, self._sources)[1:] if seat.world_size == 1 else ()
+        seat, call = self.seat, self.decided
+        reads = calls.own_records(seat, call, self.read_from)[1:] if seat.world_size == 1 else ()
         rule = partial(
             calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
         )
         ranges = calls.end_ranges(seat, call)
-        self._ended(lambda: self._settle(ranges, rule, first=self._seen))
+        self._ended(lambda: self.settle(ranges, rule, first=self._seen))
 
     def _ended(self, step: Callable[[], Outcome | Mapping[int, str]]) -> Mapping[int, str] | None:
         """Learn the end, if it came; this rank may be too late when its group is not."""
@@ -378,15 +268,14 @@ class GroupCall(Attempt):
         return None
 
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
-        seat, call = self.seat, self._call
-        assert call is not None
+        seat, call = self.seat, self.decided
         if call.ref is not None:
             # From here on a peer may complete the call without this rank hearing of it.
             self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
             self._value, self.was_ready = value, True
         if seat.world_size == 1:
             return {seat.rank: value}
-        reads = calls.own_records(seat, call, self._sources)[1:]
+        reads = calls.own_records(seat, call, self.read_from)[1:]
         ready = partial(calls.put_ready, seat=seat, call=call, value=value, reads=reads)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
@@ -395,22 +284,22 @@ class GroupCall(Attempt):
             everyone[-1],
             *calls.outcome_ranges(seat, call)[-1:],
         )
-        count = self._settle((*seat.own, mine), ready, ahead, self._seen)
+        count = self.settle((*seat.own, mine), ready, ahead, self._seen)
         if isinstance(count, Outcome):
             return count
         if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(calls.readies, seat=seat, call=call)
-            said = self._settle(everyone, all_ready, first=self._seen)
+            said = self.settle(everyone, all_ready, first=self._seen)
             if said is not None:
                 return said
-        # Not `_settle`: if a peer closed after the call's good end, that end still counts.
+        # Not `settle`: if a peer closed after the call's good end, that end still counts.
         ended = settle(
             self.asked,
             calls.outcome_ranges(seat, call),
             partial(calls.await_outcome, seat=seat, call=call),
             self._seen,
         )
-        return run(ended, self._seating.kv, self.deadline, check=self._seating.check_open)
+        return run(ended, self.seating.kv, self.deadline, check=self.seating.check_open)
 
     def unpublish(self, ref: VersionRef, copy: Callable[[str], ShardRecord]) -> None:
         """Returns once nobody reads `ref` from this replica.
@@ -432,7 +321,7 @@ class GroupCall(Attempt):
             # A trainer publishes next: its decision need not read.
             ahead = (*seat.own, next_ready, *calls.publish_ranges(seat))
         while True:
-            result = self._settle(unpublish.unpublish_ranges(self.seat, ref), rule, ahead)
+            result = self.settle(unpublish.unpublish_ranges(self.seat, ref), rule, ahead)
             if isinstance(result, Outcome):
                 if ahead and self._seen is not None and all(map(self._seen.has, ahead)):
                     self._ledger.keep_sight(seat, self._seen)
@@ -458,14 +347,14 @@ class GroupCall(Attempt):
                 call=self.number,
                 shard=copy(result.copy),
             )
-            self._settle(unpublish.copied_ranges(self.seat, kept.ref, result.copy), offer)
+            self.settle(unpublish.copied_ranges(self.seat, kept.ref, result.copy), offer)
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
 
         The caller's transfers have terminated, and what it shows is void.
         """
-        if self._seating.is_closed:
+        if self.seating.is_closed:
             return
         self._failure = Failure.of(
             error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
@@ -486,7 +375,7 @@ class GroupCall(Attempt):
             self.is_recorded = True
             log.warning("%s: could not tell the other ranks: %s", self.asked, also)
         if self._call is not None:
-            clean_up(self._seating, calls.own_records(self.seat, self._call, self._sources))
+            clean_up(self.seating, calls.own_records(self.seat, self._call, self.read_from))
 
     def go_on_without(self, version: int, value: str) -> None:
         """This rank holds what it publishes; it is offered when all ranks are back.
@@ -531,7 +420,7 @@ class GroupCall(Attempt):
             asked=self.asked,
             failure=failure,
         )
-        self._call = self._seating.run(settle(self.asked, self.seat.own, rule), deadline)
+        self._call = self.seating.run(settle(self.asked, self.seat.own, rule), deadline)
         self.is_recorded = True
         assert self._call.outcome is not None
         self._learn(self._call.outcome)
@@ -542,7 +431,7 @@ class GroupCall(Attempt):
         self._ledger.learn(call, outcome, self.seat)
         if call.kind == "publish" and self._value and outcome.failure is None:
             self._ledger.published(self._value, outcome.said)
-        self.has_ended, self.may_hold, self._said = True, None, outcome.said
+        self.has_ended, self.may_hold, self.said = True, None, outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._learn(outcome)
@@ -550,16 +439,17 @@ class GroupCall(Attempt):
             raise outcome.failure.error()
         return outcome
 
-    def _settle(
+    def settle(
         self,
         ranges: tuple[Range | Part, ...],
         rule: Callable[[View], Step[T]],
         ahead: tuple[Range | Part, ...] = (),
         first: View | None = None,
     ) -> T:
+        """Perform a step of the call; with it, read `ahead` for the next one."""
         if ahead:
             rule = looking_ahead(rule, ahead, self._keep)
-        return self._seating.run(settle(self.asked, ranges, rule, first), self.deadline)
+        return self.seating.run(settle(self.asked, ranges, rule, first), self.deadline)
 
     def _keep(self, view: View) -> None:
         self._seen = view

@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from functools import partial
 from typing import Generic, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost
 from torch_ros.protocol import calls, unpublish
-from torch_ros.protocol.call import CLEAN_UP_S, SUSPECT_TTL_S, GroupCall, Missed, clean_up
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
 from torch_ros.protocol.patience import Patience
-from torch_ros.protocol.records import Begun, Kept, Kind, ShardRecord, Suspect, VersionRef
+from torch_ros.protocol.records import Begun, Kept, Kind, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.survey import other_models
 from torch_ros.store.loops import settle
-from torch_ros.store.txn import Put, Txn, Watch, one
+from torch_ros.store.txn import Watch, one
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -161,15 +160,6 @@ class Group(Seating):
         rule = partial(calls.begun, seat=self.seat, mine=Begun(number, asked))
         ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
         return self.run(settle("begun", ranges, rule), Deadline(asked, CLEAN_UP_S))
-
-    def suspect(self, insts: Iterable[str], reason: str) -> None:
-        """Let this replica and others prefer other sources for a while."""
-        ops = tuple(
-            Put(self.seat.keys.suspect(inst, self.seat.inst), Suspect(reason).encode(), lease_id)
-            for lease_id, _ in [self.kv.grant(SUSPECT_TTL_S, timeout_s=CLEAN_UP_S)]
-            for inst in sorted(set(insts))
-        )
-        self.kv.commit(Txn(ops=ops), timeout_s=CLEAN_UP_S)
 
     def host(
         self, kept: Kept, seat: Seat, copy: str, call: int, shard: ShardRecord, deadline: Deadline

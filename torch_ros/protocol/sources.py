@@ -17,11 +17,10 @@ from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.readable import keyed, nobody, readable
-from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, Suspect, VersionRef
+from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, find, own_group, recorded
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
-    Delete,
     Entry,
     Get,
     Guard,
@@ -417,16 +416,3 @@ def has_other(
     assert call.ref is not None
     others = _candidates(view, seat, call.ref).keys() - {source.inst} - suspects(view, seat.keys)
     return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
-
-
-def detached(seat: Seat, call: Call, source: str, reason: str, suspect_lease_id: int) -> Txn:
-    """Leave a source that failed: others shall prefer another one for a while (I8, load only)."""
-    ref, keys = call.ref, seat.keys
-    assert ref is not None
-    return Txn(
-        ops=(
-            Delete(one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))),
-            Delete(one(keys.reader_group(ref.run, ref.version, source, seat.inst))),
-            Put(keys.suspect(source, seat.inst), Suspect(reason).encode(), suspect_lease_id),
-        )
-    )

@@ -22,6 +22,7 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.claimed import ClaimedSources, suspect
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
@@ -161,7 +162,7 @@ def read_version(shard: Shard, order: Order, target: Target, deadline: Deadline)
                 raise
             log.warning("%s; reading it again", error)
             try:
-                shard.group.suspect(replication.sources, str(error))
+                suspect(shard.group, replication.sources, str(error))
             except BackendError as lost:  # the second read checks the bytes whatever its source
                 log.warning("%s may be read from again: %s", replication.source, lost)
     raise AssertionError("the last try returns or raises")
@@ -210,7 +211,8 @@ class Replication(GroupTask[int]):
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
         with Meter(what, shard.settings.on_progress, shard.group.seat.rank) as meter:
-            call.read(partial(self._fetch, call, meter))
+            claimed = ClaimedSources(call)
+            claimed.read(partial(self._fetch, claimed, meter))
         self._digest()
         self._commit(call)
         self._report(call)
@@ -228,9 +230,10 @@ class Replication(GroupTask[int]):
 
     # One try to read the blocks that are missing
 
-    def _fetch(self, call: GroupCall, meter: Meter, sources: Sequence[Source]) -> None:
+    def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
+        call = claimed.call
         self._book_lost_time()
-        feeds = [self._connect(call, source) for source in sources]
+        feeds = [self._connect(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         if self.registered is None:
@@ -250,7 +253,7 @@ class Replication(GroupTask[int]):
             if phase is registered.phases[0]:  # the objects, if there are any
                 self._target.vet()
 
-    def _connect(self, call: GroupCall, source: Source) -> Feed:
+    def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
         return connect(
             self._shard.reading.peers,
             [shard.card for shard in source.shards],
@@ -258,8 +261,8 @@ class Replication(GroupTask[int]):
                 replica_of(source.inst),
                 source.mark,
                 source.is_full,
-                is_there=partial(call.is_there, source),
-                has_other=partial(call.has_other, source),
+                is_there=partial(claimed.is_there, source),
+                has_other=partial(claimed.has_other, source),
                 check=self._shard.group.check,
             ),
             self.deadline,

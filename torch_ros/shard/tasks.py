@@ -142,7 +142,7 @@ class Search(GroupTask[VersionRef | None]):
     def perform(self, call: GroupCall) -> VersionRef | None:
         effects = partial(calls.update, spec=self._spec, held=self._held)
         call.decide(newer_ranges(call.seat.keys), effects)
-        return call.found
+        return call.decided.ref
 
 
 def unanimous(answers: Iterable[str]) -> str:

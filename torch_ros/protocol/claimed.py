@@ -1,0 +1,146 @@
+"""Read from the sources that a group claimed; from others, if those are lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
+from torch_ros.protocol import calls, sources
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.records import Suspect
+from torch_ros.protocol.seating import Seating
+from torch_ros.protocol.sources import Source
+from torch_ros.store.loops import Step, settle
+from torch_ros.store.txn import Delete, Part, Put, Range, Txn, View, one
+
+log = logging.getLogger(__name__)
+
+SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
+GLANCE_S = 2.0  # for a question whose answer nobody depends on
+RETRY_S = 0.5  # between tries to read from a source that failed before
+
+
+class ClaimedSources:
+    """The sources that a group claimed in `call`, as one of its ranks reads from them."""
+
+    def __init__(self, call: GroupCall) -> None:
+        self.call = call
+        self._tried = Counter[str]()  # how often each was lost
+
+    def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
+        """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
+
+        Args:
+            fetch: Reads what is still missing. When it raises, nothing is in flight any more.
+
+        Raises:
+            SourceLost: The last source; no other is left.
+        """
+        insts, attached = list(self.call.decided.sources), dict[str, Source]()
+        while True:
+            try:
+                for inst in insts:
+                    if inst not in attached:
+                        attached[inst] = self._attach(inst)
+                fetch([attached[inst] for inst in insts])
+            except SourceLost as lost:
+                inst = next((inst for inst in insts if replica_of(inst) == lost.replica), "")
+                if not inst:
+                    raise  # a peer's, who gave up
+                self._tried[inst] += 1
+                insts.remove(inst)
+                attached.pop(inst, None)
+                self._detach(inst, lost)
+                insts = insts or [self._elsewhere(lost)]
+                self.call.reroutes += 1
+                log.warning(
+                    "%s: lost %r (%s); going on from %s with what there is",
+                    self.call.asked,
+                    lost.replica,
+                    lost.what,
+                    ", ".join(repr(replica_of(inst)) for inst in insts),
+                )
+            else:
+                return
+
+    def _attach(self, inst: str) -> Source:
+        call, seat = self.call, self.call.seat
+        call.read_from.add(inst)
+        rule = partial(sources.attach, seat=seat, call=call.decided, source=inst)
+        ranges = sources.attach_ranges(seat, call.decided, inst)
+        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+        return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine))
+
+    def _detach(self, inst: str, lost: SourceLost) -> None:
+        """Leave a source that failed; others shall prefer another for a while (I8, load only)."""
+        call, seat, ref = self.call, self.call.seat, self.call.ref
+        mine = seat.keys.reader(ref.run, ref.version, inst, seat.inst, seat.rank)
+        claim = seat.keys.reader_group(ref.run, ref.version, inst, seat.inst)
+        gone = (Delete(one(mine)), Delete(one(claim)))
+        timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
+        try:
+            suspect(call.seating, [inst], lost.what, gone, timeout_s=timeout_s)
+        except StoreUnavailable as error:  # it holds the source up until this rank withdraws
+            log.info("%s: %s was not told: %s", call.asked, inst, error)
+
+    def _elsewhere(self, lost: SourceLost) -> str:
+        call, tried = self.call, self._tried
+        rule = partial(
+            sources.choose_again, seat=call.seat, call=call.decided, tried=tried, lost=lost
+        )
+        again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
+        if tried[again]:
+            call.deadline.check(str(lost))
+            time.sleep(RETRY_S)
+        return again
+
+    def is_there(self, source: Source) -> bool:
+        """Whether a source that makes no progress may still make some."""
+        call, seat = self.call, self.call.seat
+        ranges = (*seat.own, *sources.there_ranges(seat, call.ref, source))
+        rule = partial(sources.is_there, seat=seat, call=call.decided, source=source)
+        return self._glance(ranges, rule, unknown=True)
+
+    def has_other(self, source: Source) -> bool:
+        """Whether there is another source for what is read from one that does not answer."""
+        call, tried = self.call, self._tried
+        rule = partial(
+            sources.has_other, seat=call.seat, call=call.decided, source=source, tried=tried
+        )
+        return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
+
+    def _glance(
+        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
+    ) -> bool:
+        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+        call, deadline = self.call, self.call.deadline
+        within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
+        brief = Deadline(call.asked, within_s, check_open=deadline.check_open)
+        try:
+            return call.seating.run(settle(call.asked, ranges, rule), brief)
+        except (DeadlineExceeded, StoreUnavailable):
+            return unknown
+
+
+def suspect(
+    seating: Seating,
+    insts: Iterable[str],
+    reason: str,
+    ops: tuple[Delete, ...] = (),
+    *,
+    timeout_s: float = CLEAN_UP_S,
+) -> None:
+    """Let this replica and others prefer other sources for a while."""
+    seat = seating.seat
+    lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
+    puts = (
+        Put(seat.keys.suspect(inst, seat.inst), Suspect(reason).encode(), lease_id)
+        for inst in sorted(set(insts))
+    )
+    seating.kv.commit(Txn(ops=(*ops, *puts)), timeout_s=timeout_s)
