@@ -18,7 +18,6 @@ from torch_ros.weights.manifest import (
     dtype_named,
     item_bytes,
     logical,
-    logical_digest,
 )
 
 TENSORS = (
@@ -49,13 +48,18 @@ def with_chunk(**changes):
     return Layout(TENSORS, (chunk(**changes), *CHUNKS[1:]))
 
 
+def back(layout):
+    """A layout, written in a manifest and read."""
+    count = len(layout.chunks)
+    return Manifest.decode(Manifest(layout, (0,) * count, (-1,) * count, b"").encode()).layout
+
+
 def with_tensor(**changes):
     return Layout((tensor(**changes), *TENSORS[1:]), CHUNKS)
 
 
 def test_a_manifest_comes_back_as_it_was():
     assert Manifest.decode(MANIFEST.encode()) == MANIFEST
-    assert Layout.decode(LAYOUT.encode()) == LAYOUT
 
 
 def test_an_empty_manifest_comes_back_too():
@@ -101,9 +105,7 @@ CONTRADICTIONS = {
 def test_a_layout_that_contradicts_itself_is_refused(name):
     layout = CONTRADICTIONS[name]
     with pytest.raises(ManifestMismatch):
-        Layout.decode(layout.encode())
-    with pytest.raises(ManifestMismatch):
-        Manifest.decode(Manifest(layout, (0,) * 4, (-1,) * 4, b"").encode())
+        back(layout)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_a_manifest_that_contradicts_its_layout_is_refused(changes):
 
 def test_a_refusal_says_which_chunk_and_why():
     with pytest.raises(ManifestMismatch, match="chunk 0: is not inside its tensor"):
-        Layout.decode(with_chunk(offsets=(3, 0)).encode())
+        back(with_chunk(offsets=(3, 0)))
 
 
 def test_bytes_that_are_no_manifest_raise_only_mismatch():
@@ -148,7 +150,7 @@ def test_bytes_that_are_no_manifest_raise_only_mismatch():
 
 
 def test_the_digest_tells_layouts_apart_and_nothing_else():
-    assert LAYOUT.digest == Layout.decode(LAYOUT.encode()).digest
+    assert LAYOUT.digest == back(LAYOUT).digest
     assert len(LAYOUT.digest) == 32
     others = [with_chunk(strides=(7, 1)), with_chunk(spread=False), with_tensor(dtype="float16")]
     assert len({LAYOUT.digest, *(other.digest for other in others)}) == 4
@@ -186,13 +188,13 @@ def test_ranks_that_disagree_are_named_with_the_tensor(changes):
 def test_objects_may_differ_in_size_and_the_lowest_rank_counts():
     ranks = [Layout((TensorRecord("o", OBJECT, (size,)),), ()) for size in (5, 9)]
     assert logical(ranks) == {"o": LogicalTensor(OBJECT, (5,))}
-    assert logical_digest(logical(ranks)) == logical_digest(logical(ranks[::-1]))
+    assert logical(ranks).digest == logical(ranks[::-1]).digest
 
 
 def test_the_logical_digest_ignores_order_and_sharding_but_not_content():
-    forth, back = logical([LAYOUT]), logical([Layout(TENSORS[::-1], ())])
-    assert logical_digest(forth) == logical_digest(back)
+    digest = logical([LAYOUT]).digest
+    assert logical([Layout(TENSORS[::-1], ())]).digest == digest
     for changes in ({"dtype": "float16"}, {"shape": (6, 4)}, {"fqn": "c"}):
         other = logical([Layout((tensor(**changes), *TENSORS[1:]), ())])
-        assert logical_digest(other) != logical_digest(forth)
-    assert logical_digest(logical([Layout(TENSORS[:3], ())])) != logical_digest(forth)
+        assert other.digest != digest
+    assert logical([Layout(TENSORS[:3], ())]).digest != digest

@@ -7,12 +7,12 @@ cached by its digest. Manifests come from peers; `decode` returns only what late
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +37,6 @@ _Elements = Annotated[int, msgspec.Meta(ge=0, le=_ELEMENTS_MAX)]
 _PerDimension = Annotated[tuple[_Elements, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
 _Device = Annotated[int, msgspec.Meta(ge=HOST, le=2**15)]
 _Digest = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has none above 2^64 - 1
-_T = TypeVar("_T")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -127,7 +126,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @cached_property
     def digest(self) -> str:
         """Equal for equal layouts; 32 hexadecimal digits."""
-        return _digest(self.encode())
+        return _digest(msgspec.msgpack.encode(self))
 
     def part(self, chosen: Sequence[int], *, is_objects: bool) -> Layout:
         """The chunks of these numbers, and the records of all the objects, or all the tensors."""
@@ -170,20 +169,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         counts = np.where(is_dense, np.maximum(-(-sizes // BLOCK_BYTES), 1), 1)
         return Blocks(counts, sum_before(counts))
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Layout:
-        """The layout that was encoded.
-
-        Raises:
-            ManifestMismatch: These bytes are not a layout, or it contradicts itself.
-        """
-        layout = _decoded(payload, _layouts)
-        _check(layout)
-        return layout
-
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A layout in one process's memory."""
@@ -206,7 +191,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         Raises:
             ManifestMismatch: These bytes are not a manifest, or it contradicts itself.
         """
-        manifest = _decoded(payload, _manifests)
+        try:
+            manifest = _manifests.decode(payload)
+        # A string that is not UTF-8 raises UnicodeDecodeError, past msgspec's own errors.
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _refused(str(error)) from error
         reach = _check(manifest.layout)
         if not len(manifest.addresses) == len(manifest.devices) == len(reach):
             raise _refused(
@@ -241,8 +230,12 @@ class Logical(dict[str, LogicalTensor]):
 
     @cached_property
     def digest(self) -> str:
-        """As `logical_digest` says."""
-        return logical_digest(self)
+        """Equal for equal tensors, however they are sharded; the sizes of objects do not count."""
+        rows = [
+            (fqn, dtype, () if dtype == OBJECT else shape)
+            for fqn, (dtype, shape) in sorted(self.items())
+        ]
+        return _digest(msgspec.msgpack.encode(rows))
 
 
 def logical(layouts: Sequence[Layout]) -> Logical:
@@ -306,16 +299,6 @@ def _logical(keys: tuple[_ByDigest, ...]) -> Logical:
     return union
 
 
-def logical_digest(tensors: Mapping[str, LogicalTensor]) -> str:
-    """Equal for equal tensors, however they are sharded; the sizes of objects do not count."""
-    rows = [
-        (fqn, dtype, () if dtype == OBJECT else shape)
-        for fqn, (dtype, shape) in sorted(tensors.items())
-    ]
-    return _digest(msgspec.msgpack.encode(rows))
-
-
-_layouts = msgspec.msgpack.Decoder(Layout)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -340,14 +323,6 @@ def _refused(found: str) -> ManifestMismatch:
 def _require(holds: Bools | np.bool_, what: str, otherwise: str) -> None:
     if not holds.all():
         raise _refused(f"{what} {int(np.argmin(holds))}: {otherwise}")
-
-
-def _decoded(payload: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    try:
-        return decoder.decode(payload)
-    # A string that is not UTF-8 raises UnicodeDecodeError, past msgspec's own errors.
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _refused(str(error)) from error
 
 
 def _check(layout: Layout) -> Ints:
