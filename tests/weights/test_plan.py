@@ -525,7 +525,7 @@ def rows_of(cases):
     zeros = np.zeros(count, np.int64)
     offsets = np.array([offset for offset, _, _ in cases])
     sizes = np.array([size for _, size, _ in cases])
-    wanted = Chunks(zeros, zeros, zeros, zeros, zeros > 0, offsets, sizes, sizes)
+    wanted = Chunks(zeros, offsets, sizes, sizes, zeros > 0, zeros, zeros, zeros)
     no_source = np.zeros(len(table), np.int64)
     return wanted, Pieces(no_source, table[:, 0], table[:, 1:4], table[:, 4:])
 

@@ -20,7 +20,7 @@ import torch
 
 from torch_ros.errors import ManifestMismatch
 from torch_ros.spans import HOST
-from torch_ros.weights.columns import Bools, Ints, sum_before
+from torch_ros.weights.columns import Bools, Columns, Ints, sum_before
 
 OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
 
@@ -87,8 +87,8 @@ class ChunkRecord(
     spread: bool  # equal on all ranks by construction, so any may be read; else the lowest rank's
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes(Columns):
     """Chunks as columns, padded to the most dimensions any has: offset 0, size 1, stride 0."""
 
     tensor: Ints

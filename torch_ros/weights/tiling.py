@@ -17,7 +17,6 @@ import numpy as np
 
 from torch_ros.errors import ManifestMismatch, UsageError
 from torch_ros.weights.columns import (
-    Bools,
     Columns,
     Ints,
     distinct,
@@ -27,24 +26,19 @@ from torch_ros.weights.columns import (
     sum_after,
     sum_before,
 )
-from torch_ros.weights.manifest import OBJECT, Layout, LogicalTensor, item_bytes, logical
+from torch_ros.weights.manifest import OBJECT, Boxes, Layout, LogicalTensor, item_bytes, logical
 
 # Every copy of a chunk that is used means another process to connect to.
 COPIES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks(Columns):
-    """The chunks of one side that have elements."""
+class Chunks(Boxes):
+    """The chunks of one side that have elements; `tensor` counts those of the target layout."""
 
     rank: Ints
     chunk: Ints  # index into the chunks of its layout
-    tensor: Ints  # index into the tensors of the target layout
     item_bytes: Ints
-    spread: Bools
-    offsets: Ints
-    sizes: Ints
-    strides: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,19 +120,19 @@ def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
     for rank, layout in enumerate(layouts):
         boxes = layout.boxes
         known = np.array([numbers.get(record.fqn, -1) for record in layout.tensors], np.int64)
-        tensor = known[boxes.tensor]
-        rows = np.flatnonzero((tensor >= 0) & (boxes.sizes > 0).all(1))
+        rows = np.flatnonzero((known[boxes.tensor] >= 0) & (boxes.sizes > 0).all(1))
+        tensor, held = known[boxes.tensor[rows]], boxes.take(rows)
         missing = ((0, 0), (0, width - boxes.sizes.shape[1]))
         ranks.append(
             (
+                tensor,
+                np.pad(held.offsets, missing),
+                np.pad(held.sizes, missing, constant_values=1),
+                np.pad(held.strides, missing),
+                held.spread,
                 np.full(len(rows), rank),
                 rows,
-                tensor[rows],
-                items[tensor[rows]],
-                boxes.spread[rows],
-                np.pad(boxes.offsets[rows], missing),
-                np.pad(boxes.sizes[rows], missing, constant_values=1),
-                np.pad(boxes.strides[rows], missing),
+                items[tensor],
             )
         )
     return Chunks(*map(np.concatenate, zip(*ranks, strict=True)))
