@@ -23,7 +23,7 @@ from torch_ros import Costs
 from torch_ros.p2p.choose import TransportName, choose_transport
 from torch_ros.p2p.transport import Peer
 from torch_ros.spans import Region
-from torch_ros.weights.plan import StagedCopy, copy_staged
+from torch_ros.weights.staging import StagedCopy, copy_staged
 
 SIZE_BYTES = 64 << 20
 TINY_BYTES, TINY_SPANS = 64, 20_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-HOST = -1  # the device of host memory; CUDA devices count from 0
+HOST = -1  # the device of host memory, as in torch; CUDA devices count from 0
 
 # A row per span: source address, target address, bytes; uint64.
 Spans = npt.NDArray[np.uint64]

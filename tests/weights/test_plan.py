@@ -14,7 +14,8 @@ from torch_ros.errors import ManifestMismatch, UsageError
 from torch_ros.weights import tiling
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
-from torch_ros.weights.plan import Route, copy_staged, plan
+from torch_ros.weights.plan import Route, plan
+from torch_ros.weights.staging import copy_staged
 from torch_ros.weights.tiling import Chunks, Pieces, untiled
 
 # Spans cost so much that everything with gaps is staged, as far as it fits.

@@ -24,9 +24,8 @@ from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import Registered
-from torch_ros.weights.local import packed
+from torch_ros.weights.local import copy_bits, packed
 from torch_ros.weights.manifest import Layout
-from torch_ros.weights.plan import copy_bits
 
 log = logging.getLogger(__name__)
 

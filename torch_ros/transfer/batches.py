@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from torch_ros.p2p.transport import Transfer
-from torch_ros.spans import HOST, Spans
+from torch_ros.spans import Spans
 from torch_ros.transfer.feed import Feed, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import close_all
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.staging import Staging, fitting
+from torch_ros.transfer.staging import StagedGroup, Staging, routes
 from torch_ros.weights.columns import Ints, distinct, numbered, sum_before
 from torch_ros.weights.manifest import BLOCK_BYTES, Blocks
-from torch_ros.weights.plan import DirectSpans, ReadPlan, Route, StagedCopy
+from torch_ros.weights.plan import DirectSpans, ReadPlan, Route
+from torch_ros.weights.staging import StagedCopy
 
 BATCH_BYTES = 64 << 20  # read between two questions whether it counts
 
@@ -28,15 +29,6 @@ BATCH_BYTES = 64 << 20  # read between two questions whether it counts
 def sources_max(bytes_total: int) -> int:
     """Return how many sources a read of that size may have: each serves at least a batch."""
     return max(1, bytes_total // BATCH_BYTES)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagedGroup:
-    """Pieces that are in staging at the same time, and the transfers that bring them there."""
-
-    staging: torch.Tensor
-    pieces: Sequence[tuple[int, StagedCopy]]  # each with its offset
-    transfers: Sequence[Transfer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +56,7 @@ class Preparation:
     def __init__(self, peers: Peers, staging: Staging, phase: Phase) -> None:
         self._peers, self._staging = peers, staging
         self._target, self._memory = phase.layout.blocks, phase.memory
+        self._prepared: list[Transfer] = []
 
     def batches(self, supplies: Sequence[Supply], missing: Ints) -> Sequence[Batch]:
         """Return the batches that fill the blocks `missing`, in order. The caller closes them."""
@@ -84,7 +77,7 @@ class Preparation:
                 if own.any():
                     batches += self._from_one(index, supply, missing[own], leaders[own])
         except BaseException:
-            close_batches(batches)
+            close_all(self._prepared)
             raise
         return sorted(batches, key=lambda batch: int(batch.blocks[0]))
 
@@ -113,17 +106,12 @@ class Preparation:
             only = direct.take(mine)
             pieces = [staged[row] for row in some.tolist()]
             transfers = self._direct(replace(plan, direct=only, staged=()), feed)
-            try:
-                groups = self._groups(pieces, feed)
-            except BaseException:
-                close_all(transfers)
-                raise
             yield Batch(
                 index,
                 missing[numbers[missing] == number],
                 _needs(feed, only, pieces),
                 transfers,
-                groups,
+                self._groups(pieces, feed),
                 bool(is_partly_there[chunk_of_piece[some]].any()),
             )
 
@@ -136,52 +124,27 @@ class Preparation:
             [manifest.addresses for manifest in manifests],
             [chunk.data_ptr() for chunk in memory],
             source_devices=[manifest.devices for manifest in manifests],
-            target_devices=[chunk.get_device() if chunk.is_cuda else HOST for chunk in memory],
+            target_devices=[chunk.get_device() for chunk in memory],
         )
         return self._along(routes, feed)
 
-    def _groups(self, staged: Sequence[StagedCopy], feed: Feed) -> list[StagedGroup]:
-        memory, groups = self._memory, list[StagedGroup]()
-        try:
-            for device in sorted({memory[piece.target_chunk].device for piece in staged}, key=str):
-                staging = self._staging.on(device)
-                here = [piece for piece in staged if memory[piece.target_chunk].device == device]
-                for pieces in fitting(here, staging.numel()):
-                    transfers = self._into_staging(pieces, staging, feed)
-                    groups.append(StagedGroup(staging, pieces, transfers))
-        except BaseException:
-            for group in groups:
-                close_all(group.transfers)
-            raise
-        return groups
-
-    def _into_staging(
-        self, pieces: Sequence[tuple[int, StagedCopy]], staging: torch.Tensor, feed: Feed
-    ) -> list[Transfer]:
-        manifests, target = feed.manifests, staging.get_device() if staging.is_cuda else HOST
-        routes: dict[Route, list[tuple[int, int, int]]] = {}
-        for offset, piece in pieces:
-            _, manifest = manifests[piece.source_rank]
-            source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
-            route = Route(piece.source_rank, manifest.devices[piece.source_chunk], target)
-            span = (source, staging.data_ptr() + offset, piece.size_bytes)
-            routes.setdefault(route, []).append(span)
-        return self._along({at: np.array(rows, np.uint64) for at, rows in routes.items()}, feed)
+    def _groups(self, pieces: Sequence[StagedCopy], feed: Feed) -> list[StagedGroup]:
+        manifests = [manifest for _, manifest in feed.manifests]
+        return [
+            StagedGroup(buffer, places, self._along(routes(buffer, places, manifests), feed))
+            for buffer, places in self._staging.placed(pieces, self._memory)
+        ]
 
     def _along(self, routes: Mapping[Route, Spans], feed: Feed) -> list[Transfer]:
-        manifests, transfers = feed.manifests, list[Transfer]()
-        try:
-            for route, rows in routes.items():
-                transfers += self._peers.prepare(
-                    *manifests[route.source_rank],
-                    rows,
-                    source_device=route.source_device,
-                    target_device=route.target_device,
-                )
-        except BaseException:
-            close_all(transfers)
-            raise
-        return transfers
+        manifests, first = feed.manifests, len(self._prepared)
+        for route, rows in routes.items():
+            self._prepared += self._peers.prepare(
+                *manifests[route.source_rank],
+                rows,
+                source_device=route.source_device,
+                target_device=route.target_device,
+            )
+        return self._prepared[first:]
 
 
 def _as_one(values: Ints, leaders: Ints) -> Ints:

@@ -14,8 +14,7 @@ from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p import mapped
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.local import LocalChunk, LocalTensor
-from torch_ros.weights.plan import copy_bits
+from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
 
 ALIGNMENT_BYTES = 64
 OPTIONS: Mapping[str, arguments.Check] = {

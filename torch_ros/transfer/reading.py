@@ -18,7 +18,6 @@ from functools import partial
 from itertools import groupby, zip_longest
 
 import numpy as np
-import torch
 
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
@@ -32,7 +31,7 @@ from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
 from torch_ros.transfer.staging import Staging
 from torch_ros.weights.manifest import Layout
-from torch_ros.weights.plan import ReadPlan, copy_staged, plan
+from torch_ros.weights.plan import ReadPlan, plan
 
 PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
 # Prepared batches are kept for the reads that an unchanged job needs at every step: in a burst each
@@ -275,13 +274,9 @@ class ReadPass(Watcher):
             self._silence[batch.supply].reset()
             perform(group.transfers, self._deadline, watcher)
             if batch.is_repeated:  # bytes that do not count must not overwrite those that do
-                for rank in sorted({piece.source_rank for _, piece in group.pieces}):
+                for rank in sorted({piece.source_rank for _, piece in group.places}):
                     self._ask(batch.supply, rank)
-            for offset, piece in group.pieces:
-                target = self._phase.memory[piece.target_chunk]
-                copy_staged(group.staging[offset:], piece, target)
-            if group.staging.is_cuda:  # the next group overwrites the staging copied from
-                torch.cuda.current_stream(group.staging.device).synchronize()
+            group.copy_out(self._phase.memory)
         return sum(transfer.size_bytes for group in batch.staged for transfer in group.transfers)
 
     def _is_there(self, batch: Batch) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ros.spans import HOST, Region
+from torch_ros.spans import Region
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.digest import Depth, chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
@@ -138,7 +138,7 @@ class Registered:
 
     @property
     def devices(self) -> list[int]:
-        return [_device(tensor) for tensor in self.memory]
+        return [tensor.get_device() for tensor in self.memory]
 
     @property
     def regions(self) -> list[Region]:
@@ -231,19 +231,15 @@ def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
     return np.concatenate(each) if each else np.zeros(0, np.int64)
 
 
-def _device(tensor: torch.Tensor) -> int:
-    return tensor.get_device() if tensor.is_cuda else HOST
-
-
 def _region(tensor: torch.Tensor) -> Region:
-    return Region(*span_of(tensor), _device(tensor))
+    return Region(*span_of(tensor), tensor.get_device())
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
     """Return the regions of these tensors, joined where tensors of one storage touch."""
     spans: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for tensor in tensors:
-        spans[_device(tensor), tensor.untyped_storage().data_ptr()].add(span_of(tensor))
+        spans[tensor.get_device(), tensor.untyped_storage().data_ptr()].add(span_of(tensor))
     regions = set()
     for (device, _), within in spans.items():
         [(start, size_bytes), *others] = sorted(within)

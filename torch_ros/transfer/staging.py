@@ -1,20 +1,43 @@
-"""The buffer through which short strided runs are read: whole rows land in it, and are copied out.
+"""Reads short strided runs: whole rows land in a buffer, and are copied out of it.
 
-One buffer on each device that needs one, of a bounded size. It is registered once, so that
-transfers into it can be kept.
+`weights.staging` has decided which. There is one buffer on each device that needs one, of a bounded
+size. It is registered once, so that transfers into it can be kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from torch_ros.p2p.transport import Registration, Transport
-from torch_ros.spans import HOST, Region
-from torch_ros.weights.plan import StagedCopy
+from torch_ros.p2p.transport import Registration, Transfer, Transport
+from torch_ros.spans import Region, Spans
+from torch_ros.weights.manifest import Manifest
+from torch_ros.weights.plan import Route
+from torch_ros.weights.staging import StagedCopy, copy_staged
 
 ALIGNMENT_BYTES = 64
+
+Places = Sequence[tuple[int, StagedCopy]]
+"""Pieces that are in a buffer at the same time, each with its offset there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedGroup:
+    """Pieces in a buffer, and the transfers that bring them there."""
+
+    buffer: torch.Tensor
+    places: Places
+    transfers: Sequence[Transfer]
+
+    def copy_out(self, memory: Sequence[torch.Tensor]) -> None:
+        """Copy what has landed to where it belongs in the target's chunks."""
+        for offset, piece in self.places:
+            copy_staged(self.buffer[offset:], piece, memory[piece.target_chunk])
+        if self.buffer.is_cuda:  # the next group overwrites the buffer copied from
+            torch.cuda.current_stream(self.buffer.device).synchronize()
 
 
 class Staging:
@@ -24,14 +47,26 @@ class Staging:
         self._transport, self.size_bytes = transport, size_bytes
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the registered buffer of that device: the same one every time."""
+    def placed(
+        self, pieces: Sequence[StagedCopy], memory: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, Places]]:
+        """Give the pieces places in the buffers of their targets' devices, one group after another.
+
+        Args:
+            memory: Of each target chunk.
+        """
+        for device in sorted({memory[piece.target_chunk].device for piece in pieces}, key=str):
+            buffer = self._on(device)
+            here = [piece for piece in pieces if memory[piece.target_chunk].device == device]
+            for places in _fitting(here, buffer.numel()):
+                yield buffer, places
+
+    def _on(self, device: torch.device) -> torch.Tensor:
         if device not in self._buffers:
             buffer = torch.empty(
                 self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device
             )
-            at = device.index if buffer.is_cuda else HOST
-            region = Region(buffer.data_ptr(), buffer.nbytes, at)
+            region = Region(buffer.data_ptr(), buffer.nbytes, buffer.get_device())
             self._buffers[device] = (buffer, self._transport.register([region]))
         return self._buffers[device][0]
 
@@ -42,15 +77,28 @@ class Staging:
         self._buffers.clear()
 
 
-def fitting(
-    pieces: Sequence[StagedCopy], staging_bytes: int
-) -> Iterator[list[tuple[int, StagedCopy]]]:
-    """Group pieces that fit into staging together, each with its aligned offset there."""
+def routes(
+    buffer: torch.Tensor, places: Places, manifests: Sequence[Manifest]
+) -> dict[Route, Spans]:
+    """Return the spans that bring pieces to their places; `manifests` are the source's, by rank."""
+    rows: dict[Route, list[tuple[int, int, int]]] = {}
+    for offset, piece in places:
+        manifest = manifests[piece.source_rank]
+        source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
+        device = manifest.devices[piece.source_chunk]
+        route = Route(piece.source_rank, device, buffer.get_device())
+        span = (source, buffer.data_ptr() + offset, piece.size_bytes)
+        rows.setdefault(route, []).append(span)
+    return {route: np.array(spans, np.uint64) for route, spans in rows.items()}
+
+
+def _fitting(pieces: Sequence[StagedCopy], room_bytes: int) -> Iterator[Places]:
+    """Group pieces that fit into a buffer together; their places are aligned."""
     group: list[tuple[int, StagedCopy]] = []
     end = 0
     for piece in pieces:
         room = -(-piece.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if group and end + room > staging_bytes:
+        if group and end + room > room_bytes:
             yield group
             group, end = [], 0
         group.append((end, piece))

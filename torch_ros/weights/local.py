@@ -28,6 +28,10 @@ from torch_ros.weights.manifest import (
     dtype_name,
 )
 
+# Equal in width to what is copied: torch has no copy kernels for some dtypes. It has no 16-byte
+# integer, but copies complex numbers bit by bit.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
 
 @dataclass(frozen=True, slots=True)
 class LocalChunk:
@@ -124,6 +128,12 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr(), reach * tensor.element_size()
+
+
+def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bits between two tensors of one shape and dtype; torch need not support the dtype."""
+    word = WORDS[target.element_size()]
+    target.view(word).copy_(source.view(word))
 
 
 def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:

@@ -12,26 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.spans import HOST, Spans
 from torch_ros.weights.columns import (
     Columns,
-    Floats,
     Ints,
     group_starts,
     numbered,
-    outermost_first,
-    sum_after,
     sum_before,
 )
 from torch_ros.weights.manifest import Layout
-from torch_ros.weights.tiling import Chunks, Pieces, matched
-
-# Equal in width to what is copied: torch has no copy kernels for some dtypes. It has no 16-byte
-# integer, but copies complex numbers bit by bit.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+from torch_ros.weights.staging import StagedCopy, cheapest_cut, staged_copies
+from torch_ros.weights.strided import Strided, part_offsets, strided_pieces
+from torch_ros.weights.tiling import matched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,24 +41,6 @@ class DirectSpans(Columns):
     target_chunk: Ints
     target_offset_bytes: Ints
     size_bytes: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class StagedCopy:
-    """A span to read into staging, and the strided copy from there into a target chunk.
-
-    Counted in elements where not in bytes. The span starts with the first element to copy.
-    """
-
-    source_rank: int
-    source_chunk: int
-    source_offset_bytes: int
-    size_bytes: int
-    target_chunk: int
-    target_offset: int
-    shape: tuple[int, ...]
-    source_strides: tuple[int, ...]
-    target_strides: tuple[int, ...]
 
 
 class Route(NamedTuple):
@@ -157,15 +133,15 @@ def plan(
             or part of it is on no source; or the sources disagree. Names the fqn.
         UsageError: A target's elements share memory with each other. Names the fqn.
     """
-    strided = _strided(*matched(sources, targets, target_rank=target_rank))
+    strided = strided_pieces(*matched(sources, targets, target_rank=target_rank))
     useful_bytes = strided.sizes.prod(1) * strided.item_bytes
     runs = _runs(strided)
-    cut = _staging(strided, useful_bytes, staging_bytes, costs)
+    cut = cheapest_cut(strided, useful_bytes, staging_bytes, costs)
     # Equal costs read directly: no staging memory, no copy.
     is_staged = cut.seconds < costs.direct_s(runs.prod(1), useful_bytes)
 
     direct = _direct(strided.take(~is_staged), runs[~is_staged])
-    staged = _staged(strided.take(is_staged), cut.take(is_staged))
+    staged = staged_copies(strided.take(is_staged), cut.take(is_staged))
     return ReadPlan(
         direct=direct,
         staged=staged,
@@ -174,60 +150,7 @@ def plan(
     )
 
 
-def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bits between two tensors of one shape and dtype; torch need not support the dtype."""
-    word = _WORDS[target.element_size()]
-    target.view(word).copy_(source.view(word))
-
-
-def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
-    """Copy a staged span to the place where it belongs.
-
-    Args:
-        staging: 1-d uint8; starts with the span of `staged`. Its address is a multiple of the
-            element size.
-        staged: From the plan.
-        target: The local tensor of chunk `staged.target_chunk`, on the device of `staging`.
-    """
-    word = _WORDS[target.element_size()]
-    source = staging[: staged.size_bytes].view(word)
-    start = target.storage_offset() + staged.target_offset
-    into = target.view(word).as_strided(staged.shape, staged.target_strides, start)
-    into.copy_(source.as_strided(staged.shape, staged.source_strides))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Strided(Columns):
-    """Pieces as they lie in memory, in elements; offsets from the chunk's first element.
-
-    The dimensions of each are ordered by falling source stride.
-    """
-
-    source_rank: Ints
-    source_chunk: Ints
-    target_chunk: Ints
-    item_bytes: Ints
-    source_offset: Ints
-    target_offset: Ints
-    sizes: Ints
-    source_strides: Ints
-    target_strides: Ints
-
-
-def _strided(offered: Chunks, wanted: Chunks, pieces: Pieces) -> _Strided:
-    source, target = offered.take(pieces.source), wanted.take(pieces.target)
-    return _Strided(
-        source.rank,
-        source.chunk,
-        target.chunk,
-        target.item_bytes,
-        ((pieces.offsets - source.offsets) * source.strides).sum(1),
-        ((pieces.offsets - target.offsets) * target.strides).sum(1),
-        *outermost_first(source.strides, pieces.sizes, source.strides, target.strides),
-    )
-
-
-def _runs(strided: _Strided) -> Ints:
+def _runs(strided: Strided) -> Ints:
     """The number of contiguous runs along each dimension; 1 for a dimension inside a run."""
     counts = strided.sizes.copy()
     run = np.ones(len(counts), np.int64)
@@ -239,35 +162,9 @@ def _runs(strided: _Strided) -> Ints:
     return counts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Staging(Columns):
-    """How to cut a piece into spans: one dimension in groups, those outside it one by one."""
-
-    seconds: Floats  # infinite if it cannot be cut small enough
-    dim: Ints
-    group: Ints  # indices of `dim` per span; the last may have fewer
-
-
-def _staging(strided: _Strided, useful_bytes: Ints, staging_bytes: int, costs: Costs) -> _Staging:
-    """The cheapest cut. Further out it reads more in vain, further in it needs more spans."""
-    sizes, strides = strided.sizes, strided.source_strides
-    item_bytes = strided.item_bytes[:, None]
-    inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
-    room = staging_bytes // item_bytes - inner
-    group = np.clip(room // np.maximum(strides, 1) + 1, 1, sizes)
-    parts = -(-sizes // group)
-    outside = sizes.cumprod(1) // sizes
-    read = outside * ((sizes - parts) * strides + parts * inner)
-    seconds = costs.staged_s(outside * parts, read * item_bytes, useful_bytes[:, None])
-    seconds[room < 0] = np.inf
-    dim = seconds.argmin(1)
-    row = np.arange(len(dim))
-    return _Staging(seconds[row, dim], dim, group[row, dim])
-
-
-def _direct(strided: _Strided, runs: Ints) -> DirectSpans:
+def _direct(strided: Strided, runs: Ints) -> DirectSpans:
     owner, ordinal = numbered(runs.prod(1))
-    source_offset, target_offset = _offsets(strided, runs, np.ones_like(runs), owner, ordinal)
+    source_offset, target_offset = part_offsets(strided, runs, np.ones_like(runs), owner, ordinal)
     run_bytes = (strided.sizes // runs).prod(1) * strided.item_bytes
     item_bytes = strided.item_bytes[owner]
     spans = DirectSpans(
@@ -295,48 +192,3 @@ def _merged(spans: DirectSpans) -> DirectSpans:
     )
     size_bytes = np.add.reduceat(spans.size_bytes, starts)
     return replace(spans.take(starts), size_bytes=size_bytes)
-
-
-def _staged(strided: _Strided, cut: _Staging) -> tuple[StagedCopy, ...]:
-    dims, dim = np.arange(strided.sizes.shape[1]), cut.dim[:, None]
-    group = np.where(dims == dim, cut.group[:, None], 1)
-    counts = np.where(dims > dim, 1, -(-strided.sizes // group))
-    owner, ordinal = numbered(counts.prod(1))
-    source_offset, target_offset = _offsets(strided, counts, group, owner, ordinal)
-
-    shape = np.where(dims < dim, 1, strided.sizes)[owner]
-    row, at = np.arange(len(owner)), cut.dim[owner]
-    # No later dimension is counted, so the index of this one changes fastest.
-    passed = ordinal % counts[owner, at] * cut.group[owner]
-    shape[row, at] = np.minimum(cut.group[owner], shape[row, at] - passed)
-    strides = strided.source_strides[owner]
-    item_bytes = strided.item_bytes[owner]
-    columns = (
-        strided.source_rank[owner],
-        strided.source_chunk[owner],
-        source_offset * item_bytes,
-        (1 + ((shape - 1) * strides).sum(1)) * item_bytes,
-        strided.target_chunk[owner],
-        target_offset,
-        map(tuple, shape.tolist()),
-        map(tuple, strides.tolist()),
-        map(tuple, strided.target_strides[owner].tolist()),
-    )
-    lists = (column.tolist() if isinstance(column, np.ndarray) else column for column in columns)
-    return tuple(StagedCopy(*fields) for fields in zip(*lists, strict=True))
-
-
-def _offsets(
-    strided: _Strided, counts: Ints, step: Ints, owner: Ints, ordinal: Ints
-) -> tuple[Ints, Ints]:
-    """Source and target offset of the `ordinal`-th of the owner's ``counts.prod()`` parts."""
-    source, target = strided.source_offset[owner], strided.target_offset[owner]
-    for dim in reversed(range(counts.shape[1])):
-        if (counts[:, dim] == 1).all():
-            continue
-        count = counts[owner, dim]
-        index = ordinal % count * step[owner, dim]
-        ordinal = ordinal // count
-        source += index * strided.source_strides[owner, dim]
-        target += index * strided.target_strides[owner, dim]
-    return source, target
