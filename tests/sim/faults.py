@@ -573,7 +573,7 @@ def _(end):
 def _(end):
     def faulty(self, batch):
         for rank in batch.needs:
-            self._ask(batch.supply, rank)
+            self._sources[batch.supply].ask(rank)
         end(self, dataclasses.replace(batch, needs={}))
 
     return faulty
@@ -631,9 +631,9 @@ fault("the word is not voided before tensors are written", (mailbox.Mailbox, "vo
 )
 
 
-@fault("a relay is read beyond what it has", (reading.ReadPass, "_is_there"))
+@fault("a relay is read beyond what it has", (feed.Following, "has"))
 def _(rule):
-    return lambda self, batch: True
+    return lambda self, needs: True
 
 
 @fault("progress counts blocks, not the prefix", (feed.Progress, "_tell"))

@@ -1,9 +1,13 @@
-"""The feed of a target: a source's processes, waits for them, and the progress so far."""
+"""The feed of a target: a source's processes, and how they are followed, also while they fill.
+
+A relay is a source that is still filling itself. `connect` waits until it begins, `Following` until
+it has the next blocks, and `Progress` tells this rank's own readers how far this rank is.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,6 +135,73 @@ def _attend(
         reason = f"rank {rank} of {replica!r} does not show it yet"
         torn.look(reason)
         patience.wait(reason)
+
+
+class Following:
+    """A source that is read from: asks it whether it still serves, and how much of it is there.
+
+    Args:
+        limit_s: After so long without an answer another source is better.
+    """
+
+    def __init__(
+        self, peers: Peers, supply: Supply, progress: Progress, deadline: Deadline, limit_s: float
+    ) -> None:
+        self._peers, self._progress, self._deadline = peers, progress, deadline
+        self.feed, self._bytes_total = supply.feed, supply.plan.bytes_read
+        source = supply.feed.source
+        self._patience = SourceWait(source.replica, deadline, source.is_there)
+        self.silence = SourceWait(
+            source.replica, deadline, source.is_there, source.has_other, limit_s
+        )
+        # Of each rank, as it was last seen.
+        self._positions = [ALL_BLOCKS if source.is_full else 0] * len(supply.feed.states)
+
+    def has(self, needs: Mapping[int, int]) -> bool:
+        """Whether each rank was seen to have as many blocks as it needs to."""
+        return all(self._positions[rank] >= needed for rank, needed in needs.items())
+
+    def ask(self, rank: int) -> None:
+        """Read the word of a rank again.
+
+        Raises:
+            SourceLost: It serves something else, or is gone.
+        """
+        word = self._peers.word(self.feed.states[rank], self._deadline, self.look)
+        self.silence.reset()
+        if word.mark != self.feed.source.mark:
+            raise self.lost(rank, "it does not serve it any more")
+        self._positions[rank] = word.position
+
+    def wait_for_more(self) -> None:
+        """Ask a relay how far it is; wait a little if it has no more than before."""
+        before = list(self._positions)
+        for rank in range(len(before)):
+            self.ask(rank)
+        if self._positions != before:
+            self._patience.reset()
+        else:
+            self._patience.wait(f"{self.feed.source.replica!r} has no more of it than before")
+
+    def look(self) -> None:
+        """Note that an answer is still awaited.
+
+        Raises:
+            SourceLost: It is gone, or mute while another is not. Its processes are disconnected.
+        """
+        try:
+            self.silence.look(f"{self.feed.source.replica!r} does not answer")
+        except SourceLost as lost:
+            for state in self.feed.states:
+                self._peers.leave(state.agent)
+            raise SourceLost(lost.replica, lost.what, *self._so_far()) from lost
+
+    def lost(self, rank: int, reason: str) -> SourceLost:
+        """Return the error that names a rank of this source."""
+        return SourceLost(self.feed.source.replica, f"rank {rank}: {reason}", *self._so_far())
+
+    def _so_far(self) -> tuple[int, int]:
+        return self._progress.bytes_read, self._bytes_total
 
 
 class SourceWait:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -24,8 +23,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import Batch, Preparation, close_batches
-from torch_ros.transfer.card import ALL_BLOCKS
-from torch_ros.transfer.feed import SILENCE_S, Progress, SourceWait, Supply
+from torch_ros.transfer.feed import SILENCE_S, Following, Progress, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
@@ -177,21 +175,11 @@ class ReadPass(Watcher):
         deadline: Deadline,
         counted: Callable[[int], object],
     ) -> None:
-        self._peers, self._supplies, self._phase = peers, supplies, phase
-        self._progress, self._deadline, self._counted = progress, deadline, counted
+        self._phase, self._progress = phase, progress
+        self._deadline, self._counted = deadline, counted
         in_flight = min(FLIGHT * TRANSFER_BYTES, sum(tensor.nbytes for tensor in phase.memory))
         limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
-        sources = [supply.feed.source for supply in supplies]
-        self._patience = [SourceWait(each.replica, deadline, each.is_there) for each in sources]
-        self._silence = [
-            SourceWait(each.replica, deadline, each.is_there, each.has_other, limit_s)
-            for each in sources
-        ]
-        # For each supply and source rank: the position that it was last seen at.
-        self._positions = [
-            [ALL_BLOCKS if supply.feed.source.is_full else 0] * len(supply.feed.states)
-            for supply in supplies
-        ]
+        self._sources = [Following(peers, each, progress, deadline, limit_s) for each in supplies]
         self._batch_of: dict[Transfer, Batch] = {}
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
@@ -206,105 +194,72 @@ class ReadPass(Watcher):
             else:  # only staged: all batches before it go first
                 self._post(waiting)
                 waiting = []
-                while not self._is_there(batch):
+                while not self._sources[batch.supply].has(batch.needs):
                     self.blocked()
                 self._end(batch)
         self._post(waiting)
 
     def lost(self, error: TransferFailed) -> SourceLost:
         """Return the error that names the source whose agent failed."""
-        place = next(
-            (number, rank)
-            for number, supply in enumerate(self._supplies)
-            for rank, state in enumerate(supply.feed.states)
+        return next(
+            source.lost(rank, error.reason)
+            for source in self._sources
+            for rank, state in enumerate(source.feed.states)
             if state.agent == error.agent
         )
-        return self._lost(*place, error.reason)
 
     def _post(self, batches: Sequence[Batch]) -> None:
-        flight = FLIGHT * len(self._supplies)
+        flight = FLIGHT * len(self._sources)
         perform(_in_turns(batches), self._deadline, self, flight=flight)
 
     def may_post(self, transfer: Transfer) -> bool:
-        return self._is_there(self._batch_of[transfer])
+        batch = self._batch_of[transfer]
+        return self._sources[batch.supply].has(batch.needs)
 
     def landed(self, transfer: Transfer) -> None:
         batch = self._batch_of[transfer]
-        self._silence[batch.supply].reset()
+        self._sources[batch.supply].silence.reset()
         self._left[batch] -= 1
         if not self._left[batch]:
             self._end(batch)
 
     def blocked(self) -> None:
-        """Wait for a source that is itself filling: the next blocks are not there yet."""
-        for number, supply in enumerate(self._supplies):
-            source = supply.feed.source
-            if source.is_full:
-                continue
-            before = list(self._positions[number])
-            for rank in range(len(before)):
-                self._ask(number, rank)
-            if self._positions[number] != before:
-                self._patience[number].reset()
-                continue
-            self._patience[number].wait(f"{source.replica!r} has no more of it than before")
+        """Wait for the relays: the next blocks are not there yet."""
+        for source in self._sources:
+            if not source.feed.source.is_full:
+                source.wait_for_more()
 
     def still(self, flying: Sequence[Transfer]) -> None:
         waited_for = {self._batch_of[transfer].supply for transfer in flying}
-        for number, silence in enumerate(self._silence):
+        for number, source in enumerate(self._sources):
             if number in waited_for:
-                self._look(number)
+                source.look()
             else:
-                silence.reset()
+                source.silence.reset()
 
     def _end(self, batch: Batch) -> None:
         """Read the staged part of a batch whose other bytes have landed; count it if it counts."""
+        source = self._sources[batch.supply]
         bytes_read = sum(transfer.size_bytes for transfer in batch.transfers)
         if batch.staged:
             bytes_read += self._read_staged(batch)
         for rank in batch.needs:
-            self._ask(batch.supply, rank)
-        self._supplies[batch.supply].feed.source.check()
+            source.ask(rank)
+        source.feed.source.check()
         self._progress.add(self._phase.blocks[batch.blocks], bytes_read)
         self._counted(bytes_read)
 
     def _read_staged(self, batch: Batch) -> int:
-        watcher = Watcher(partial(self._look, batch.supply))
+        source = self._sources[batch.supply]
+        watcher = Watcher(source.look)
         for group in batch.staged:
-            self._silence[batch.supply].reset()
+            source.silence.reset()
             perform(group.transfers, self._deadline, watcher)
             if batch.is_repeated:  # bytes that do not count must not overwrite those that do
                 for rank in sorted({piece.source_rank for _, piece in group.places}):
-                    self._ask(batch.supply, rank)
+                    source.ask(rank)
             group.copy_out(self._phase.memory)
         return sum(transfer.size_bytes for group in batch.staged for transfer in group.transfers)
-
-    def _is_there(self, batch: Batch) -> bool:
-        positions = self._positions[batch.supply]
-        return all(positions[rank] >= needed for rank, needed in batch.needs.items())
-
-    def _ask(self, number: int, rank: int) -> None:
-        feed = self._supplies[number].feed
-        word = self._peers.word(feed.states[rank], self._deadline, partial(self._look, number))
-        self._silence[number].reset()
-        if word.mark != feed.source.mark:
-            raise self._lost(number, rank, "it does not serve it any more")
-        self._positions[number][rank] = word.position
-
-    def _look(self, number: int) -> None:
-        feed = self._supplies[number].feed
-        try:
-            self._silence[number].look(f"{feed.source.replica!r} does not answer")
-        except SourceLost as lost:
-            for state in feed.states:
-                self._peers.leave(state.agent)
-            done, total = self._progress.bytes_read, self._supplies[number].plan.bytes_read
-            raise SourceLost(lost.replica, lost.what, done, total) from lost
-
-    def _lost(self, number: int, rank: int, reason: str) -> SourceLost:
-        supply = self._supplies[number]
-        done, total = self._progress.bytes_read, supply.plan.bytes_read
-        return SourceLost(supply.feed.source.replica, f"rank {rank}: {reason}", done, total)
 
 
 def _in_turns(batches: Sequence[Batch]) -> list[Transfer]:
