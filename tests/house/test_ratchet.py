@@ -19,8 +19,6 @@ OFFENDERS = {
     # The public face: each option has a name.
     "parameters shard/handle.py:ShardHandle.publish_copy": 7,
     "function shard/opening.py:open": 67,
-    # One door per vendor: requests, TLS, users and the reasons of errors are all about grpc.
-    "file store/etcd.py": 550,
 }
 
 

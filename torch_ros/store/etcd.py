@@ -1,6 +1,6 @@
-"""etcd, through the generated stubs of pyetcd. Translates requests, decides nothing.
+"""A connection to etcd: channels, TLS, users, and the reasons of errors. Decides nothing.
 
-The only module that imports pyetcd and grpc.
+The only module that imports grpc.
 """
 
 from __future__ import annotations
@@ -12,40 +12,32 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc  # type: ignore[import-untyped]
-from pyetcd import etcdrpc as rpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.aside import Aside
+from torch_ros.store.member import Member, Metadata, Method, changed, keys
 from torch_ros.store.txn import (
     Changes,
-    Count,
-    Created,
-    Delete,
-    Empty,
     Entry,
     Follow,
-    Get,
-    Guard,
     NoneNewer,
-    Op,
-    Part,
-    Put,
     Range,
     Read,
     Reply,
     Txn,
-    Unchanged,
     View,
     Watch,
 )
 
+A = TypeVar("A")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
@@ -66,8 +58,6 @@ CHANNEL_OPTIONS = (
     # Replies are bounded by etcd's quota; grpc's own 4 MiB would cut large ranges off.
     ("grpc.max_receive_message_length", -1),
 )
-# etcd ends the stream of a member that has no leader, where it would otherwise stay silent.
-WATCH_METADATA = (("hasleader", "true"),)
 # etcd ends a stream at the deadline too, with another code and sometimes a little earlier.
 WATCH_SLACK_S = 0.05
 WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
@@ -161,31 +151,20 @@ class EtcdKV:
         self._current = 0
 
     def read(self, request: Read, *, timeout_s: float) -> View:
-        gets = [_get(range_) for range_ in request.ranges]
-        reply = self._call(_Member.txn, rpc.TxnRequest(success=gets), timeout_s)
-        return _view(request.ranges, reply)
+        return self._call(Member.read, request, timeout_s)
 
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
-            reply = self._call(_Member.txn, _txn(txn), timeout_s)
+            return self._call(Member.commit, txn, timeout_s)
         except _LeaseEndedError:
             now = self.read(Read(()), timeout_s=timeout_s)
             return Reply(applied=False, rev=now.rev)
-        if not reply.succeeded:
-            view = _view(txn.otherwise, reply) if txn.otherwise else None
-            return Reply(applied=False, rev=reply.header.revision, view=view)
-        return Reply(
-            applied=True,
-            rev=reply.header.revision,
-            results=tuple(_results(txn.ops, reply.responses)),
-        )
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
         # So each range is watched from now on too; and what is in between is asked for.
-        starts = (NOW, watch.after_rev + 1)
-        requests = [_watch(range_, start) for start in starts for range_ in watch.ranges]
-        return self._watched(watch, requests, timeout_s, lambda _: True)
+        starts = [(range_, rev) for rev in (NOW, watch.after_rev + 1) for range_ in watch.ranges]
+        return self._watched(watch, starts, timeout_s, lambda _: True)
 
     def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
         ranges, rev = request.ranges, request.after_rev
@@ -194,29 +173,29 @@ class EtcdKV:
         def is_news(events: Sequence[Any]) -> bool:
             nonlocal rev
             for event in events:
-                key, rev = _text(event.kv.key), event.kv.mod_revision
+                key, rev, entry = changed(event)
                 if any(key in range_ for range_ in ranges):
-                    news[key] = None if event.type == event.DELETE else _entry(event.kv)
+                    news[key] = entry
             return bool(news)
 
         # One watch, over all that lies between them: the events of several have no common order.
         # Those of one revision come together.
         all_ = Range(min(r.start for r in ranges), max(r.end for r in ranges))
         watch = Watch((all_,), rev, request.reason)
-        is_over = self._watched(watch, [_watch(all_, rev + 1)], timeout_s, is_news)
+        is_over = self._watched(watch, [(all_, rev + 1)], timeout_s, is_news)
         return None if is_over and not news else Changes(rev, news)
 
     def _watched(
         self,
         watch: Watch,
-        requests: Sequence[Any],
+        starts: Sequence[tuple[Range, int]],
         timeout_s: float,
         is_enough: Callable[[Sequence[Any]], bool],
     ) -> bool:
         """Until some events are enough, or for a reason to look again; False: time is over."""
         self._check_open()
         watching = _Watching()
-        wait = partial(self._wait, watch, requests, timeout_s, is_enough, watching)
+        wait = partial(self._wait, watch, starts, timeout_s, is_enough, watching)
         try:
             return self._aside.run(wait)
         except BaseException as error:
@@ -227,7 +206,7 @@ class EtcdKV:
     def _wait(
         self,
         watch: Watch,
-        requests: Sequence[Any],
+        starts: Sequence[tuple[Range, int]],
         timeout_s: float,
         is_enough: Callable[[Sequence[Any]], bool],
         watching: _Watching,
@@ -236,7 +215,7 @@ class EtcdKV:
         index, created = self._current, 0
         try:
             token = self._log_in(deadline)
-            for reply in watching.begin(self._members[index], requests, timeout_s, token):
+            for reply in watching.begin(self._members[index], starts, timeout_s, token):
                 rev = reply.header.revision
                 if reply.canceled and not reply.compact_revision:
                     # Perhaps for want of a token or a role; then this renews the one, or raises.
@@ -247,14 +226,14 @@ class EtcdKV:
                 if is_over or (not reply.created and is_enough(reply.events)):
                     return True
                 created += reply.created
-                is_last = reply.created and 1 < created == len(requests)
+                is_last = reply.created and 1 < created == len(starts)
                 is_late = is_last and rev > watch.after_rev
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
                     return True
         except grpc.RpcError as error:
             self._check_open()
             is_over = time.monotonic() >= deadline - WATCH_SLACK_S
-            if not is_over or (timeout_s > WATCH_BEGINS_S and created < len(requests)):
+            if not is_over or (timeout_s > WATCH_BEGINS_S and created < len(starts)):
                 self._note(index, error)
             return not is_over
         except ValueError:
@@ -267,20 +246,17 @@ class EtcdKV:
         return True
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
-        reply = self._call(_Member.grant, rpc.LeaseGrantRequest(TTL=ttl_s), timeout_s)
-        return reply.ID, reply.TTL
+        return self._call(Member.grant, ttl_s, timeout_s)
 
     def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
-        request = rpc.LeaseKeepAliveRequest(ID=lease_id)
-        reply = self._call(_Member.keep_alive, request, timeout_s)
-        if reply is None:
+        granted_s = self._call(Member.keep_alive, lease_id, timeout_s)
+        if granted_s is None:
             raise StoreUnavailable(self.endpoint, timeout_s, "the stream ended without an answer")
-        granted_s: int = reply.TTL
         return granted_s
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         with contextlib.suppress(_LeaseEndedError):
-            self._call(_Member.revoke, rpc.LeaseRevokeRequest(ID=lease_id), timeout_s)
+            self._call(Member.revoke, lease_id, timeout_s)
 
     def close(self) -> None:
         self._is_closed = True
@@ -290,7 +266,7 @@ class EtcdKV:
 
     def _close_members(self) -> None:
         for member in self._members:
-            member.close()
+            member.channel.close()
 
     def _has_newer(self, watch: Watch, *, timeout_s: float) -> bool:
         """Whether something was written after the watch's revision. Deletions do not show."""
@@ -302,7 +278,7 @@ class EtcdKV:
 
     # One call
 
-    def _call(self, method: _Method, request: Any, timeout_s: float) -> Any:
+    def _call(self, method: Method[A, T], request: A, timeout_s: float) -> T:
         self._check_open()
         try:
             deadline = time.monotonic() + timeout_s
@@ -314,7 +290,7 @@ class EtcdKV:
             self._check_open()  # grpc's error for a channel that another thread just closed
             raise
 
-    def _send_as_user(self, method: _Method, request: Any, deadline: float) -> Any:
+    def _send_as_user(self, method: Method[A, T], request: A, deadline: float) -> T:
         logins_left = LOGINS_MAX if self._user else 0
         while True:
             token = self._log_in(deadline)
@@ -324,9 +300,10 @@ class EtcdKV:
                 logins_left -= 1
                 if logins_left < 0 or not _is_token_refused(error):
                     raise
-                self._forget(token)
+                if self._token == token:  # else another thread has a new one already
+                    self._token = None
 
-    def _send(self, method: _Method, request: Any, deadline: float, token: str) -> Any:
+    def _send(self, method: Method[A, T], request: A, deadline: float, token: str) -> T:
         """The answer of one member. The next one is asked only if the request never left."""
         failures: list[grpc.RpcError] = []
         start = self._current
@@ -336,7 +313,9 @@ class EtcdKV:
             if failures and left_s <= 0:
                 break
             try:
-                return method(self._members[index], request, left_s, token)
+                return method(
+                    self._members[index], request, timeout=left_s, metadata=_metadata(token)
+                )
             except grpc.RpcError as error:
                 self._note(index, error)
                 if not any(sign in (error.details() or "") for sign in NOT_SENT):
@@ -373,9 +352,8 @@ class EtcdKV:
     def _authenticate(self, user: User, deadline: float) -> str:
         # An error about how it is encoded would have it whole.
         password = _bytes(user.password_file).decode(errors="replace").rstrip("\r\n")
-        request = rpc.AuthenticateRequest(name=user.name, password=password)
         try:
-            token: str = self._send(_Member.authenticate, request, deadline, "").token
+            return self._send(Member.authenticate, (user.name, password), deadline, "")
         except grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 log.warning(
@@ -388,11 +366,6 @@ class EtcdKV:
             reason = f"user {user.name!r}, or the password in {user.password_file}, is wrong"
             advice = "check TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD_FILE"
             raise AccessDenied(self.endpoint, "user", reason, advice) from error
-        return token
-
-    def _forget(self, token: str) -> None:
-        if self._token == token:  # else another thread has a new one already
-            self._token = None
 
     # Errors
 
@@ -413,7 +386,7 @@ class EtcdKV:
 
     def _role_denied(self, request: Any) -> AccessDenied:
         who = f"user {self._user.name!r}" if self._user else "the user that the certificate names"
-        prefix = os.path.commonprefix(_keys(request))  # noqa: RUF071  # keys are not paths
+        prefix = os.path.commonprefix(keys(request))  # noqa: RUF071  # keys are not paths
         reason = f"{who} may not use all keys that begin with {prefix!r}"
         advice = "grant it a role with readwrite on that prefix (docs/SECURITY.md)"
         return AccessDenied(self.endpoint, "role", reason, advice)
@@ -460,9 +433,9 @@ class _Watching:
         self._is_over = False
 
     def begin(
-        self, member: _Member, requests: Sequence[Any], timeout_s: float, token: str
+        self, member: Member, starts: Sequence[tuple[Range, int]], timeout_s: float, token: str
     ) -> Iterator[Any]:
-        call = self._call = member.watch(iter(requests), timeout_s, token)
+        call = self._call = member.watch(starts, timeout=timeout_s, metadata=_metadata(token))
         if self._is_over:
             call.cancel()
         return call  # type: ignore[no-any-return]
@@ -473,59 +446,16 @@ class _Watching:
             self._call.cancel()
 
 
-class _Member:
-    """The requests to one member of a cluster. Raises what grpc raises."""
-
-    def __init__(self, host: str, credentials: Any) -> None:
-        target = f"dns:///{host}"  # an unknown name is reported by the first call
-        self._channel = (
-            grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
-            if credentials
-            else grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        )
-        self._auth = rpc.AuthStub(self._channel)
-        self._kv = rpc.KVStub(self._channel)
-        self._leases = rpc.LeaseStub(self._channel)
-        self._watches = rpc.WatchStub(self._channel)
-
-    def authenticate(self, request: Any, timeout_s: float, _token: str) -> Any:
-        return self._auth.Authenticate(request, timeout=timeout_s)
-
-    def txn(self, request: Any, timeout_s: float, token: str) -> Any:
-        return self._kv.Txn(request, timeout=timeout_s, metadata=_metadata(token))
-
-    def grant(self, request: Any, timeout_s: float, token: str) -> Any:
-        return self._leases.LeaseGrant(request, timeout=timeout_s, metadata=_metadata(token))
-
-    def revoke(self, request: Any, timeout_s: float, token: str) -> Any:
-        return self._leases.LeaseRevoke(request, timeout=timeout_s, metadata=_metadata(token))
-
-    def keep_alive(self, request: Any, timeout_s: float, token: str) -> Any:
-        """The first answer; None if there is none."""
-        metadata = _metadata(token)
-        call = self._leases.LeaseKeepAlive(iter((request,)), timeout=timeout_s, metadata=metadata)
-        try:
-            return next(call, None)
-        finally:
-            call.cancel()
-
-    def watch(self, requests: Iterator[Any], timeout_s: float, token: str) -> Any:
-        metadata = (*WATCH_METADATA, *_metadata(token))
-        return self._watches.Watch(requests, timeout=timeout_s, metadata=metadata)
-
-    def close(self) -> None:
-        self._channel.close()
+def _members(hosts: Sequence[str], tls: Tls | None) -> list[Member]:
+    if tls:
+        make = partial(grpc.secure_channel, credentials=_credentials(tls))
+    else:
+        make = grpc.insecure_channel
+    # An unknown name is reported by the first call.
+    return [Member(make(f"dns:///{host}", options=CHANNEL_OPTIONS)) for host in hosts]
 
 
-_Method = Callable[[_Member, Any, float, str], Any]
-
-
-def _members(hosts: Sequence[str], tls: Tls | None) -> list[_Member]:
-    credentials = _credentials(tls) if tls else None
-    return [_Member(host, credentials) for host in hosts]
-
-
-def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+def _metadata(token: str) -> Metadata:
     return (("token", token),) if token else ()
 
 
@@ -570,136 +500,6 @@ def _denial(error: Any) -> str:
         return SERVER
     alert = details.partition("_ALERT_")[2]
     return CLIENT if "CERTIFICATE" in alert or "UNKNOWN_CA" in alert else ""
-
-
-def _txn(txn: Txn) -> Any:
-    compare = [_compare(guard) for guard in txn.guards]
-    failure = [_get(range_) for range_ in txn.otherwise]
-    # Without an operation, a member checks guards against what it has, which may be the past.
-    # A range in either branch makes it ask the others first.
-    if compare and not (txn.ops or failure):
-        failure = [_look(compare[0])]
-    return rpc.TxnRequest(compare=compare, success=[_op(op) for op in txn.ops], failure=failure)
-
-
-def _look(compare: Any) -> Any:
-    range_ = rpc.RangeRequest(key=compare.key, range_end=compare.range_end, count_only=True)
-    return rpc.RequestOp(request_range=range_)
-
-
-def _keys(request: Any) -> list[str]:
-    """The keys that a request reads and writes; nothing if it is not a transaction."""
-    if not isinstance(request, rpc.TxnRequest):
-        return []
-    ops = [getattr(op, op.WhichOneof("request")) for op in request.success]
-    return [_text(one.key) for one in (*request.compare, *ops)]
-
-
-def _compare(guard: Guard) -> Any:
-    compare = rpc.Compare
-    match guard:
-        case Unchanged(key, mod_rev):
-            return compare(
-                key=_raw(key), target=compare.MOD, result=compare.EQUAL, mod_revision=mod_rev
-            )
-        case Created(key, create_rev):
-            return compare(
-                key=_raw(key),
-                target=compare.CREATE,
-                result=compare.EQUAL,
-                create_revision=create_rev,
-            )
-        # A comparison over a range holds for every key in it; without any, it compares zero.
-        case Empty(range_):
-            return compare(
-                **_bounds(range_), target=compare.VERSION, result=compare.EQUAL, version=0
-            )
-        case NoneNewer(range_, rev):
-            return compare(
-                **_bounds(range_), target=compare.MOD, result=compare.LESS, mod_revision=rev + 1
-            )
-
-
-def _op(op: Op) -> Any:
-    match op:
-        case Put(key, value, lease_id):
-            put = rpc.PutRequest(key=_raw(key), value=value, lease=lease_id)
-            return rpc.RequestOp(request_put=put)
-        case Delete(range_):
-            delete = rpc.DeleteRangeRequest(**_bounds(range_))
-            return rpc.RequestOp(request_delete_range=delete)
-        case Get(Part() as part):
-            return _get(part)
-        case Get(Range() as range_, keys_only):
-            get = rpc.RangeRequest(**_bounds(range_), keys_only=keys_only)
-            return rpc.RequestOp(request_range=get)
-        case Count(range_):
-            count = rpc.RangeRequest(**_bounds(range_), count_only=True)
-            return rpc.RequestOp(request_range=count)
-
-
-def _get(range_: Range | Part) -> Any:
-    if isinstance(range_, Range):
-        return _op(Get(range_))
-    order = rpc.RangeRequest.ASCEND if range_.is_oldest else rpc.RangeRequest.DESCEND
-    get = rpc.RangeRequest(
-        **_bounds(range_.range),
-        limit=range_.most,
-        sort_order=order,
-        sort_target=rpc.RangeRequest.CREATE,
-        max_create_revision=max(0, range_.before - 1),
-    )
-    return rpc.RequestOp(request_range=get)
-
-
-def _watch(range_: Range, start_rev: int) -> Any:
-    create = rpc.WatchCreateRequest(**_bounds(range_), start_revision=start_rev)
-    return rpc.WatchRequest(create_request=create)
-
-
-def _bounds(range_: Range) -> dict[str, bytes]:
-    return {"key": _raw(range_.start), "range_end": _raw(range_.end)}
-
-
-def _text(key: bytes) -> str:
-    """Also of a key that is no UTF-8, which none of ours is; it comes back whole."""
-    return key.decode(errors="surrogateescape")
-
-
-def _raw(key: str) -> bytes:
-    return key.encode(errors="surrogateescape")
-
-
-def _results(ops: Sequence[Op], responses: Sequence[Any]) -> Iterator[Mapping[str, Entry] | int]:
-    for op, response in zip(ops, responses, strict=True):
-        match op:
-            case Get():
-                yield _entries(response.response_range)
-            case Count():
-                yield response.response_range.count
-            case Put() | Delete():
-                pass
-
-
-def _view(ranges: Sequence[Range | Part], reply: Any) -> View:
-    entries: dict[str, Entry] = {}
-    shown: list[Range] = []
-    for range_, response in zip(ranges, reply.responses, strict=True):
-        found = response.response_range
-        entries.update(_entries(found))
-        if not isinstance(range_, Part):
-            shown.append(range_)
-        elif len(found.kvs) == found.count:  # etcd counts those that it leaves out, too
-            shown.append(range_.range)
-    return View(reply.header.revision, entries, tuple(shown), tuple(ranges))
-
-
-def _entries(reply: Any) -> dict[str, Entry]:
-    return {_text(kv.key): _entry(kv) for kv in reply.kvs}
-
-
-def _entry(kv: Any) -> Entry:
-    return Entry(kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def _reason(error: Any) -> str:
