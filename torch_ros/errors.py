@@ -25,7 +25,7 @@
   * ClosedError        used after close(), or in a forked child
 
 DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
-therefore positional, plain (str, int, float) and go unchanged to ``super().__init__``; the
+therefore positional and plain (str, int, float), which makes Python keep them as ``args``; the
 message is built in ``__str__``.
 """
 
@@ -70,8 +70,7 @@ class SeatLost(TorchRosError):
 
     way_out = "it takes its place again by itself once all its ranks are back; call again later"
 
-    def __init__(self, replica: str, reason: str) -> None:
-        super().__init__(replica, reason)
+    def __init__(self, replica: str, reason: str, /) -> None:
         self.replica, self.reason = replica, reason
 
     def __str__(self) -> str:
@@ -106,8 +105,7 @@ class ClosedError(TorchRosError):
 class ManifestMismatch(UsageError):
     """Tensors disagree with the version they are published as, or read from."""
 
-    def __init__(self, what: str, expected: str, found: str, advice: str) -> None:
-        super().__init__(what, expected, found, advice)
+    def __init__(self, what: str, expected: str, found: str, advice: str, /) -> None:
         self.what, self.expected, self.found, self.advice = what, expected, found, advice
 
     def __str__(self) -> str:
@@ -117,8 +115,7 @@ class ManifestMismatch(UsageError):
 class VersionConflict(UsageError):
     """Versions only grow within a run, and one number never means two contents."""
 
-    def __init__(self, model: str, version: int, run: str, reason: str) -> None:
-        super().__init__(model, version, run, reason)
+    def __init__(self, model: str, version: int, run: str, reason: str, /) -> None:
         self.model, self.version, self.run, self.reason = model, version, run, reason
 
     def __str__(self) -> str:
@@ -135,8 +132,7 @@ class ContractBroken(UsageError):
     Readers may have got a mixture. The version is not offered any more.
     """
 
-    def __init__(self, version: int, reason: str, advice: str) -> None:
-        super().__init__(version, reason, advice)
+    def __init__(self, version: int, reason: str, advice: str, /) -> None:
         self.version, self.reason, self.advice = version, reason, advice
 
     def __str__(self) -> str:
@@ -149,8 +145,7 @@ class ContractBroken(UsageError):
 class CallMismatch(UsageError):
     """The ranks of a group must make the same calls in the same order."""
 
-    def __init__(self, replica: str, call: int, asked: str, decided: str) -> None:
-        super().__init__(replica, call, asked, decided)
+    def __init__(self, replica: str, call: int, asked: str, decided: str, /) -> None:
         self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
 
     def __str__(self) -> str:
@@ -164,8 +159,7 @@ class CallMismatch(UsageError):
 class NotSupported(UsageError):
     """A documented option that this release does not have yet."""
 
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what, advice)
+    def __init__(self, what: str, advice: str, /) -> None:
         self.what, self.advice = what, advice
 
     def __str__(self) -> str:
@@ -175,8 +169,7 @@ class NotSupported(UsageError):
 class VersionNotFound(NotAvailable):
     """No replica holds this version whole."""
 
-    def __init__(self, model: str, version: str, reason: str) -> None:
-        super().__init__(model, version, reason)
+    def __init__(self, model: str, version: str, reason: str, /) -> None:
         self.model, self.version, self.reason = model, version, reason
 
     def __str__(self) -> str:
@@ -187,7 +180,7 @@ class DeadlineExceeded(NotAvailable, TimeoutError):
     """The call's ``timeout_s`` ran out; `reason` is what it last waited for."""
 
     def __init__(self, what: str, timeout_s: float, reason: str) -> None:
-        super().__init__(what, timeout_s, reason)
+        super().__init__(what, timeout_s, reason)  # TimeoutError wants it for `args`
         self.what, self.timeout_s, self.reason = what, timeout_s, reason
 
     def __str__(self) -> str:
@@ -197,8 +190,7 @@ class DeadlineExceeded(NotAvailable, TimeoutError):
 class TransferFailed(PeerError):
     """Bytes could not be read from another agent."""
 
-    def __init__(self, agent: str, reason: str) -> None:
-        super().__init__(agent, reason)
+    def __init__(self, agent: str, reason: str, /) -> None:
         self.agent, self.reason = agent, reason
 
     def __str__(self) -> str:
@@ -211,8 +203,7 @@ class SourceLost(PeerError):
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
-    def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int) -> None:
-        super().__init__(replica, what, bytes_done, bytes_total)
+    def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what
         self.bytes_done, self.bytes_total = bytes_done, bytes_total
 
@@ -229,8 +220,7 @@ class CorruptWeights(PeerError):
     Other sources were tried. The tensors' content is undefined; nothing is held.
     """
 
-    def __init__(self, model: str, version: int, fqn: str, source: str) -> None:
-        super().__init__(model, version, fqn, source)
+    def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source
 
     def __str__(self) -> str:
@@ -244,8 +234,7 @@ class CorruptWeights(PeerError):
 class CallAborted(PeerError):
     """Another rank of this group failed for a reason of its own, so the call failed for all."""
 
-    def __init__(self, replica: str, call: int, rank: int, reason: str) -> None:
-        super().__init__(replica, call, rank, reason)
+    def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
         self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
 
     def __str__(self) -> str:
@@ -261,8 +250,7 @@ REFUSED = "connection refused"
 class StoreUnavailable(BackendError):
     """etcd did not answer in time; a commit sent meanwhile may or may not have applied."""
 
-    def __init__(self, endpoint: str, timeout_s: float, reason: str) -> None:
-        super().__init__(endpoint, timeout_s, reason)
+    def __init__(self, endpoint: str, timeout_s: float, reason: str, /) -> None:
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
     def __str__(self) -> str:
@@ -278,8 +266,7 @@ class AccessDenied(BackendError):
     `what` is "server certificate", "client certificate", "user" or "role".
     """
 
-    def __init__(self, endpoint: str, what: str, reason: str, advice: str) -> None:
-        super().__init__(endpoint, what, reason, advice)
+    def __init__(self, endpoint: str, what: str, reason: str, advice: str, /) -> None:
         self.endpoint, self.what, self.reason, self.advice = endpoint, what, reason, advice
 
     def __str__(self) -> str:
@@ -289,8 +276,7 @@ class AccessDenied(BackendError):
 class Contention(BackendError):
     """Every attempt lost its race."""
 
-    def __init__(self, what: str, attempts: int) -> None:
-        super().__init__(what, attempts)
+    def __init__(self, what: str, attempts: int, /) -> None:
         self.what, self.attempts = what, attempts
 
     def __str__(self) -> str:
@@ -300,8 +286,7 @@ class Contention(BackendError):
 class UntrustedObject(TorchRosError):
     """An object in a version needs more of pickle than torch's weights_only unpickler allows."""
 
-    def __init__(self, fqn: str, reason: str) -> None:
-        super().__init__(fqn, reason)
+    def __init__(self, fqn: str, reason: str, /) -> None:
         self.fqn, self.reason = fqn, reason
 
     def __str__(self) -> str:
