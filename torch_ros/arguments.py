@@ -57,6 +57,14 @@ def whole(least: int, most: int) -> Check:
     return within
 
 
+def one_of(names: Sequence[str]) -> Check:
+    def among(name: str, value: Any) -> None:
+        if value not in names:
+            raise UsageError(f"{name}={value!r}: expected one of {', '.join(names)}")
+
+    return among
+
+
 def instance(kind: type) -> Check:
     def of_that_kind(name: str, value: Any) -> None:
         if not isinstance(value, kind):

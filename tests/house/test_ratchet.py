@@ -18,7 +18,6 @@ OFFENDERS = {
     "parameters protocol/calls.py:replicate": 7,
     # The public face: each option has a name.
     "parameters shard/handle.py:ShardHandle.publish_copy": 7,
-    "function shard/opening.py:open": 67,
 }
 
 

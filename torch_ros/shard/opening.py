@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import get_args
 
 from torch_ros import arguments, environment
@@ -11,7 +12,6 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import COSTS, TransportName, choose_transport
-from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
@@ -29,6 +29,18 @@ from torch_ros.weights.digest import Depth
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "local"
+
+
+def _several(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UsageError(f"{name}={value!r}: expected a list, such as ('latest',)")
+
+
+def _function(name: str, value: object) -> None:
+    if not callable(value):
+        raise UsageError(f"{name}={value!r}: expected a function of two numbers")
+
+
 OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "model": arguments.text,
     "endpoint": arguments.optional(arguments.text),
@@ -42,10 +54,13 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
     "drain_s": arguments.seconds,
     "linger_s": arguments.seconds,
+    "digests": arguments.one_of(get_args(Depth)),
     "check_contract": arguments.yes_or_no,
     "relay": arguments.yes_or_no,
     "staging_bytes": arguments.whole(0, 1 << 40),
     "costs": arguments.optional(arguments.instance(Costs)),
+    "retain": _several,
+    "on_progress": arguments.optional(_function),
 }
 
 
@@ -135,37 +150,22 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         DeadlineExceeded: Not all ranks came.
     """
     arguments.check(locals(), OPTIONS)
-    if digests not in get_args(Depth):
-        raise UsageError(f"digests={digests!r}: expected one of {', '.join(get_args(Depth))}")
-    if isinstance(retain, str) or not isinstance(retain, Sequence):
-        raise UsageError(f"retain={retain!r}: expected a list, such as ('latest',)")
     retained = tuple(str(Spec.parse(version)) for version in retain)
-    wanted = environment.value(environment.TRANSPORT)
-    way = transport or wanted or "auto"
-    reason = (
-        "asked for" if transport else f"{environment.TRANSPORT} is set" if wanted else "default"
-    )
-    if on_progress is not None and not callable(on_progress):
-        raise UsageError(f"on_progress={on_progress!r}: expected a function of two numbers")
-    if way not in get_args(TransportName):
-        names = ", ".join(get_args(TransportName))
-        raise UsageError(f"transport={way!r}: expected one of {names}")
+    way, reason = _chosen(transport)
     check_contract = check_contract or environment.is_on(environment.CHECK_CONTRACT)
+    depth: Depth = "full" if check_contract and digests == "off" else digests
+    settings = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
-    kv = connect_store(endpoint, timeout_s=timeout_s)
-    ways: Transport | None = None
-    group: Group | None = None
-    depth: Depth = "full" if check_contract and digests == "off" else digests
-    try:
+    with ExitStack() as undo:
+        kv = connect_store(endpoint, timeout_s=timeout_s)
+        undo.callback(kv.close)
+        is_here = endpoint.startswith("memory:")
         ways = choose_transport(
-            way,
-            replica=place.replica,
-            rank=place.rank,
-            in_process=endpoint.startswith("memory:"),
-            reason=reason,
+            way, replica=place.replica, rank=place.rank, in_process=is_here, reason=reason
         )
+        undo.callback(ways.close)
         reading = Reading(ways, staging_bytes, (costs, costs) if costs else COSTS[way])
         mailbox = Mailbox(ways, reading.forget)
         seat = Applicant(
@@ -183,21 +183,18 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             shard=shard_of(mailbox),
         )
         group = Group.join(kv, seat, deadline)
-        settings = Settings(
-            timeout_s=timeout_s,
-            linger_s=linger_s,
-            depth=depth,
-            check_contract=check_contract,
-            relay=relay,
-            on_progress=on_progress,
-        )
+        undo.callback(group.close)
         handle = ShardHandle(Shard(model, group, ways, mailbox, reading, settings))
-    except BaseException:
-        if group is not None:
-            group.close()
-        if ways is not None:
-            ways.close()
-        kv.close()
-        raise
+        undo.pop_all()
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle
+
+
+def _chosen(transport: str | None) -> tuple[str, str]:
+    """The name of the transport to use, and the reason for it."""
+    wanted = environment.value(environment.TRANSPORT)
+    way = transport or wanted or "auto"
+    arguments.one_of(get_args(TransportName))("transport", way)
+    if transport:
+        return way, "asked for"
+    return way, f"{environment.TRANSPORT} is set" if wanted else "default"
