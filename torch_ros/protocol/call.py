@@ -339,15 +339,9 @@ class GroupCall(Attempt):
                 continue
             kept = self._ledger.holds
             assert kept is not None
-            offer = partial(
-                unpublish.copied,
-                seat=self.seat,
-                kept=kept,
-                copy=result.copy,
-                call=self.number,
-                shard=copy(result.copy),
-            )
-            self.settle(unpublish.copied_ranges(self.seat, kept.ref, result.copy), offer)
+            made = copy(result.copy)
+            steps = unpublish.copying(self.seat, kept, result.copy, self.number, made)
+            self.seating.run(steps, self.deadline)
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.

@@ -7,18 +7,16 @@ same rules; the first to make the group's n-th call decides it, the last to be r
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import Generic, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost
-from torch_ros.protocol import calls, unpublish
+from torch_ros.protocol import calls
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
 from torch_ros.protocol.patience import Patience
-from torch_ros.protocol.records import Begun, Kept, Kind, ShardRecord, VersionRef
-from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.records import Begun, Kind
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.survey import other_models
 from torch_ros.store.loops import settle
@@ -160,22 +158,3 @@ class Group(Seating):
         rule = partial(calls.begun, seat=self.seat, mine=Begun(number, asked))
         ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
         return self.run(settle("begun", ranges, rule), Deadline(asked, CLEAN_UP_S))
-
-    def host(
-        self, kept: Kept, seat: Seat, copy: str, call: int, shard: ShardRecord, deadline: Deadline
-    ) -> bool:
-        """Offer this rank's part of a copy; whether the copy is now offered by all ranks."""
-        rule = partial(unpublish.copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
-        return self.run(
-            settle("copy", unpublish.copied_ranges(seat, kept.ref, copy), rule), deadline
-        )
-
-    def release(self, ref: VersionRef, seat: Seat, copy: str) -> None:
-        """Returns once the copy is not needed any more and nobody reads it.
-
-        Raises:
-            SeatLost: The seat is lost, and with it what was offered under it.
-        """
-        rule = partial(unpublish.release, seat=seat, ref=ref, copy=copy)
-        forever = Deadline(f"keeping version {ref.version}", math.inf)
-        self.run(settle("release", unpublish.release_ranges(seat, ref, copy), rule), forever)

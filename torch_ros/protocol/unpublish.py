@@ -5,6 +5,7 @@ The invariants that these rules keep, above all I2 and I4, stand at the top of `
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -25,8 +26,8 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.retention import keeping, keeping_ranges
 from torch_ros.protocol.seat import Seat, calls_of, find, holding_put, own_group, recall, recorded
-from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
-from torch_ros.store.txn import Delete, Op, Part, Put, Range, Txn, View, one
+from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost, settle
+from torch_ros.store.txn import Delete, Op, Part, Put, Range, Steps, Txn, View, one
 
 
 def unpublish(
@@ -133,9 +134,12 @@ def copied(
     return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
 
 
-def copied_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range | Part, ...]:
-    own = one(seat.keys.holding(ref.run, ref.version, copy))
-    return (*seat.own, own, *keeping_ranges(seat.keys, ref), seat.keys.shards(copy))
+def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) -> Steps[bool]:
+    """`copied`, to its end."""
+    own = one(seat.keys.holding(kept.ref.run, kept.ref.version, copy))
+    rule = partial(copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
+    ranges = (*seat.own, own, *keeping_ranges(seat.keys, kept.ref), seat.keys.shards(copy))
+    return settle("copy", ranges, rule)
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
@@ -171,7 +175,9 @@ def wake(view: View, version: str) -> tuple[Put, ...]:
     return tuple(Put(key, entry.value) for key, entry in view.within(one(version)))
 
 
-def release_ranges(seat: Seat, ref: VersionRef, copy: str) -> tuple[Range | Part, ...]:
+def releasing(seat: Seat, ref: VersionRef, copy: str) -> Steps[None]:
+    """`release`, to its end."""
     readers = seat.keys.readers_of(ref.run, ref.version, copy)
     own = one(seat.keys.holding(ref.run, ref.version, copy))
-    return (*seat.own, own, *keeping_ranges(seat.keys, ref), readers)
+    rule = partial(release, seat=seat, ref=ref, copy=copy)
+    return settle("release", (*seat.own, own, *keeping_ranges(seat.keys, ref), readers), rule)

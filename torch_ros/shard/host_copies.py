@@ -14,6 +14,7 @@ import torch
 from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p.transport import Transport
+from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.patience import Patience
@@ -145,8 +146,9 @@ class Copies:
         while True:
             inst, session = copy_of(seat.inst, copy.call), group.session
             try:
-                if group.host(copy.kept, seat, inst, copy.call, shard, forever):
-                    group.release(copy.kept.ref, seat, inst)
+                offering = unpublish.copying(seat, copy.kept, inst, copy.call, shard)
+                if group.run(offering, forever):
+                    group.run(unpublish.releasing(seat, copy.kept.ref, inst), forever)
                 break
             except SeatLost as lost:
                 group.fence(lost, session)
