@@ -521,7 +521,7 @@ def _(claim_of):
 fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates: sources._best(
-            candidates, sources.suspects(view, seat.keys), seat, {}
+            candidates, sources.suspects(view, seat.keys), {}
         )
     )
 )

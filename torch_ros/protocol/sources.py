@@ -64,6 +64,12 @@ class _Candidate:
     entry: Entry
     readers: int
     depth: int
+    distance: int
+
+
+def distance(datacenter: str, seat: Seat) -> int:
+    """How far away a replica is from a process: nearer sources are preferred."""
+    return int(datacenter != seat.datacenter)
 
 
 def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range | Part, ...]:
@@ -126,7 +132,7 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
         return []
     candidates, suspected = _known(view, seat, ref, holdings, None), suspects(view, seat.keys)
     free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
-    near = [i for i in free if candidates[i].holding.datacenter == seat.datacenter]
+    near = [i for i in free if not candidates[i].distance]
     near.sort(key=lambda inst: candidates[inst].entry.create_rev)
     return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
@@ -192,7 +198,13 @@ def _known(
         readers.setdefault(source, set()).add(reader)
         sources[reader] = source
     return {
-        inst: _Candidate(holding, entry, len(readers.get(inst, ())), _depth(inst, sources))
+        inst: _Candidate(
+            holding,
+            entry,
+            len(readers.get(inst, ())),
+            _depth(inst, sources),
+            distance(holding.datacenter, seat),
+        )
         for inst, (holding, entry) in holdings.items()
         if _is_source(seat, ref, inst, holding, entry, own)
         and view.shows(seat.keys.readers_of(ref.run, ref.version, inst))
@@ -216,7 +228,7 @@ def _predicted(
         choice = _by_count(view, seat, ref, unsuspected)
     else:
         choice = _by_place(view, seat, ref, unsuspected)
-    return choice or _best(candidates, suspected, seat, {})
+    return choice or _best(candidates, suspected, {})
 
 
 def _by_count(
@@ -232,10 +244,10 @@ def _by_count(
         for inst, (holding, entry) in _seen_holdings(view, seat, ref).items()
     )
     free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
-    # Sources of the own datacenter first; among those a full one starts at once.
+    # The nearest sources first; among those a full one starts at once.
     free.sort(
         key=lambda inst: (
-            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].distance,
             candidates[inst].holding.state != "full",
             candidates[inst].entry.create_rev,
         )
@@ -255,7 +267,7 @@ def _by_place(
     assert own is not None
     heads = sum(found.holding.state == "full" for found in candidates.values())
     older = [i for i, found in candidates.items() if found.entry.create_rev < own.create_rev]
-    near = [i for i in older if candidates[i].holding.datacenter == seat.datacenter] or older
+    near = [i for i in older if not candidates[i].distance] or older
     near.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
     turn = max(0, min(heads, NEIGHBOURS) - 1)
     return next((i for i in (*near[turn:], *near[:turn]) if not candidates[i].readers), None)
@@ -267,10 +279,7 @@ def suspects(view: View, keys: Keys) -> set[str]:
 
 
 def _best(
-    candidates: Mapping[str, _Candidate],
-    suspected: set[str],
-    seat: Seat,
-    tried: Mapping[str, int],
+    candidates: Mapping[str, _Candidate], suspected: set[str], tried: Mapping[str, int]
 ) -> str:
     """A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer."""
     return min(
@@ -278,7 +287,7 @@ def _best(
         key=lambda inst: (
             tried.get(inst, 0),
             inst in suspected,
-            candidates[inst].holding.datacenter != seat.datacenter,
+            candidates[inst].distance,
             candidates[inst].depth >= DEPTH_MAX,
             candidates[inst].readers,
             candidates[inst].holding.state != "full",
@@ -295,25 +304,30 @@ def choose_again(
     Raises:
         SourceLost: There is none, or the peers have ended the call.
     """
-    own_group(view, seat)
-    raise_if_ended(view, seat, call)
-    assert call.ref is not None
+    ref = _version_read(view, seat, call)
     candidates = {
         inst: found
-        for inst, found in _candidates(view, seat, call.ref).items()
+        for inst, found in _candidates(view, seat, ref).items()
         if tried.get(inst, 0) < TRIES_MAX
     }
     if not candidates:
-        if not _is_whole(view, seat, call.ref):
+        if not _is_whole(view, seat, ref):
             raise Unseen
         raise lost
-    return Done(_best(candidates, suspects(view, seat.keys), seat, tried))
+    return Done(_best(candidates, suspects(view, seat.keys), tried))
 
 
-def raise_if_ended(view: View, seat: Seat, call: Call) -> None:
+def _version_read(view: View, seat: Seat, call: Call) -> VersionRef:
+    """The version that the group still reads.
+
+    Raises: SeatLost, TorchRosError: It does not; a peer gave up.
+    """
+    own_group(view, seat)
     current = find(view, seat, call.number)
     if current is not None and current.outcome is not None and current.outcome.failure is not None:
-        raise current.outcome.failure.error()  # a peer gave up
+        raise current.outcome.failure.error()
+    assert call.ref is not None
+    return call.ref
 
 
 def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
@@ -338,10 +352,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     Raises:
         SourceLost: The source, or one of its processes, is gone (I7).
     """
-    own_group(view, seat)
-    raise_if_ended(view, seat, call)
-    ref, keys = call.ref, seat.keys
-    assert ref is not None
+    ref, keys = _version_read(view, seat, call), seat.keys
     held = keys.holding(ref.run, ref.version, source)
     entry, own = view.get(held), view.get(seat.holding(ref))
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
@@ -395,10 +406,8 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     Processes that came back with the whole version show it with the mark that they had, and who
     reads from them need not notice. Those that are filling are younger than their readers then.
     """
-    own_group(view, seat)
-    raise_if_ended(view, seat, call)
-    assert call.ref is not None
-    for range_ in there_ranges(seat, call.ref, source):
+    ref = _version_read(view, seat, call)
+    for range_ in there_ranges(seat, ref, source):
         for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
             is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
             is_same = source.is_full or is_born_then or k.lingers(where.inst)
@@ -411,8 +420,6 @@ def has_other(
     view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
 ) -> Step[bool]:
     """Whether somebody else has the version, and failed this rank no more often than `source`."""
-    own_group(view, seat)
-    raise_if_ended(view, seat, call)
-    assert call.ref is not None
-    others = _candidates(view, seat, call.ref).keys() - {source.inst} - suspects(view, seat.keys)
+    ref = _version_read(view, seat, call)
+    others = _candidates(view, seat, ref).keys() - {source.inst} - suspects(view, seat.keys)
     return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
