@@ -21,10 +21,10 @@ from torch_ros.store.txn import (
     Follow,
     Get,
     NoneNewer,
-    Part,
     Put,
     Range,
     Read,
+    Sample,
     Txn,
     Unchanged,
     Unseen,
@@ -106,48 +106,48 @@ def test_reading_nothing_tells_the_revision(store):
     assert not view.entries
 
 
-def parts(store, **parts):
-    """Four records, the oldest written again; then parts of them, by name."""
+def samples(store, **samples):
+    """Four records, the oldest written again; then samples of them, by name."""
     revs = {name: store.put(f"p/{name}") for name in "dbca"}
     store.put("p/d")
     range_ = under(store.key("p/"))
-    part = Part(range_, **{k: revs[v] if k == "before" else v for k, v in parts.items()})
-    view = store.read(part)
+    sample = Sample(range_, **{k: revs[v] if k == "before" else v for k, v in samples.items()})
+    view = store.read(sample)
     return view, range_, "".join(key[-1] for key, _ in view.seen(range_))
 
 
 def test_a_part_is_the_records_created_last(store):
-    view, range_, names = parts(store, most=2)
+    view, range_, names = samples(store, most=2)
     assert names == "ac"
     assert not view.shows(range_)
 
 
 def test_a_part_may_be_the_records_created_first(store):
-    _, _, names = parts(store, most=2, is_oldest=True)
+    _, _, names = samples(store, most=2, is_oldest=True)
     assert names == "bd"  # written again or not
 
 
 def test_a_part_may_be_of_those_created_before_a_revision(store):
-    view, range_, names = parts(store, most=2, before="a")
+    view, range_, names = samples(store, most=2, before="a")
     assert names == "bc"
     assert not view.shows(range_)
 
 
 def test_a_part_that_leaves_out_by_revision_only_is_no_whole(store):
-    view, range_, names = parts(store, most=9, before="a")
+    view, range_, names = samples(store, most=9, before="a")
     assert names == "bcd"
     assert not view.shows(range_)
 
 
 def test_a_part_that_is_all_is_whole(store):
-    view, range_, names = parts(store, most=4)
+    view, range_, names = samples(store, most=4)
     assert names == "abcd"
     assert view.shows(range_)
     assert view.get(store.key("p/e")) is None
 
 
 def test_what_a_part_leaves_out_is_not_taken_for_absent(store):
-    view, range_, _ = parts(store, most=2)
+    view, range_, _ = samples(store, most=2)
     assert view.get(store.key("p/a"))
     for look in (
         lambda: view.get(store.key("p/b")),
@@ -164,13 +164,13 @@ def test_a_record_that_is_read_besides_a_part_is_known(store):
     range_ = under(store.key("p/"))
     for name in "abc":
         store.put(f"p/{name}")
-    view = store.read(Part(range_, 1), one(store.key("p/a")), one(store.key("p/0")))
+    view = store.read(Sample(range_, 1), one(store.key("p/a")), one(store.key("p/0")))
     assert [key[-1] for key, _ in view.seen(range_)] == ["a", "c"]
     assert view.get(store.key("p/0")) is None
 
 
 def test_a_transaction_that_fails_shows_what_is_there(store):
-    range_, part = under(store.prefix), Part(under(store.prefix), 1)
+    range_, sample = under(store.prefix), Sample(under(store.prefix), 1)
     for name in "ab":
         store.put(name, name.encode())
     failing = (Unchanged(store.key("a"), 1),)
@@ -183,7 +183,7 @@ def test_a_transaction_that_fails_shows_what_is_there(store):
         assert not lost.applied
         assert [entry.value for _, entry in lost.view.within(range_)] == [b"a", b"b"]
         assert lost.view.rev == lost.rev
-        lost = fail((part, one(store.key("a"))), ops)
+        lost = fail((sample, one(store.key("a"))), ops)
         assert len(lost.view.entries) == 2
         assert not lost.view.shows(range_)
     assert store.kv.commit(Txn((), (), (range_,)), timeout_s=TIMEOUT_S).view is None

@@ -375,10 +375,10 @@ def _(_sure):
     return lambda effects, seen: effects
 
 
-# Parts of what there is
+# Samples of what there is
 
 
-@fault("what a part leaves out is taken for absent", (View, "shows"))
+@fault("what a sample leaves out is taken for absent", (View, "shows"))
 def _(shows):
     return lambda view, range_: True
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torch_ros.errors import ClosedError, StoreUnavailable
 from torch_ros.store.memory import Space
-from torch_ros.store.txn import Commit, Part, Read, Watch
+from torch_ros.store.txn import Commit, Read, Sample, Watch
 
 
 class Store(Space):
@@ -66,9 +66,9 @@ class Connection:
 
     def read(self, request, *, timeout_s):
         view = self._ask(request, partial(self.world.store.read, request), timeout_s)
-        parts = [part for part in request.ranges if isinstance(part, Part)]
-        if not all(view.shows(part.range) for part in parts):
-            self.world.saw("chosen among many" if parts[0].before else "some left out")
+        samples = [sample for sample in request.ranges if isinstance(sample, Sample)]
+        if not all(view.shows(sample.range) for sample in samples):
+            self.world.saw("chosen among many" if samples[0].before else "some left out")
         return view
 
     def commit(self, txn, *, timeout_s):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from torch_ros.store.txn import Commit, Delete, Part, Put, Range, Read, Watch
+from torch_ros.store.txn import Commit, Delete, Put, Range, Read, Sample, Watch
 
 
 def short(what: object) -> str:
     """A request in one line."""
     match what:
         case Read(ranges):
-            return "read " + ", ".join(map(_part, ranges))
+            return "read " + ", ".join(map(_sample, ranges))
         case Commit(txn):
             guards = ", ".join(type(guard).__name__ for guard in txn.guards)
             return f"commit [{guards}] " + "; ".join(map(_op, txn.ops))
@@ -21,7 +21,7 @@ def short(what: object) -> str:
     return str(what)
 
 
-def _part(range_: Range | Part) -> str:
+def _sample(range_: Range | Sample) -> str:
     if isinstance(range_, Range):
         return _key(range_.start)
     which = "oldest" if range_.is_oldest else "youngest"
@@ -41,4 +41,4 @@ def _op(op: object) -> str:
             return f"put {_key(name)} {cut} ({lease_id})"
         case Delete(range_):
             return f"delete {_key(range_.start)}"
-    return f"{type(op).__name__.lower()} {_part(op.range)}"
+    return f"{type(op).__name__.lower()} {_sample(op.range)}"

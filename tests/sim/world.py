@@ -89,7 +89,7 @@ EVENTS = (
     "unpublished with a copy",
     "update: CallAborted",
 )
-MANY = ((txn, "PART_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
+MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 STORY = 60  # steps that a failure shows
 STEPS_MAX = 60_000
 SHAPES = (
@@ -143,7 +143,7 @@ class World(Scheduler):
         self.is_seen_through = rng.random() < 0.35  # until everybody is well again; that takes long
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
-        # From how many records on they are many: PART_MAX, HOLDERS_MAX and NEIGHBOURS.
+        # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
 

@@ -15,7 +15,7 @@ from torch_ros.protocol.versions import Spec, listing, resolve, spec_ranges
 from torch_ros.store import loops
 from torch_ros.store.loops import Done, Wait, settle
 from torch_ros.store.memory import MemoryKV, Space
-from torch_ros.store.txn import Commit, Follow, Put, Read, Txn, Watch, one, some, whole
+from torch_ros.store.txn import Commit, Follow, Put, Read, Txn, Watch, one, sample, whole
 
 KEYS = Keys("m")
 READS_MAX = 10
@@ -99,7 +99,7 @@ def reads(place):
     effects = lambda view, call: calls.replicate(
         view, place, call, Spec(), None, is_relay=True, sources_max=1
     )
-    ranges = (*own, *spec_ranges(KEYS), some(KEYS.readers()), KEYS.suspects())
+    ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
     decide = partial(
         calls.decide, seat=place, number=1, kind="replicate", asked="r", effects=effects
     )

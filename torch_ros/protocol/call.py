@@ -36,7 +36,7 @@ from torch_ros.protocol.versions import Spec, first_holders, spec_ranges
 from torch_ros.store.loops import Step, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Part, Range, View, one, some
+from torch_ros.store.txn import Range, Ranges, View, one, sample
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -101,9 +101,9 @@ class GroupCall(Attempt):
 
     def decide(
         self,
-        ranges: tuple[Range | Part, ...],
+        ranges: Ranges,
         effects: Callable[[View, Seat, Call], Step[Call]],
-        ahead: tuple[Range | Part, ...] = (),
+        ahead: Ranges = (),
     ) -> None:
         """Decide what the group does in this call: the first rank that asks does.
 
@@ -213,7 +213,7 @@ class GroupCall(Attempt):
 
         keys = self.seat.keys
         while not self.has_ended:
-            self.decide((*spec_ranges(keys), some(keys.readers()), keys.suspects()), effects)
+            self.decide((*spec_ranges(keys), sample(keys.readers()), keys.suspects()), effects)
             if self.has_ended or self.decided.sources:
                 return
             rule = partial(sources.claim, seat=self.seat, call=self.decided)
@@ -435,9 +435,9 @@ class GroupCall(Attempt):
 
     def settle(
         self,
-        ranges: tuple[Range | Part, ...],
+        ranges: Ranges,
         rule: Callable[[View], Step[T]],
-        ahead: tuple[Range | Part, ...] = (),
+        ahead: Ranges = (),
         first: View | None = None,
     ) -> T:
         """Perform a step of the call; with it, read `ahead` for the next one."""

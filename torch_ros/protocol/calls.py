@@ -73,9 +73,9 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
-    Part,
     Put,
     Range,
+    Ranges,
     Reply,
     Txn,
     Unseen,
@@ -522,7 +522,7 @@ def complete(
     return conclude(view, seat, current, outcome, guards, (*ops, *read))
 
 
-def end_ranges(seat: Seat, call: Call) -> tuple[Range | Part, ...]:
+def end_ranges(seat: Seat, call: Call) -> Ranges:
     """The ranges that `complete` is decided from."""
     if call.ref is None:
         return seat.own

@@ -17,7 +17,7 @@ from torch_ros.protocol.records import Suspect
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Source
 from torch_ros.store.loops import Step, settle
-from torch_ros.store.txn import Delete, Part, Put, Range, Txn, View, one
+from torch_ros.store.txn import Delete, Put, Ranges, Txn, View, one
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +115,7 @@ class ClaimedSources:
         )
         return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
 
-    def _glance(
-        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[bool]], *, unknown: bool
-    ) -> bool:
+    def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:
         """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
         call, deadline = self.call, self.call.deadline
         within_s = min(GLANCE_S, max(0.0, deadline.left_s()))

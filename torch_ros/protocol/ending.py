@@ -28,9 +28,9 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
-    Part,
     Put,
     Range,
+    Ranges,
     Txn,
     View,
     one,
@@ -92,7 +92,7 @@ class Gone:
     latest: int | None = None  # what is left
 
 
-def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> tuple[Range | Part, ...]:
+def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
     keys = seat.keys
     of_each = (
         range_
@@ -199,7 +199,7 @@ def _moved(
     return Act(Txn(tuple(map(view.unchanged, same)), tuple(ops)), lambda _: Moved())
 
 
-def linger_ranges(each: Leaving) -> tuple[Range | Part, ...]:
+def linger_ranges(each: Leaving) -> Ranges:
     retention = keeping_ranges(each.keys, each.ref)
     return (one(each.lingers), each.keys.shards(each.lingering), *each.readers, *retention)
 

@@ -28,7 +28,7 @@ from torch_ros.protocol.records import (
     VersionRef,
 )
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, own_group
-from torch_ros.protocol.versions import run_numbers
+from torch_ros.protocol.versions import run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Count,
@@ -39,13 +39,13 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
-    Part,
     Put,
     Range,
+    Ranges,
     Txn,
     View,
     one,
-    some,
+    sample,
 )
 
 
@@ -109,11 +109,11 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
     )
 
 
-def open_ranges(who: Applicant) -> tuple[Range | Part, ...]:
+def open_ranges(who: Applicant) -> Ranges:
     keys = who.keys
     own = (one(who.group), keys.decisions_of(who.replica))
     seats = keys.shards(k.instance(who.replica, who.nonce))
-    return (*own, seats, keys.runs(), keys.versions(), some(keys.groups()), some(keys.holdings()))
+    return (*own, seats, *spec_ranges(keys), sample(keys.groups()))
 
 
 def find_group(view: View, who: Applicant) -> Step[str]:

@@ -13,7 +13,7 @@ from torch_ros.protocol.readable import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, VersionRef
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import Spec, run_numbers, spec_ranges
-from torch_ros.store.txn import Entry, Guard, NoneNewer, Part, Range, Unseen, View, some
+from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, Ranges, Unseen, View, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Keeping:
     guards: tuple[Guard, ...]  # under which the answer holds
 
 
-def keeping_ranges(keys: Keys, ref: VersionRef) -> tuple[Range | Part, ...]:
-    holders = some(keys.holdings_of(ref.run, ref.version))
-    return (*spec_ranges(keys), holders, some(keys.groups()), keys.suspects())
+def keeping_ranges(keys: Keys, ref: VersionRef) -> Ranges:
+    holders = sample(keys.holdings_of(ref.run, ref.version))
+    return (*spec_ranges(keys), holders, sample(keys.groups()), keys.suspects())
 
 
 def keeping(

@@ -36,7 +36,7 @@ from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, Wait, follow, settle
 from torch_ros.store.run import Reminder, run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Part, Range, Steps, View, one
+from torch_ros.store.txn import Range, Ranges, Steps, View, one
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -152,9 +152,7 @@ class Seating:
         """
         return run(steps, self.kv, deadline, check=self.check)
 
-    def ask(
-        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], deadline: Deadline
-    ) -> T:
+    def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
         """A question of this rank alone, seated or not; nothing is written down."""
         steps = settle(deadline.what, ranges, rule)
         return run(steps, self.kv, deadline, check=self.check_open)
@@ -216,7 +214,7 @@ class Seating:
         forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
         ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
 
-        def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
+        def ask(ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
             def check() -> None:
                 self.check()
                 if self.seat is not seat:
@@ -471,7 +469,7 @@ def _take_seat(
         left_behind: The nonce under which it had one before, or may have had.
     """
 
-    def ask(ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]]) -> T:
+    def ask(ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
         return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
 
     shared = applicant.shared_nonce
@@ -493,9 +491,7 @@ def _take_seat(
 
 
 class _Ask(Protocol):
-    def __call__(
-        self, ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], /
-    ) -> T: ...
+    def __call__(self, ranges: Ranges, rule: Callable[[View], Step[T]], /) -> T: ...
 
 
 def _created(who: Applicant, ask: _Ask) -> str:

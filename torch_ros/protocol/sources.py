@@ -24,14 +24,15 @@ from torch_ros.store.txn import (
     Entry,
     Get,
     Guard,
-    Part,
     Put,
     Range,
+    Ranges,
+    Sample,
     Txn,
     Unseen,
     View,
     one,
-    some,
+    sample,
     under,
 )
 
@@ -72,14 +73,14 @@ def distance(datacenter: str, seat: Seat) -> int:
     return int(datacenter != seat.datacenter)
 
 
-def source_ranges(seat: Seat, ref: VersionRef) -> tuple[Range | Part, ...]:
+def source_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     """The ranges that a source is chosen from."""
     keys = seat.keys
     return (
         *seat.own,
         one(seat.holding(ref)),
-        some(keys.holdings_of(ref.run, ref.version)),
-        some(keys.readers_for(ref.run, ref.version)),
+        sample(keys.holdings_of(ref.run, ref.version)),
+        sample(keys.readers_for(ref.run, ref.version)),
         keys.suspects(),
     )
 
@@ -173,13 +174,13 @@ def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate
         return found
     born = own.create_rev if own else 0
     there = seat.keys.holdings_of(ref.run, ref.version)
-    parts = (Part(there, NEIGHBOURS, before=born), Part(there, NEIGHBOURS, is_oldest=True))
+    samples = (Sample(there, NEIGHBOURS, before=born), Sample(there, NEIGHBOURS, is_oldest=True))
     by_age = sorted(holdings, key=lambda inst: holdings[inst][1].create_rev)
     older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
     near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
     readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
-    if not found or not {*parts} <= {*view.asked} or not all(map(view.shows, readers)):
-        raise Unseen(*parts, *readers)
+    if not found or not {*samples} <= {*view.asked} or not all(map(view.shows, readers)):
+        raise Unseen(*samples, *readers)
     return found
 
 

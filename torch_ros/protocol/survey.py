@@ -6,7 +6,7 @@ from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Part, Read, View, some
+from torch_ros.store.txn import Read, Sample, View, sample
 
 RECORDS_MAX = 50  # the youngest are looked at: a list for people, and etcd has other work
 MODELS_MAX = 8  # are named
@@ -19,13 +19,13 @@ def other_models(kv: KV, keys: Keys) -> str:
     Three requests at most; a role that may read one model only gets no list.
     """
     try:
-        own = some(keys.versions())
+        own = sample(keys.versions())
         if any(_versions(kv.read(Read((own,)), timeout_s=TIMEOUT_S), keys)):
             return ""
-        youngest = kv.read(Read((Part(k.EVERY_MODEL, RECORDS_MAX),)), timeout_s=TIMEOUT_S)
+        youngest = kv.read(Read((Sample(k.EVERY_MODEL, RECORDS_MAX),)), timeout_s=TIMEOUT_S)
         names = sorted(filter(None, {k.parse_model(key) for key in youngest.entries}))
         there = [Keys(name) for name in names[:MODELS_MAX] if name != keys.model]
-        view = kv.read(Read(tuple(some(each.versions()) for each in there)), timeout_s=TIMEOUT_S)
+        view = kv.read(Read(tuple(sample(each.versions()) for each in there)), timeout_s=TIMEOUT_S)
     except TorchRosError:
         return ""
     found = ", ".join(f"{each.model!r} ({_named(_versions(view, each))})" for each in there)

@@ -13,12 +13,12 @@ from torch_ros.protocol.readable import keyed, readable
 from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import (
-    Part,
-    Range,
+    Ranges,
+    Sample,
     Unseen,
     View,
     one,
-    some,
+    sample,
 )
 
 HOLDERS_MAX = 8  # that are looked at to see that a version is available
@@ -66,19 +66,19 @@ def shows_all(view: View, keys: Keys, offer: AvailableVersion) -> bool:
     return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
 
 
-def first_holders(keys: Keys, run: str, version: int) -> Part:
+def first_holders(keys: Keys, run: str, version: int) -> Sample:
     """The holdings that came first, which are the first to be full."""
-    return Part(keys.holdings_of(run, version), HOLDERS_MAX, is_oldest=True)
+    return Sample(keys.holdings_of(run, version), HOLDERS_MAX, is_oldest=True)
 
 
-def spec_ranges(keys: Keys) -> tuple[Range | Part, ...]:
+def spec_ranges(keys: Keys) -> Ranges:
     """The ranges that a version is resolved from."""
-    return (keys.runs(), keys.versions(), some(keys.holdings()))
+    return (keys.runs(), keys.versions(), sample(keys.holdings()))
 
 
-def newer_ranges(keys: Keys) -> tuple[Range | Part, ...]:
+def newer_ranges(keys: Keys) -> Ranges:
     """What `newer` is decided from. Mostly there is nothing new, and the records say so."""
-    return (keys.runs(), keys.versions(), Part(keys.holdings(), 1))
+    return (keys.runs(), keys.versions(), Sample(keys.holdings(), 1))
 
 
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:

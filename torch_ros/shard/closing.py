@@ -17,7 +17,7 @@ from torch_ros.protocol.seat import CLOSED
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Part, Range, View
+from torch_ros.store.txn import Ranges, View
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Closing:
 
     def _run(
         self,
-        ranges: tuple[Range | Part, ...],
+        ranges: Ranges,
         rule: Callable[[View], Step[T]],
         timeout_s: float,
     ) -> T:

@@ -20,8 +20,8 @@ from torch_ros.store.txn import (
     Entry,
     Follow,
     Get,
-    Part,
     Range,
+    Ranges,
     Read,
     Reply,
     Steps,
@@ -35,7 +35,7 @@ from torch_ros.store.txn import (
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS_MAX = 64  # a race is lost only when another process won it
-LOOKS_MAX = 3  # at parts, before everything is read
+LOOKS_MAX = 3  # at samples, before everything is read
 
 
 class Done(Struct, Generic[T_co], frozen=True):
@@ -56,7 +56,7 @@ class Wait(Struct, frozen=True):
     """Not yet. `reason` is for people; it ends up in logs and in DeadlineExceeded."""
 
     reason: str
-    ranges: tuple[Range | Part, ...]  # what has to change first
+    ranges: Ranges  # what has to change first
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
@@ -72,7 +72,7 @@ Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
 
 def settle(
     what: str,
-    ranges: tuple[Range | Part, ...],
+    ranges: Ranges,
     rule: Callable[[View], Step[T]],
     first: View | None = None,
 ) -> Steps[T]:
@@ -82,8 +82,8 @@ def settle(
     own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
     of the view leaves no gap in which a change could be missed (I6).
 
-    Where `ranges` are parts, the rule may ask for others (`Unseen`), or for everything: a rule
-    that is right about whole ranges cannot be wrong about parts.
+    Where `ranges` are samples, the rule may ask for others (`Unseen`), or for everything: a rule
+    that is right about whole ranges cannot be wrong about samples.
 
     Args:
         first: A view from before. If it shows all of `ranges` they are not read, unless the rule
@@ -115,7 +115,7 @@ def settle(
 
 
 def _look(
-    ranges: tuple[Range | Part, ...], rule: Callable[[View], Step[T]], first: View | None
+    ranges: Ranges, rule: Callable[[View], Step[T]], first: View | None
 ) -> Steps[tuple[View, Step[T]]]:
     """A view in which the rule sees enough, and what it says."""
     asked, looks, view = ranges, 1, first
@@ -153,7 +153,7 @@ def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) ->
 
 
 def looking_ahead(
-    rule: Callable[[View], Step[T]], ahead: tuple[Range | Part, ...], keep: Callable[[View], None]
+    rule: Callable[[View], Step[T]], ahead: Ranges, keep: Callable[[View], None]
 ) -> Callable[[View], Step[T]]:
     """`rule`, whose last step also reads what the next loop starts from: a round trip less."""
 

@@ -21,11 +21,12 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
-    Part,
     Put,
     Range,
+    Ranges,
     Read,
     Reply,
+    Sample,
     Txn,
     Unchanged,
     View,
@@ -165,7 +166,7 @@ def _op(op: Op) -> Any:
             return rpc.RequestOp(request_range=count)
 
 
-def _get(range_: Range | Part, *, keys_only: bool = False) -> Any:
+def _get(range_: Range | Sample, *, keys_only: bool = False) -> Any:
     if isinstance(range_, Range):
         get = rpc.RangeRequest(**_bounds(range_), keys_only=keys_only)
     else:
@@ -213,7 +214,7 @@ def _results(ops: Sequence[Op], responses: Sequence[Any]) -> Iterator[Mapping[st
                 pass
 
 
-def _view(ranges: tuple[Range | Part, ...], reply: Any) -> View:
+def _view(ranges: Ranges, reply: Any) -> View:
     entries: dict[str, Entry] = {}
     shown: list[Range] = []
     for range_, response in zip(whole(ranges), reply.responses, strict=True):

@@ -28,11 +28,11 @@ from torch_ros.store.txn import (
     Guard,
     NoneNewer,
     Op,
-    Part,
     Put,
     Range,
     Read,
     Reply,
+    Sample,
     Txn,
     Unchanged,
     View,
@@ -71,8 +71,8 @@ class Space:
         entries: dict[str, Entry] = {}
         shown: list[Range] = []
         for range_ in request.ranges:
-            if isinstance(range_, Part):
-                keys = self._part(range_)
+            if isinstance(range_, Sample):
+                keys = self._sample(range_)
                 if len(keys) == len(self._keys_in(range_.range)):
                     shown.append(range_.range)
             else:
@@ -186,8 +186,8 @@ class Space:
         self._changes.append((rev, key))
         self.changed.notify_all()
 
-    def _get(self, range_: Range | Part, *, keys_only: bool = False) -> dict[str, Entry]:
-        keys = self._part(range_) if isinstance(range_, Part) else self._keys_in(range_)
+    def _get(self, range_: Range | Sample, *, keys_only: bool = False) -> dict[str, Entry]:
+        keys = self._sample(range_) if isinstance(range_, Sample) else self._keys_in(range_)
         entries = {key: self._entries[key] for key in keys}
         if not keys_only:
             return entries
@@ -196,14 +196,14 @@ class Space:
             for key, entry in entries.items()
         }
 
-    def _part(self, part: Part) -> list[str]:
-        keys = self._keys_in(part.range)
-        if not part.before and len(keys) <= part.most:
+    def _sample(self, sample: Sample) -> list[str]:
+        keys = self._keys_in(sample.range)
+        if not sample.before and len(keys) <= sample.most:
             return keys
         born = {key: self._entries[key].create_rev for key in keys}
-        found = [key for key in keys if not part.before or born[key] < part.before]
-        found.sort(key=born.__getitem__, reverse=not part.is_oldest)
-        return found[: part.most]
+        found = [key for key in keys if not sample.before or born[key] < sample.before]
+        found.sort(key=born.__getitem__, reverse=not sample.is_oldest)
+        return found[: sample.most]
 
     def _keys_in(self, range_: Range) -> list[str]:
         return self._keys[

@@ -35,11 +35,11 @@ def under(prefix: str) -> Range:
     return Range(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
-PART_MAX = 32  # more records than these are many
+SAMPLE_MAX = 32  # more records than these are many
 
 
-class Part(Struct, frozen=True):
-    """In a `Read`: some records of `range`, those created last (`is_oldest`: first).
+class Sample(Struct, frozen=True):
+    """In a `Read`: a few records of `range`, those created last (`is_oldest`: first).
 
     A question to which a few records are an answer should cost as much among ten thousand. Watched,
     it is the whole range.
@@ -51,13 +51,27 @@ class Part(Struct, frozen=True):
     is_oldest: bool = False
 
 
-def some(range_: Range) -> Part:
+def sample(range_: Range) -> Sample:
     """All of `range_` if that is not much."""
-    return Part(range_, PART_MAX)
+    return Sample(range_, SAMPLE_MAX)
 
 
-def whole(ranges: Iterable[Range | Part]) -> tuple[Range, ...]:
-    return tuple(part.range if isinstance(part, Part) else part for part in ranges)
+Ranges = tuple[Range | Sample, ...]
+
+
+def whole(ranges: Iterable[Range | Sample]) -> tuple[Range, ...]:
+    return tuple(each.range if isinstance(each, Sample) else each for each in ranges)
+
+
+class Unseen(Exception):
+    """A rule cannot decide from the samples that a view shows.
+
+    It wants to see `more` in their stead; if that is nothing, all of it.
+    """
+
+    def __init__(self, *more: Range | Sample) -> None:
+        super().__init__(*more)
+        self.more = more
 
 
 class Entry(Struct, frozen=True):
@@ -110,7 +124,7 @@ class Delete(Struct, frozen=True):
 class Get(Struct, frozen=True):
     """Sees the operations that stand before it in the same transaction."""
 
-    range: Range | Part
+    range: Range | Sample
     keys_only: bool = False
 
 
@@ -131,33 +145,22 @@ class Txn(Struct, frozen=True):
 
     guards: tuple[Guard, ...] = ()
     ops: tuple[Op, ...] = ()
-    otherwise: tuple[Range | Part, ...] = ()  # read if a guard fails
-
-
-class Unseen(Exception):
-    """A rule cannot decide from the parts that a view shows.
-
-    It wants to see `more` in their stead; if that is nothing, all of it.
-    """
-
-    def __init__(self, *more: Range | Part) -> None:
-        super().__init__(*more)
-        self.more = more
+    otherwise: Ranges = ()  # read if a guard fails
 
 
 class View(Struct, frozen=True):
-    """Several ranges, or parts of them, read at one revision."""
+    """Several ranges, or samples of them, read at one revision."""
 
     rev: int
     entries: Mapping[str, Entry] = field(default_factory=dict)
     shown: tuple[Range, ...] = (EVERYTHING,)  # what is not in `entries`, and in these, is not there
-    asked: tuple[Range | Part, ...] = ()  # what was read
+    asked: Ranges = ()  # what was read
 
     def shows(self, range_: Range) -> bool:
         """Whether all records of `range_` are here."""
         return any(all_.start <= range_.start and range_.end <= all_.end for all_ in self.shown)
 
-    def has(self, range_: Range | Part) -> bool:
+    def has(self, range_: Range | Sample) -> bool:
         """Whether it shows as much of `range_` as was asked for."""
         return range_ in self.asked or all(map(self.shows, whole((range_,))))
 
@@ -222,7 +225,7 @@ UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have ap
 class Read(Struct, frozen=True):
     """Request. Reply: a `View` of all `ranges`."""
 
-    ranges: tuple[Range | Part, ...]
+    ranges: Ranges
 
 
 class Commit(Struct, frozen=True):

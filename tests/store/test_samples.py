@@ -1,4 +1,4 @@
-"""Decisions from parts of what there is are those that all of it would have led to."""
+"""Decisions from samples of what there is are those that all of it would have led to."""
 
 import itertools
 import random
@@ -30,14 +30,14 @@ from torch_ros.store.memory import MemoryKV
 from torch_ros.store.run import run
 from torch_ros.store.txn import (
     Commit,
-    Part,
     Put,
     Read,
+    Sample,
     Txn,
     Unseen,
     Watch,
     one,
-    some,
+    sample,
     under,
     whole,
 )
@@ -81,8 +81,8 @@ class Store:
 def few(monkeypatch):
     """Call it; from so many records on they are many."""
 
-    def limit(part_max, holders_max, neighbours):
-        monkeypatch.setattr(txn, "PART_MAX", part_max)
+    def limit(sample_max, holders_max, neighbours):
+        monkeypatch.setattr(txn, "SAMPLE_MAX", sample_max)
         monkeypatch.setattr(versions, "HOLDERS_MAX", holders_max)
         monkeypatch.setattr(sources, "NEIGHBOURS", neighbours)
 
@@ -103,21 +103,21 @@ def test_a_rule_that_sees_too_little_is_shown_everything(few):
     few(2, 1, 1)
     store = numbered(5)
     count = store.settle(
-        (some(under("/n/")),), lambda view: Done(len(list(view.within(under("/n/")))))
+        (sample(under("/n/")),), lambda view: Done(len(list(view.within(under("/n/")))))
     )
     assert (count, store.reads) == (5, [2, 5])
 
 
 def test_a_rule_may_ask_for_other_parts_instead(few):
     few(2, 1, 1)
-    store, oldest = numbered(5), Part(under("/n/"), 1, is_oldest=True)
+    store, oldest = numbered(5), Sample(under("/n/"), 1, is_oldest=True)
 
     def first(view):
         if not view.entries.keys() & {"/n/0"}:
             raise Unseen(oldest)
         return Done(list(view.entries))
 
-    assert store.settle((some(under("/n/")),), first) == ["/n/0"]
+    assert store.settle((sample(under("/n/")),), first) == ["/n/0"]
     assert store.reads == [2, 1]
 
 
@@ -127,10 +127,10 @@ def test_a_rule_that_goes_on_asking_is_shown_everything(few):
 
     def never(view):
         if not view.shows(range_):
-            raise Unseen(Part(range_, 1))
+            raise Unseen(Sample(range_, 1))
         return Done("enough")
 
-    assert store.settle((some(range_),), never) == "enough"
+    assert store.settle((sample(range_),), never) == "enough"
     assert store.reads == [2, 1, 1, 5]
 
 
@@ -250,7 +250,7 @@ def any_questions(rng):
 
 
 @pytest.mark.parametrize("most", [(1, 1, 1), (2, 1, 2), (3, 2, 2)], ids=str)
-def test_parts_lead_to_what_the_whole_would_lead_to(few, most):
+def test_samples_lead_to_what_the_whole_would_lead_to(few, most):
     few(*most)
     rng, went_on = random.Random(0), 0
     for _ in range(400):
