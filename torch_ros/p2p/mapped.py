@@ -11,15 +11,16 @@ he could not read. Files that he has mapped are taken if they are on tmpfs: a me
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,18 +71,7 @@ class Stretch:
     size_bytes: int
     offset: int  # where it begins in the file
     file: _File
-    paths: tuple[str, ...]  # where this process may find the file
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One mapping of /proc/<pid>/maps that is shared with whoever else maps the file."""
-
-    start: int
-    end: int
-    offset: int
-    file: _File
-    path: str
+    paths: tuple[str, ...] = ()  # where this process may find the file
 
 
 def host() -> str:
@@ -114,30 +104,28 @@ def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, .
         OSError: The process has ended, or the kernel does not allow it.
     """
     bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    lines = [line for line in _shared(process.read("maps").splitlines()) if _is_in(bounds, line)]
-    paths = _paths(process, {line.path for line in lines})
-    return tuple(
-        Stretch(line.start, line.end - line.start, line.offset, line.file, paths[line.path])
-        for line in lines
-    )
+    shared = [each for each in _shared(process.read("maps")) if _is_in(bounds, each[0])]
+    paths = _paths(process, {name for _, name in shared})
+    return tuple(replace(stretch, paths=paths[name]) for stretch, name in shared)
 
 
-def _shared(lines: Iterable[str]) -> list[_Line]:
-    """Those that are MAP_SHARED: what a private mapping was written to is not in the file."""
-    shared = []
-    for line in lines:
+def _shared(maps: str) -> Iterator[tuple[Stretch, str]]:
+    """Yield what is MAP_SHARED in a /proc/<pid>/maps, each with the name that its file has there.
+
+    Bytes that were written to a private mapping are not in the file.
+    """
+    for line in maps.splitlines():
         addresses, flags, offset, device, inode, *path = line.split(maxsplit=5)
         if flags.endswith("s") and inode != "0":
             start, end = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
             file = (os.makedev(major, minor), int(inode))
-            shared.append(_Line(start, end, int(offset, 16), file, "".join(path)))
-    return shared
+            yield Stretch(start, end - start, int(offset, 16), file), "".join(path)
 
 
-def _is_in(bounds: list[tuple[int, int]], line: _Line) -> bool:
-    after = bisect_right(bounds, line.start, key=lambda bound: bound[1])
-    return after < len(bounds) and bounds[after][0] < line.end
+def _is_in(bounds: list[tuple[int, int]], stretch: Stretch) -> bool:
+    after = bisect_right(bounds, stretch.address, key=lambda bound: bound[1])
+    return after < len(bounds) and bounds[after][0] < stretch.address + stretch.size_bytes
 
 
 def _paths(process: Neighbour, names: set[str]) -> dict[str, tuple[str, ...]]:
@@ -210,10 +198,15 @@ class Mapping:
 _Row = tuple[int, int, Mapping, bytes]
 
 
-class Segments:
-    """Stretches of a peer's registered memory that are mapped: disjoint, in order of address."""
+class MappedMemory:
+    """The memory of one peer that is mapped here. The caller holds the transport's lock."""
 
-    def __init__(self, rows: Sequence[_Row] = ()) -> None:
+    def __init__(self) -> None:
+        self.mappings: dict[Stretch, Mapping] = {}
+        self._keep(())
+
+    def _keep(self, rows: Iterable[_Row]) -> None:
+        """Know these stretches of registered memory, which are disjoint, and no others."""
         self.rows = sorted(rows, key=lambda row: row[0])
         self._starts = np.array([row[0] for row in self.rows], np.uint64)
         self._ends = np.array([row[1] for row in self.rows], np.uint64)
@@ -223,7 +216,7 @@ class Segments:
     def find(
         self, addresses: Uint64s, sizes: Uint64s
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
-        """Say for each span whether it lies in one segment, in which, and where that is here."""
+        """Say for each span whether it lies in one row, in which, and where that is here."""
         row = np.searchsorted(self._starts, addresses, side="right") - 1
         if not self.rows:
             return np.zeros(len(row), np.bool_), row, addresses
@@ -231,32 +224,18 @@ class Segments:
         is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
         return is_inside, row, addresses + self._shifts[row]
 
-    def without(self, starts: Uint64s, ends: Uint64s) -> list[_Row]:
-        """Return those that touch none of these regions, which are disjoint and in order."""
+    def forget(self, starts: Uint64s, ends: Uint64s) -> None:
+        """Take these regions, disjoint and in order, for unknown: they are described anew."""
         after = np.searchsorted(ends, self._starts, side="right")
         beyond = np.append(starts, np.uint64(2**64 - 1))[after]
-        return [
-            row for row, is_free in zip(self.rows, beyond >= self._ends, strict=True) if is_free
-        ]
-
-
-class MappedMemory:
-    """The memory of one peer that is mapped here. The caller holds the transport's lock."""
-
-    def __init__(self) -> None:
-        self.segments = Segments()
-        self.mappings: dict[Stretch, Mapping] = {}
-
-    def forget(self, starts: Uint64s, ends: Uint64s) -> None:
-        """Take these addresses for unknown: they are about to be described anew."""
-        self.segments = Segments(self.segments.without(starts, ends))
+        self._keep(itertools.compress(self.rows, beyond >= self._ends))
 
     def drop(self, gone: AbstractSet[Mapping]) -> None:
         """Leave out these mappings. The caller closes them once no copy reads them."""
         for mapping in gone:
             mapping.is_open = False
             self.mappings.pop(mapping.stretch, None)
-        self.segments = Segments([row for row in self.segments.rows if row[2] not in gone])
+        self._keep([row for row in self.rows if row[2] not in gone])
 
     def map(
         self, process: Neighbour, starts: Uint64s, ends: Uint64s, of: bytes, *, elsewhere: int
@@ -268,7 +247,7 @@ class MappedMemory:
             elsewhere: How many mappings other peers have.
         """
         agent = process.agent
-        rows, refused = list(self.segments.rows), list[OSError]()
+        rows, refused = list(self.rows), list[OSError]()
         try:
             stretches = find(process, starts, ends)
         except OSError as error:
@@ -286,7 +265,7 @@ class MappedMemory:
                 rows.append((max(start, begin), min(stop, end), mapping, of))
         if not stretches:
             return
-        self.segments = Segments(rows)
+        self._keep(rows)
         mapped_mb = sum(row[1] - row[0] for row in rows) / 1e6
         log.info("agent %s: %.0f MB of its shared memory are mapped here", agent, mapped_mb)
         if refused:

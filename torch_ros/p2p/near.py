@@ -286,13 +286,13 @@ class NearPeer:
 
     def _prepare_shared(self, spans: Spans) -> NearTransfer | None:
         """A read of `spans`, if something of it can be copied."""
-        transport, segments = self.transport, self.mapped.segments
-        if not (len(spans) and (segments.rows or self._covers)):
+        transport, known = self.transport, self.mapped
+        if not (len(spans) and (known.rows or self._covers)):
             return None
         keys, there = room(spans[:, 1], spans[:, 2], transport.covers())
         # What is empty, or not registered, is refused where all else is.
         is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
-        is_copied, row, sources = segments.find(spans[:, 0], spans[:, 2])
+        is_copied, row, sources = known.find(spans[:, 0], spans[:, 2])
         is_copied &= is_sound
         is_read = np.zeros_like(is_copied)
         digests = set[bytes]()
@@ -310,7 +310,7 @@ class NearPeer:
         copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_copied, is_read))
         if not len(copies) and not len(reads):
             return None
-        rows = [segments.rows[index] for index in set(row[is_copied].tolist())]
+        rows = [known.rows[index] for index in set(row[is_copied].tolist())]
         used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
         targets = transport.owners(set(keys[is_taken].tolist()))
         work = _Work(copies, reads, used, digests, targets)
