@@ -24,6 +24,7 @@ from pathlib import Path
 _KEPT_MAX = 64  # connections kept open; the oldest is closed first
 _QUIET_S = 10.0  # after the last byte that came, the source has sent it all, and one is closed
 _BUSY_S, _IDLE_S = 0.02, 0.2  # between two looks at them, while something comes and before
+_RECENT_S = 1.0  # something comes, if something came since then
 _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _LAST_SENT, _LAST_RECEIVED = 8 + 9, 8 + 11  # in it: milliseconds since then
 _ESTABLISHED = 1
@@ -136,12 +137,12 @@ class _Drain:
                 if not self._kept:
                     self._is_running = False
                     return
-                is_busy = any(map(_is_recent, self._kept.values()))
+                since_s = time.monotonic() - _RECENT_S
+                is_busy = any(came_s and came_s > since_s for came_s in self._kept.values())
             time.sleep(_BUSY_S if is_busy else _IDLE_S)
 
     def _look(self, connection: socket.socket) -> None:
         """A socket that is shut down returns nothing at once where others would block."""
-        has_ended = False
         try:
             while connection.recv(1 << 20, socket.MSG_DONTWAIT):
                 self._kept[connection] = time.monotonic()
@@ -152,10 +153,6 @@ class _Drain:
         if has_ended or (came_s is not None and time.monotonic() - came_s > _QUIET_S):
             del self._kept[connection]
             connection.close()
-
-
-def _is_recent(came_s: float | None) -> bool:
-    return came_s is not None and time.monotonic() - came_s < 1.0
 
 
 _drain = _Drain()

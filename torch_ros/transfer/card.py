@@ -56,13 +56,9 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     descriptor: bytes
 
     def pack(self) -> bytes:
-        """Return the notice as it stands in a mailbox, behind the word."""
-        return framed(msgspec.msgpack.encode(self))
-
-
-def framed(notice: bytes) -> bytes:
-    """Put length and digest before an encoded notice."""
-    return len(notice).to_bytes(8, "little") + digest(notice) + notice
+        """Return the notice as it stands in a mailbox behind the word: length, digest, content."""
+        notice = msgspec.msgpack.encode(self)
+        return len(notice).to_bytes(8, "little") + digest(notice) + notice
 
 
 def digest(content: bytes | memoryview) -> bytes:
