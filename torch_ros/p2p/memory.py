@@ -118,14 +118,11 @@ class MemoryPeer:
 class MemoryTransport:
     def __init__(self, agent: str | None = None) -> None:
         self.agent = agent or str(uuid.uuid4())
+        self.connection = _PREFIX + self.agent.encode()
         self.registrations: dict[int, MemoryRegistration] = {}
         self._keys = itertools.count()
         with _lock:
             _agents[self.agent] = self
-
-    @property
-    def connection(self) -> bytes:
-        return _PREFIX + self.agent.encode()
 
     @property
     def is_closed(self) -> bool:

@@ -356,7 +356,8 @@ class NearTransport:
     """
 
     def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
-        self._base, self.agent, self.is_used = base, base.agent, is_used
+        self._base, self.is_used = base, is_used
+        self.agent, self.connection = base.agent, base.connection
         self.threads = CopyThreads(threads)
         _agents.add(self.agent)
         self._voucher = _voucher(agent=base.agent) if is_used else None
@@ -370,10 +371,6 @@ class NearTransport:
         self.refused: set[str] = set()  # agents of which something was, and the log has it
         self._keys = itertools.count()
         self._pid = os.getpid()
-
-    @property
-    def connection(self) -> bytes:
-        return self._base.connection
 
     @property
     def is_foreign(self) -> bool:

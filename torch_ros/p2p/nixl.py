@@ -135,7 +135,7 @@ class NixlRegistration:
         with transport.lock:
             if self in transport.registrations:
                 transport.registrations.remove(self)
-            while self.listed and not transport.is_closed:
+            while self.listed and not transport.closed_because:
                 transport.nixl.deregisterMem(self.listed.pop(), [])
 
 
@@ -405,8 +405,7 @@ class NixlTransport:
         self.keys = itertools.count()
         self.registrations: list[NixlRegistration] = []
         self.links: dict[str, _Link] = {}
-        self.is_closed = False
-        self._closed_because = "it was closed"
+        self.closed_because = ""  # it is open
         self._pid = os.getpid()
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
@@ -425,16 +424,12 @@ class NixlTransport:
         region = Region(self._ping_bytes.ctypes.data, self._ping_bytes.nbytes)
         registration = NixlRegistration(self, [region])
         self._ping = (region.address, registration.covers[0].key)
-        self._connection = _pack(
+        self.connection = _pack(
             _CONNECTION,
             self.agent.encode(),
             np.array(self._ping, np.uint64).tobytes(),
             self.nixl.getLocalPartialMD(registration.listed[0], True, []),  # noqa: FBT003
         )
-
-    @property
-    def connection(self) -> bytes:
-        return self._connection
 
     @property
     def is_foreign(self) -> bool:
@@ -486,17 +481,17 @@ class NixlTransport:
 
     def end(self, reason: str) -> None:
         """Destroy the agent, with the lock held. Nothing lands after that."""
-        if not self.is_closed:
-            self.is_closed, self._closed_because = True, reason
+        if not self.closed_because:
+            self.closed_because = reason
             for link in tuple(self.links.values()):
                 link.end(f"this transport is closed: {reason}")
             self.nixl = None
 
     def refuse_closed(self) -> None:
         self.refuse_fork()
-        if self.is_closed:
+        if self.closed_because:
             raise ClosedError(
-                f"the transport of agent {self.agent!r} is closed: {self._closed_because}"
+                f"the transport of agent {self.agent!r} is closed: {self.closed_because}"
             )
 
     def refuse_fork(self) -> None:
@@ -536,7 +531,7 @@ def _leak_all() -> None:
     # To destroy the parent's agent in a child would wait for a thread that is not there, and say
     # goodbye to peers over the parent's sockets.
     for transport in _transports:
-        if not transport.is_closed:
+        if not transport.closed_because:
             _inherited.append(transport.agent)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport.nixl))
 

@@ -102,11 +102,7 @@ class Transport(Protocol):
     """This process's endpoint. Safe to call from many threads."""
 
     agent: str  # a name no other agent has
-
-    @property
-    def connection(self) -> bytes:
-        """The bytes that a peer needs for `connect`, below 4 KiB. They never change."""
-        ...
+    connection: bytes  # what a peer needs for `connect`, below 4 KiB; it never changes
 
     def register(self, regions: Sequence[Region]) -> Registration:
         """Make memory readable by peers and usable as a target.
