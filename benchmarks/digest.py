@@ -15,8 +15,9 @@ from typing import get_args
 import torch
 from harness import seconds, timed
 
-from torch_ros.weights.digest import Depth, chunk_digests, combine, digest
+from torch_ros.weights.digest import chunk_digests, combine, digest
 from torch_ros.weights.local import build, local_chunks
+from torch_ros.weights.manifest import Depth
 
 SIZE_BYTES = 256 << 20
 SMALL_TENSORS = 70_000

@@ -35,7 +35,7 @@ from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Registered, finish_kernels
-from torch_ros.weights.digest import Depth
+from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
 State = Literal["seated", "away", "gone", "closed"]

@@ -24,7 +24,7 @@ from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
-from torch_ros.weights.digest import Depth
+from torch_ros.weights.manifest import Depth
 
 log = logging.getLogger(__name__)
 

@@ -40,10 +40,11 @@ from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
-from torch_ros.weights.digest import Depth, first_difference, totals
+from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.manifest import (
     OBJECT,
     ChunkRecord,
+    Depth,
     Layout,
     Logical,
     TensorRecord,

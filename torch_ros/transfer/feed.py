@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
@@ -20,7 +19,7 @@ from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers, PeerState
 from torch_ros.transfer.registered import Registered
-from torch_ros.weights.columns import Ints
+from torch_ros.weights.columns import Bools, Ints
 from torch_ros.weights.manifest import Layout, Manifest
 from torch_ros.weights.plan import ReadPlan
 
@@ -36,7 +35,7 @@ class Progress:
 
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
         self._mailbox, self._target, self._mark = mailbox, target, 0
-        self.done: npt.NDArray[np.bool_] = np.zeros(target.layout.blocks.total, np.bool_)
+        self.done: Bools = np.zeros(target.layout.blocks.total, np.bool_)
         self.bytes_read = 0
 
     def serve(self, mark: int) -> None:

@@ -31,8 +31,7 @@ import numpy.typing as npt
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
 from torch_ros.transfer.card import MAILBOX_BYTES, WORD_BYTES, Card, Notice, Word, digest
-from torch_ros.weights.digest import Depth
-from torch_ros.weights.manifest import Layout, Manifest
+from torch_ros.weights.manifest import Depth, Layout, Manifest
 
 MANIFESTS_KEPT = 2  # two buffers may be published in turn: then nothing is registered anew
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ros.spans import Region
 from torch_ros.weights.columns import Ints
-from torch_ros.weights.digest import Depth, chunk_digests
+from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
-from torch_ros.weights.manifest import OBJECT, Blocks, Layout, logical
+from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout, logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Phase:
 
     layout: Layout
     memory: Sequence[torch.Tensor]
-    blocks: npt.NDArray[np.int64]  # the numbers of its blocks in the whole layout
+    blocks: Ints  # the numbers of its blocks in the whole layout
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise, product
 from math import prod
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +51,8 @@ import torch
 
 from torch_ros.errors import NotSupported
 from torch_ros.weights.columns import Bools
-from torch_ros.weights.manifest import OBJECT, Layout
+from torch_ros.weights.manifest import OBJECT, Depth, Layout
 
-Depth = Literal["off", "sampled", "full"]
 UInts = npt.NDArray[np.uint64]
 
 # Longer: a coarser sample. Shorter: the outer sum begins to cost as much as the inner ones.

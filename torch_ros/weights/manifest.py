@@ -24,6 +24,8 @@ from torch_ros.weights.columns import Bools, Columns, Ints, sum_before
 
 OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
 
+Depth = Literal["off", "sampled", "full"]  # of digests: how much of the content they cover
+
 # All processes of a model use the same size: positions in the protocol count blocks.
 BLOCK_BYTES = 32 << 20
 
@@ -177,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     addresses: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]  # of each chunk's first element
     devices: tuple[_Device, ...]  # of each chunk
     descriptor: bytes  # p2p's; opaque here
-    depth: Literal["off", "sampled", "full"] = "off"  # of the digests
+    depth: Depth = "off"  # of the digests
     digests: tuple[_Digest, ...] = ()  # of each chunk, if they were computed here
     totals: dict[str, _Digest] = {}  # of each whole tensor, by fqn, if they are known here
 
