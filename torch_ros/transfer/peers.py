@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,12 +132,11 @@ class Peers:
         """
         with _believing("?", "its card"):
             where = msgspec.msgpack.decode(card, type=Card)
-        peer = self._reach(where)
-        mailbox = where.agent, where.mailbox_address
+        peer, mailbox = self._reach(where), (where.agent, where.mailbox_address)
         # The word first: a process shows something before it serves it, and nothing says in which
         # order the bytes of one read are fetched.
-        word = self._word(*mailbox, deadline, still)
-        box = self._ask(*mailbox, "whole", deadline, still)
+        word = self.word(where, deadline, still)
+        box = self._ask(where, "whole", deadline, still)
         length = int.from_bytes(box[WORD_BYTES : 2 * WORD_BYTES], "little")
         content = box[HEADER_BYTES : HEADER_BYTES + length]
         if length == 0 or digest(content) != box[2 * WORD_BYTES : HEADER_BYTES]:
@@ -163,9 +162,9 @@ class Peers:
         return state.agent, state.manifest
 
     def word(
-        self, state: PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
+        self, where: Card | PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
     ) -> Word:
-        """Read the word of that process again.
+        """Read the word of that process, which is connected.
 
         Args:
             still: Called while the answer is waited for.
@@ -173,7 +172,7 @@ class Peers:
         Raises:
             TransferFailed: It is gone.
         """
-        return self._word(state.agent, state.mailbox_address, deadline, still)
+        return Word.unpack(int.from_bytes(self._ask(where, "word", deadline, still), "little"))
 
     def is_near(self, agents: Iterable[str]) -> bool:
         """Whether all of these, which are connected, are read by copying."""
@@ -251,21 +250,14 @@ class Peers:
             peer.attach(descriptor)
             attached.add(descriptor)
 
-    def _word(
-        self, agent: str, address: int, deadline: Deadline, still: Callable[[], None]
-    ) -> Word:
-        answer = self._ask(agent, address, "word", deadline, still)
-        return Word.unpack(int.from_bytes(answer, "little"))
-
     def _ask(
         self,
-        agent: str,
-        address: int,
+        where: Card | PeerState,
         question: Literal["word", "whole"],
         deadline: Deadline,
         still: Callable[[], None],
     ) -> bytes:
-        key = (agent, address)
+        key = agent, address = where.agent, where.mailbox_address
         if key not in self._mailboxes:
             with _believing(agent, "its mailbox"):
                 self._mailboxes[key] = PeerMailbox(self._transport, self._peers[agent], address)
@@ -308,23 +300,19 @@ class Peers:
             reason = f"its manifest cannot be {size_bytes} bytes at {address}"
             raise TransferFailed(peer.agent, reason)
         buffer = np.empty(size_bytes, np.uint8)
-        registration = self._transport.register([region_of(buffer)])
-        try:
+        with closing(self._transport.register([region_of(buffer)])):
             spans = np.array([[address, buffer.ctypes.data, size_bytes]], np.uint64)
             with _believing(peer.agent, "its manifest"):
                 self._attach(peer, notice.descriptor)
                 transfer = peer.prepare(spans)
-            try:
-                perform([transfer], deadline, Watcher(still))
-            except TransferFailed:
-                raise
-            except TorchRosError:
-                self.leave(peer.agent)
-                raise
-            finally:
-                transfer.close()
-        finally:
-            registration.close()
+            with closing(transfer):
+                try:
+                    perform([transfer], deadline, Watcher(still))
+                except TransferFailed:
+                    raise
+                except TorchRosError:
+                    self.leave(peer.agent)
+                    raise
         return buffer.tobytes()
 
 
