@@ -12,7 +12,7 @@ from torch_ros.errors import ClosedError, NotSupported, TransferFailed
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.spans import HOST, Region, Spans
 
-_PREFIX = b"memory:"
+_PREFIX = "memory:"
 
 _agents: dict[str, MemoryTransport] = {}
 
@@ -24,7 +24,7 @@ class MemoryRegistration:
     def __init__(self, transport: MemoryTransport, regions: Sequence[Region], key: int) -> None:
         self._transport, self._key = transport, key
         self.covers = (merge(HOST, regions, key=key),) if regions else ()
-        self.descriptor = _PREFIX + f"{transport.agent}/{key}".encode() if regions else b""
+        self.descriptor = f"{_PREFIX}{transport.agent}/{key}".encode() if regions else b""
         transport.registrations[key] = self
 
     def close(self) -> None:
@@ -101,7 +101,9 @@ class MemoryPeer:
         with _lock:
             self._refuse_closed()
             self.source()
-            pieces = cut(self.agent, spans, self._attached, self.transport.covers())
+            newest_first = reversed(self.transport.registrations.values())
+            targets = [cover for registration in newest_first for cover in registration.covers]
+            pieces = cut(self.agent, spans, self._attached, targets)
             return MemoryTransfer(self, pieces)
 
     def cut(self) -> None:
@@ -118,7 +120,7 @@ class MemoryPeer:
 class MemoryTransport:
     def __init__(self, agent: str | None = None) -> None:
         self.agent = agent or str(uuid.uuid4())
-        self.connection = _PREFIX + self.agent.encode()
+        self.connection = f"{_PREFIX}{self.agent}".encode()
         self.registrations: dict[int, MemoryRegistration] = {}
         self._keys = itertools.count()
         with _lock:
@@ -127,11 +129,6 @@ class MemoryTransport:
     @property
     def is_closed(self) -> bool:
         return _agents.get(self.agent) is not self
-
-    def covers(self) -> list[Cover]:
-        """Return the covers of all registrations, the newest first."""
-        registrations = reversed(self.registrations.values())
-        return [cover for registration in registrations for cover in registration.covers]
 
     def register(self, regions: Sequence[Region]) -> MemoryRegistration:
         _refuse_cuda(region.device for region in regions)
@@ -159,12 +156,10 @@ class MemoryTransport:
 
 
 def _unwrap(agent: str, wrapped: bytes) -> str:
-    try:
-        if not wrapped.startswith(_PREFIX):
-            raise TransferFailed(agent, "these bytes are not of a memory transport")
-        return wrapped.removeprefix(_PREFIX).decode()
-    except UnicodeDecodeError as error:
-        raise TransferFailed(agent, "these bytes are not of a memory transport") from error
+    text = wrapped.decode(errors="replace")
+    if not text.startswith(_PREFIX):
+        raise TransferFailed(agent, "these bytes are not of a memory transport")
+    return text.removeprefix(_PREFIX)
 
 
 def _refuse_cuda(devices: Iterable[int]) -> None:

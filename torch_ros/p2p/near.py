@@ -110,12 +110,7 @@ class _Work:
 class NearTransfer:
     """A read of which some is copied here, and at least a byte is left to the other transport."""
 
-    def __init__(
-        self,
-        peer: NearPeer,
-        base: Transfer,
-        work: _Work,
-    ) -> None:
+    def __init__(self, peer: NearPeer, base: Transfer, work: _Work) -> None:
         self._peer, self._base = peer, base
         self.mappings, self._digests, self.targets = work.mappings, work.digests, work.targets
         self.copied_bytes = int(work.mapped[:, 2].sum() + work.others[:, 2].sum())
@@ -226,9 +221,7 @@ class NearPeer:
         self._covers.insert(0, Cover(next(self._keys), HOST, starts, ends))
         self._digests = {each.key: self._digests.get(each.key, of) for each in self._covers}
         if self.pid is None:
-            self.pid = (
-                self._reachable(process.pid, int(starts[0])) if transport.threads.count else 0
-            )
+            self.pid = self._reachable(process.pid, int(starts[0]))
         if int((ends - starts).sum()) >= LOOK_BYTES:
             others = sum(len(each.mapped.mappings) for each in transport.peers - {self})
             self.mapped.map(self._process, starts, ends, of, elsewhere=others)
@@ -264,7 +257,9 @@ class NearPeer:
         raise TransferFailed(self.agent, reason)
 
     def _reachable(self, pid: int, address: int) -> int:
-        """See whether the kernel lets this process read memory of that one."""
+        """Return `pid`, if threads may read its memory and the kernel lets them; else 0."""
+        if not self.transport.threads.count:
+            return 0
         byte = np.zeros(1, np.uint8)
         try:
             cma.read(pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
@@ -289,7 +284,8 @@ class NearPeer:
         transport, known = self.transport, self.mapped
         if not (len(spans) and (known.rows or self._covers)):
             return None
-        keys, there = room(spans[:, 1], spans[:, 2], transport.covers())
+        owners = {each.cover: each for each in reversed(transport.registrations) if each.cover}
+        keys, there = room(spans[:, 1], spans[:, 2], tuple(owners))
         # What is empty, or not registered, is refused where all else is.
         is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
         is_copied, row, sources = known.find(spans[:, 0], spans[:, 2])
@@ -312,7 +308,8 @@ class NearPeer:
             return None
         rows = [known.rows[index] for index in set(row[is_copied].tolist())]
         used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
-        targets = transport.owners(set(keys[is_taken].tolist()))
+        taken_keys = set(keys[is_taken].tolist())
+        targets = {owner for cover, owner in owners.items() if cover.key in taken_keys}
         work = _Work(copies, reads, used, digests, targets)
         return NearTransfer(self, self._base.prepare(rest), work)
 
@@ -376,14 +373,6 @@ class NearTransport:
     def is_foreign(self) -> bool:
         """Whether this is a forked child, which has inherited no mapping."""
         return os.getpid() != self._pid
-
-    def covers(self) -> list[Cover]:
-        """Return the covers of all registrations with host memory, the newest first."""
-        return [each.cover for each in reversed(self.registrations) if each.cover]
-
-    def owners(self, keys: AbstractSet[int]) -> set[NearRegistration]:
-        """Return the registrations that have these covers."""
-        return {each for each in self.registrations if each.cover and each.cover.key in keys}
 
     def register(self, regions: Sequence[Region]) -> NearRegistration:
         self.refuse_fork()
