@@ -63,7 +63,7 @@ class Loop:
         """Whether anything has changed; of what it was asked before, nothing had."""
         rev = max(self.request.after_rev, self.seen_rev)
         self.seen_rev = self.kv.read(Read(()), timeout_s=1).rev
-        return self.kv.would_answer(Watch(ranges, rev, ""))
+        return self.kv.wait(Watch(ranges, rev, ""), timeout_s=0)
 
 
 def play(moving, waiting, seed):

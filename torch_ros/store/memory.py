@@ -37,6 +37,7 @@ from torch_ros.store.txn import (
     Unchanged,
     View,
     Watch,
+    whole,
 )
 
 T = TypeVar("T")
@@ -70,16 +71,11 @@ class Space:
     def read(self, request: Read) -> View:
         entries: dict[str, Entry] = {}
         shown: list[Range] = []
-        for range_ in request.ranges:
-            if isinstance(range_, Sample):
-                keys = self._sample(range_)
-                if len(keys) == len(self._keys_in(range_.range)):
-                    shown.append(range_.range)
-            else:
-                keys = self._keys_in(range_)
+        for asked, range_ in zip(request.ranges, whole(request.ranges), strict=True):
+            found = self._get(asked)
+            entries.update(found)
+            if len(found) == len(self._keys_in(range_)):
                 shown.append(range_)
-            for key in keys:
-                entries[key] = self._entries[key]
         return View(self.rev, entries, tuple(shown), request.ranges)
 
     def commit(self, txn: Txn) -> Reply:
@@ -247,10 +243,6 @@ class MemoryKV:
         self.wait(Watch(request.ranges, request.after_rev, ""), timeout_s=timeout_s)
         with self._open() as space:
             return space.changes(request)
-
-    def would_answer(self, watch: Watch) -> bool:
-        """Whether `wait` would return True at once."""
-        return self._ask(lambda space: space.has_changed(watch))
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
         return self._ask(lambda space: space.grant(ttl_s)), ttl_s
