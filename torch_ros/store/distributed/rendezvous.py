@@ -1,14 +1,17 @@
 """``torch.distributed.init_process_group(init_method="etcd://host:port[,host:port]/JOB")``.
 
-Importing this module makes torch know the schemes ``etcd`` and ``etcds``.
+Importing this module makes torch know the schemes ``etcd`` and ``etcds``; torch raises RuntimeError
+if it knows one of them already. They are for `init_method` alone: the rendezvous backends of
+torchrun, of which one is named "etcd" as well, are another registry.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # at run time only
@@ -18,26 +21,9 @@ from torch_ros import environment
 from torch_ros.store import endpoint as endpoints
 from torch_ros.store.distributed.store import TIMEOUT, TTL_S, EtcdStore
 
+T = TypeVar("T")
 SCHEMES = ("etcd", "etcds")
 OPTIONS = {"rank", "world_size", "timeout_s", "ttl_s", *endpoints.OPTIONS}
-
-_registered = False
-
-
-def register() -> None:
-    """Make torch know ``etcd://`` and ``etcds://``. Idempotent.
-
-    This is about `init_method` alone: the rendezvous backends of torchrun, of which one is named
-    "etcd" as well, are another registry.
-
-    Raises:
-        RuntimeError: Someone else has registered one of them.
-    """
-    global _registered  # noqa: PLW0603  # torch's registry is global too
-    if not _registered:
-        for scheme in SCHEMES:
-            register_rendezvous_handler(scheme, open_store)  # type: ignore[no-untyped-call]
-        _registered = True
 
 
 def url_of(endpoint: str, job: str) -> str:
@@ -72,8 +58,8 @@ def open_store(
     rank, world_size = _place(url, options, "rank"), _place(url, options, "world_size")
     limit = timeout
     if (seconds := options.pop("timeout_s", None)) is not None:
-        limit = timedelta(seconds=_seconds(url, "timeout_s", seconds))
-    ttl_s = _whole(url, "ttl_s", options.pop("ttl_s", str(TTL_S)))
+        limit = timedelta(seconds=_number(url, "timeout_s", seconds, float))
+    ttl_s = _number(url, "ttl_s", options.pop("ttl_s", str(TTL_S)), int)
     endpoint = parts._replace(path="", query=urlencode(options), fragment="").geturl()
     store = EtcdStore(endpoint, job, timeout=limit, ttl_s=ttl_s)
     store.set_timeout(timeout)
@@ -98,21 +84,15 @@ def _place(url: str, options: dict[str, str], name: str) -> int:
     text = options.pop(name, None) or os.environ.get(name.upper())
     if not text:
         raise _error(url, f"{name} is neither an argument nor {name.upper()} in the environment")
-    return _whole(url, name, text)
+    return _number(url, name, text, int)
 
 
-def _whole(url: str, name: str, text: str) -> int:
+def _number(url: str, name: str, text: str, kind: Callable[[str], T]) -> T:
     try:
-        return int(text)
+        return kind(text)
     except ValueError as error:
-        raise _error(url, f"{name} is {text!r}, not a whole number") from error
-
-
-def _seconds(url: str, name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise _error(url, f"{name} is {text!r}, not a number") from error
+        found = "a whole number" if kind is int else "a number"
+        raise _error(url, f"{name} is {text!r}, not {found}") from error
 
 
 def _error(url: str, reason: str) -> ValueError:
@@ -120,4 +100,5 @@ def _error(url: str, reason: str) -> ValueError:
     return ValueError(f"Error initializing torch.distributed using {shown!r}: {reason}")
 
 
-register()
+for _scheme in SCHEMES:
+    register_rendezvous_handler(_scheme, open_store)  # type: ignore[no-untyped-call]
