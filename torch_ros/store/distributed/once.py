@@ -56,10 +56,6 @@ class _Slot:
     rev: int = 0  # of the mark, as far as is known
     attempts: int = 0
 
-    def next_mark(self) -> bytes:
-        self.attempts += 1
-        return str(self.attempts).encode()
-
 
 def ask(*ops: Op) -> Steps[Reply]:
     """Perform `ops`, which change nothing, at one revision."""
@@ -154,7 +150,8 @@ class Writer:
         return applied.answer
 
     def _marked(self, slot: _Slot, planned: Plan[T], attempts: dict[bytes, Plan[T]]) -> Txn:
-        mark = slot.next_mark()
+        slot.attempts += 1
+        mark = str(slot.attempts).encode()
         attempts[mark] = planned
         guards = (Unchanged(slot.key, slot.rev), *planned.guards)
         return Txn(guards, (*planned.ops, Put(slot.key, mark, self._lease_id)))

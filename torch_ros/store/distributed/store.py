@@ -279,11 +279,18 @@ class EtcdStore(Store):
 
     def num_keys(self) -> int:
         """How many keys have a value."""
-        return sum(1 for _ in self._names("num_keys"))
+        counted = ask(Count(self._keys.everything()))
+        (count,) = self._run(counted, self._deadline("num_keys"), []).results
+        assert isinstance(count, int)
+        return count
 
     def list_keys(self) -> list[str]:
         """All keys that have a value, in their own order."""
-        return sorted(unquote_to_bytes(name).decode() for name in self._names("list_keys"))
+        range_ = self._keys.everything()
+        looked = look(Get(range_, keys_only=True))
+        view = self._run(looked, self._deadline("list_keys"), [])
+        names = (key.removeprefix(range_.start) for key in view.entries)
+        return sorted(unquote_to_bytes(name).decode() for name in names)
 
     # What torch asks of a store
 
@@ -316,12 +323,10 @@ class EtcdStore(Store):
             raise
 
     def _deadline(self, what: str, timeout: timedelta | float | None = None) -> Deadline:
-        chosen: timedelta | float = timeout if timeout is not None else self._timeout()
+        # The base class has a timeout, and its stub has none.
+        chosen = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         seconds = chosen.total_seconds() if isinstance(chosen, timedelta) else float(chosen)
         return Deadline(f"{what} ({self!r})", math.inf if seconds < 0 else seconds)
-
-    def _timeout(self) -> timedelta:
-        return self.timeout  # type: ignore[attr-defined,no-any-return]  # C++ has it, the stub not
 
     def _check(self) -> None:
         if self._is_closed:
@@ -339,12 +344,6 @@ class EtcdStore(Store):
             raise DistStoreError(f"wait timeout after {waited_ms}, keys: {named}") from error
         except BackendError as error:
             raise DistNetworkError(str(error)) from error
-
-    def _names(self, what: str) -> Iterator[str]:
-        """The keys that have a value, quoted."""
-        range_ = self._keys.everything()
-        view = self._run(look(Get(range_, keys_only=True)), self._deadline(what), [])
-        return (key.removeprefix(range_.start) for key in view.entries)
 
     def _present(self, keys: Sequence[bytes]) -> Steps[None]:
         heads = [one(self._keys.value(key)) for key in keys]
@@ -508,18 +507,10 @@ def _batches(found: Sequence[T], size: Callable[[T], int] = lambda _: 0) -> Iter
         yield batch
 
 
-def _key(key: str | bytes) -> bytes:
-    return _bytes("key", key)
-
-
 def _key_list(keys: Sequence[str | bytes]) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys is {keys!r}; it has to be a list of keys")
     return [_key(key) for key in keys]
-
-
-def _value(value: str | bytes) -> bytes:
-    return _bytes("value", value)
 
 
 def _bytes(what: str, given: str | bytes | bytearray) -> bytes:
@@ -531,6 +522,9 @@ def _bytes(what: str, given: str | bytes | bytearray) -> bytes:
     if isinstance(given, (bytes, bytearray)):
         return bytes(given)
     raise TypeError(f"a {what} is a {type(given).__name__}; it has to be str or bytes")
+
+
+_key, _value = functools.partial(_bytes, "key"), functools.partial(_bytes, "value")
 
 
 def _number(key: str | bytes, text: bytes) -> int:
