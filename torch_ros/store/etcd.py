@@ -164,7 +164,7 @@ class EtcdKV:
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
         # So each range is watched from now on too; and what is in between is asked for.
         starts = [(range_, rev) for rev in (NOW, watch.after_rev + 1) for range_ in watch.ranges]
-        return self._watched(watch, starts, timeout_s, lambda _: True)
+        return self._watched(partial(self._wait, watch, starts, timeout_s, lambda _: True))
 
     def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
         ranges, rev = request.ranges, request.after_rev
@@ -182,22 +182,15 @@ class EtcdKV:
         # Those of one revision come together.
         all_ = Range(min(r.start for r in ranges), max(r.end for r in ranges))
         watch = Watch((all_,), rev, request.reason)
-        is_over = self._watched(watch, [(all_, rev + 1)], timeout_s, is_news)
+        starts = [(all_, rev + 1)]
+        is_over = self._watched(partial(self._wait, watch, starts, timeout_s, is_news))
         return None if is_over and not news else Changes(rev, news)
 
-    def _watched(
-        self,
-        watch: Watch,
-        starts: Sequence[tuple[Range, int]],
-        timeout_s: float,
-        is_enough: Callable[[Sequence[Any]], bool],
-    ) -> bool:
-        """Until some events are enough, or for a reason to look again; False: time is over."""
+    def _watched(self, wait: Callable[[_Watching], bool]) -> bool:
         self._check_open()
         watching = _Watching()
-        wait = partial(self._wait, watch, starts, timeout_s, is_enough, watching)
         try:
-            return self._aside.run(wait)
+            return self._aside.run(partial(wait, watching))
         except BaseException as error:
             if not isinstance(error, Exception):  # raised by a signal handler, here
                 self._aside.leave(watching.end)
@@ -211,6 +204,7 @@ class EtcdKV:
         is_enough: Callable[[Sequence[Any]], bool],
         watching: _Watching,
     ) -> bool:
+        """Until some events are enough, or for a reason to look again; False: time is over."""
         deadline = time.monotonic() + timeout_s
         index, created = self._current, 0
         try:
