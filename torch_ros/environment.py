@@ -25,8 +25,3 @@ ETCD_PASSWORD_FILE = "TORCH_ROS_ETCD_PASSWORD_FILE"  # noqa: S105  # the name of
 def value(variable: str) -> str:
     """The variable's present value; "" if it is not set."""
     return os.environ.get(variable, "")
-
-
-def is_on(variable: str) -> bool:
-    """Whether it is "1"."""
-    return value(variable) == "1"

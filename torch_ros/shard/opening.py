@@ -152,7 +152,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     arguments.check(locals(), OPTIONS)
     retained = tuple(str(Spec.parse(version)) for version in retain)
     way, reason = _chosen(transport)
-    check_contract = check_contract or environment.is_on(environment.CHECK_CONTRACT)
+    check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
     settings = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress)
     deadline = Deadline(f"open({model!r})", timeout_s)
