@@ -12,7 +12,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,8 +83,7 @@ ANSWERS = (
 )
 REASONS = (
     ("Connection refused", REFUSED),
-    ("errors resolving", "the host name is not known"),
-    ("DNS resolution failed", "the host name is not known"),
+    ("errors resolving|DNS resolution failed", "the host name is not known"),
     ("Hostname Verification", "it is for another host name"),
     # Whoever hangs up with bytes of ours unread resets the connection; so the handshake is first.
     ("Handshake read failed|WRONG_VERSION_NUMBER", "it hangs up; does it speak TLS?"),
@@ -96,8 +95,7 @@ REASONS = (
     ("ping timeout", "no answer"),
     # Its host connects for a program that is stopped, too.
     ("before receiving SETTINGS frame", "it takes connections and says nothing; does it hang?"),
-    ("SETTINGS frame", "something answered, but it is not etcd v3"),
-    ("Received http2 header", "something answered, but it is not etcd v3"),
+    ("SETTINGS frame|Received http2 header", "something answered, but it is not etcd v3"),
 )
 
 
@@ -209,7 +207,8 @@ class EtcdKV:
         index, created = self._current, 0
         try:
             token = self._log_in(deadline)
-            for reply in watching.begin(self._members[index], starts, timeout_s, token):
+            call = self._members[index].watch(starts, timeout=timeout_s, metadata=_metadata(token))
+            for reply in watching.begin(call):
                 rev = reply.header.revision
                 if reply.canceled and not reply.compact_revision:
                     # Perhaps for want of a token or a role; then this renews the one, or raises.
@@ -426,13 +425,11 @@ class _Watching:
         self._call: Any = None
         self._is_over = False
 
-    def begin(
-        self, member: Member, starts: Sequence[tuple[Range, int]], timeout_s: float, token: str
-    ) -> Iterator[Any]:
-        call = self._call = member.watch(starts, timeout=timeout_s, metadata=_metadata(token))
+    def begin(self, call: Any) -> Any:
+        self._call = call
         if self._is_over:
             call.cancel()
-        return call  # type: ignore[no-any-return]
+        return call
 
     def end(self) -> None:
         self._is_over = True
