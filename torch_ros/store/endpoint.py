@@ -89,7 +89,7 @@ def _open(endpoint: str, timeout_s: float) -> KV:
             f"{OPTIONS['user']} and {OPTIONS['password_file']}"
         )
     if scheme in {"etcd", "etcds"} and all(map(_is_host, hosts.split(","))):
-        return _open_etcd(hosts.split(","), _named(query), is_tls=scheme == "etcds")
+        return _open_etcd(hosts.split(","), query, is_tls=scheme == "etcds")
     if endpoint.startswith("memory://"):
         return memory.named(rest)
     # What stands before an @, or behind a ?, may be a password.
@@ -106,7 +106,10 @@ def _meant(endpoint: str) -> str:
     return f"; did you mean etcd{'s' if scheme == 'https' else ''}://{hosts}?"
 
 
-def _open_etcd(hosts: list[str], named: dict[str, str], *, is_tls: bool) -> EtcdKV:
+def _open_etcd(hosts: list[str], query: str, *, is_tls: bool) -> EtcdKV:
+    named = dict(parse_qsl(query, keep_blank_values=True))
+    if not named.keys() <= OPTIONS.keys():  # not repeated: it may be a password
+        raise UsageError(f"the endpoint has an option that is none of {', '.join(OPTIONS)}")
     if not is_tls and any(name in named for name in TLS_OPTIONS):
         raise UsageError("the endpoint names certificates and not TLS; write etcds://")
     value = {name: named.get(name) or environment.value(OPTIONS[name]) for name in OPTIONS}
@@ -121,15 +124,6 @@ def _open_etcd(hosts: list[str], named: dict[str, str], *, is_tls: bool) -> Etcd
     if user and not tls:
         log.warning("the password of user %r goes to %s unencrypted", user.name, kv.endpoint)
     return kv
-
-
-def _named(query: str) -> dict[str, str]:
-    """The options in an endpoint. The error does not repeat them: it may be a password."""
-    named = dict(parse_qsl(query, keep_blank_values=True))
-    if not named.keys() <= OPTIONS.keys():
-        known = ", ".join(OPTIONS)
-        raise UsageError(f"the endpoint has an option that is none of {known}")
-    return named
 
 
 def _is_host(text: str) -> bool:

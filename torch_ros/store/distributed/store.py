@@ -197,7 +197,8 @@ class EtcdStore(Store):
             raise TypeError(f"add: {amount} has more than 64 bits")
 
         def rule(old: bytes | None) -> tuple[bytes, int]:
-            total = _wrapped((0 if old is None else _number(key, old)) + amount)
+            total = (0 if old is None else _number(key, old)) + amount
+            total = (total + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
             return str(total).encode(), total
 
         return self._update("add", key, rule)
@@ -534,7 +535,3 @@ def _number(key: str | bytes, text: bytes) -> int:
     if number is None or not -INT64_MAX - 1 <= number <= INT64_MAX:
         raise DistStoreError(f"add: the value of {key!r} is {text[:40]!r}, not a 64-bit number")
     return number
-
-
-def _wrapped(number: int) -> int:
-    return (number + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
