@@ -25,6 +25,7 @@ from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import Failure
+from torch_ros.shard import replication
 from torch_ros.store import local, memory
 from torch_ros.store.loops import Done
 from torch_ros.store.txn import Read
@@ -769,7 +770,7 @@ def test_what_cannot_be_told_to_others_is_read_again_all_the_same(opened, monkey
     def away(*_):
         raise StoreUnavailable("etcd://test", 1.0, "it is away")
 
-    monkeypatch.setattr(rollout._shard.group, "suspect", away)
+    monkeypatch.setattr(replication, "suspect", away)
     with pytest.raises(CorruptWeights):
         rollout.replicate()
     assert "may be read from again" in caplog.text
