@@ -14,9 +14,9 @@ from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p import mapped
 from torch_ros.transfer.registered import LocalState
+from torch_ros.transfer.staging import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
 
-ALIGNMENT_BYTES = 64
 OPTIONS: Mapping[str, arguments.Check] = {
     "dtype": arguments.optional(arguments.instance(torch.dtype)),
     "keep_dtype": arguments.texts,
@@ -134,4 +134,4 @@ def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:
 
 
 def _room(chunk: LocalChunk, dtype: torch.dtype) -> int:
-    return -(-chunk.tensor.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return aligned(chunk.tensor.numel() * dtype.itemsize)

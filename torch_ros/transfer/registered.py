@@ -142,7 +142,7 @@ class Registered:
     @property
     def regions(self) -> list[Region]:
         """The memory to register, in order; none is empty."""
-        pools = {_region(pool) for pool in self.pools if pool.numel()}
+        pools = _regions(pool for pool in self.pools if pool.numel())
         regions = _regions(tensor for tensor in self.memory if tensor.numel())
         if self.cuda_devices:
             regions = as_segments(regions, _cuda_segments())
@@ -204,16 +204,15 @@ class NamedTensors:
         return [fqn for fqn, there, here in changes if there != here]
 
 
-def _identity(chunk: torch.Tensor) -> tuple[object, ...]:
-    return chunk.data_ptr(), chunk.dtype, chunk.shape, chunk.stride()
-
-
 def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
     """Chunks that are the very memory of an earlier one, and that one; by number."""
     if len({chunk.data_ptr() for chunk in memory}) == len(memory):
         return {}
     first: dict[tuple[object, ...], int] = {}
-    leaders = [first.setdefault(_identity(chunk), number) for number, chunk in enumerate(memory)]
+    leaders = [
+        first.setdefault((chunk.data_ptr(), chunk.dtype, chunk.shape, chunk.stride()), number)
+        for number, chunk in enumerate(memory)
+    ]
     return {number: leader for number, leader in enumerate(leaders) if leader != number}
 
 
@@ -228,10 +227,6 @@ def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
     """Return the numbers of all blocks of these chunks."""
     each = [np.arange(blocks.counts[chunk]) + blocks.starts[chunk] for chunk in chunks]
     return np.concatenate(each) if each else np.zeros(0, np.int64)
-
-
-def _region(tensor: torch.Tensor) -> Region:
-    return Region(*span_of(tensor), tensor.get_device())
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:

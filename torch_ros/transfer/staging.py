@@ -77,6 +77,11 @@ class Staging:
         self._buffers.clear()
 
 
+def aligned(size_bytes: int) -> int:
+    """Return the room that so many bytes take where the next ones begin aligned."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def routes(
     buffer: torch.Tensor, places: Places, manifests: Sequence[Manifest]
 ) -> dict[Route, Spans]:
@@ -97,7 +102,7 @@ def _fitting(pieces: Sequence[StagedCopy], room_bytes: int) -> Iterator[Places]:
     group: list[tuple[int, StagedCopy]] = []
     end = 0
     for piece in pieces:
-        room = -(-piece.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        room = aligned(piece.size_bytes)
         if group and end + room > room_bytes:
             yield group
             group, end = [], 0
