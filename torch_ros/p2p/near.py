@@ -166,9 +166,8 @@ class NearPeer:
         # The peer's, if its memory can be read through the kernel; 0: it cannot.
         self.pid: int | None = None
         self._process: Neighbour | None = None  # the peer's, if it is on this host
-        # The regions that it vouches for, the newest first, and of which descriptor.
-        self._covers: list[Cover] = []
-        self._digests: dict[int, bytes] = {}
+        # The regions that it vouches for, the newest first, and the digests of their descriptors.
+        self._covers: dict[Cover, bytes] = {}
         self._keys = itertools.count()
         with transport.lock:
             transport.peers.add(self)
@@ -217,9 +216,8 @@ class NearPeer:
         vouched = self._process.vouched()
         if of not in vouched:
             raise LetGo(f"process {process.pid} does not vouch for this descriptor")
-        self._covers = [each for each in self._covers if self._digests[each.key] in vouched]
-        self._covers.insert(0, Cover(next(self._keys), HOST, starts, ends))
-        self._digests = {each.key: self._digests.get(each.key, of) for each in self._covers}
+        kept = {cover: known for cover, known in self._covers.items() if known in vouched}
+        self._covers = {Cover(next(self._keys), HOST, starts, ends): of} | kept
         if self.pid is None:
             self.pid = self._reachable(process.pid, int(starts[0]))
         if int((ends - starts).sum()) >= LOOK_BYTES:
@@ -293,9 +291,10 @@ class NearPeer:
         is_read = np.zeros_like(is_copied)
         digests = set[bytes]()
         if self.pid and self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
-            covers, offered = room(spans[:, 0], spans[:, 2], self._covers)
+            covers, offered = room(spans[:, 0], spans[:, 2], tuple(self._covers))
             is_read = is_sound & ~is_copied & (offered >= spans[:, 2])
-            digests |= {self._digests[key] for key in set(covers[is_read].tolist())}
+            read_keys = set(covers[is_read].tolist())
+            digests = {of for cover, of in self._covers.items() if cover.key in read_keys}
         is_taken = is_copied | is_read
         rest, taken = spans[~is_taken], spans.copy()
         if not len(rest):
