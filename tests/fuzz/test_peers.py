@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import torch_ros
@@ -80,9 +80,13 @@ def spoil(mailbox, what):
         case "notice":
             fields = msgspec.msgpack.decode(posted.notice[24:])
             write(mailbox, msgspec.msgpack.encode(replaced(fields, path[:1], other)))
-        case "manifest":
+        case "manifest" | "more":
             fields = msgspec.msgpack.decode(posted.manifest.encode())
-            content = msgspec.msgpack.encode(replaced(fields, path, other))
+            if kind == "more":  # a tensor that nobody published
+                fields[0][0].append(["z9", *fields[0][0][-1][1:]])
+            else:
+                fields = replaced(fields, path, other)
+            content = msgspec.msgpack.encode(fields)
             spoil.kept = buffer = np.frombuffer(bytearray(content or b"\0"), np.uint8)
             region = Region(buffer.ctypes.data, buffer.nbytes)
             registration = mailbox._transport.register([region])
@@ -100,7 +104,12 @@ def spoil(mailbox, what):
 def replicas(transport, *names):
     """Handles of a model of their own; the first publishes, all others but the last hold a copy."""
     model = f"m{next(number)}-{uuid.uuid4().hex[:6]}"
-    options = {"endpoint": "memory://fuzz", "transport": transport, "timeout_s": WITHIN_S}
+    options = {
+        "endpoint": "memory://fuzz",
+        "transport": transport,
+        "timeout_s": WITHIN_S,
+        "digests": "full",
+    }
     with contextlib.ExitStack() as stack:
         handles = [
             stack.enter_context(torch_ros.open(model, replica=name, **options)) for name in names
@@ -151,6 +160,8 @@ long = settings(
 @pytest.mark.timeout(120 + 10 * TIMES)
 @settings(long, max_examples=20 * TIMES)
 @given(spoiled())
+@example(("manifest", [0, 0, 0, 0], "", False))
+@example(("more", [], None, False))
 def test_a_bad_peer_fails_nobody_who_has_another(what):
     reads_from_the_good("auto", what)
 

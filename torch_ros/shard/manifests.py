@@ -18,7 +18,7 @@ from torch_ros.transfer.feed import SourceWait
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.registered import Registered
-from torch_ros.weights.manifest import Layout, Logical, Manifest, logical, require_all
+from torch_ros.weights.manifest import Layout, Logical, Manifest, logical
 
 
 class Manifests:
@@ -52,32 +52,20 @@ class Manifests:
         manifests.insert(seat.rank, own)
         return manifests
 
-    def layout_of(
-        self,
-        registered: Registered,
-        digests: Mapping[int, str],
-        deadline: Deadline,
-        wanted: Logical | None = None,
-        version: int = 0,
-    ) -> str:
-        """The digest of what the ranks of this replica hold together, once all are ready.
+    def together(
+        self, registered: Registered, digests: Mapping[int, str], deadline: Deadline
+    ) -> Logical:
+        """The content that the ranks of this replica hold together, once all are ready.
 
         Args:
             registered: This rank's part.
             digests: Each rank's own digest.
-            wanted: They must hold the content of `version`.
-
-        Raises:
-            ManifestMismatch: They do not.
         """
         layouts = [registered.layout]
         if len(set(digests.values())) > 1:
             # Ranks with different tensors (pipeline stages) hold the union together.
             layouts = self.layouts(self._group.seat.inst, deadline)
-        held = logical(layouts)
-        if wanted is not None:
-            require_all(version, wanted, held)
-        return held.digest
+        return logical(layouts)
 
     def _shown(
         self, shards: Sequence[ShardRecord], source: str, deadline: Deadline

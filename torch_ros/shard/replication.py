@@ -49,6 +49,7 @@ from torch_ros.weights.manifest import (
     Logical,
     TensorRecord,
     logical,
+    require_all,
 )
 from torch_ros.weights.tiling import matched
 
@@ -242,10 +243,15 @@ class Replication(GroupTask[int]):
         registered, progress = self.registered, self.progress
         assert registered is not None
         assert progress is not None
-        supplies = [
-            [self._plan(feed, phase.layout, call.ref) for feed in feeds]
-            for phase in registered.phases
-        ]
+        try:
+            supplies = [
+                [self._plan(feed, phase.layout, call.ref) for feed in feeds]
+                for phase in registered.phases
+            ]
+        except SourceLost:
+            if not progress.bytes_read:
+                self.start(call.ref)  # the names and digests that it told go with it
+            raise
         self._watch.lap("plan")
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
@@ -309,6 +315,14 @@ class Replication(GroupTask[int]):
             raise SourceLost(feed.source.replica, reason, 0, 0) from error
 
     def _is_published(self, feed: Feed, ref: VersionRef) -> bool:
+        layout = self._published(ref)
+        try:
+            return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
+        except ManifestMismatch:
+            return False
+
+    def _published(self, ref: VersionRef) -> str:
+        """The version's layout, as etcd has it; "": its record is gone."""
         group = self._shard.group
         key = group.seat.keys.version(ref.run, ref.version)
 
@@ -316,11 +330,7 @@ class Replication(GroupTask[int]):
             entry = view.get(key)
             return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
 
-        layout = group.ask((one(key),), rule, self.deadline)
-        try:
-            return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
-        except ManifestMismatch:
-            return False
+        return group.ask((one(key),), rule, self.deadline)
 
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
         """The version's digests, as far as this source knows them."""
@@ -372,10 +382,12 @@ class Replication(GroupTask[int]):
         """
         self._verify(call)
         assert self.registered is not None
+        held = self._shard.manifests.together(self.registered, answers, self.deadline)
         wanted = self.wanted if self._order.terms.is_required else None
-        return self._shard.manifests.layout_of(
-            self.registered, answers, self.deadline, wanted, call.ref.version
-        )
+        lacks = wanted is not None and wanted.keys() - held.keys()
+        if wanted is not None and lacks and wanted.digest == self._published(call.ref):
+            require_all(call.ref.version, wanted, held)
+        return held.digest
 
     def _verify(self, call: GroupCall) -> None:
         shard, expected, version = self._shard, self.expected, call.ref.version

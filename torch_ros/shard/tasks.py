@@ -53,7 +53,7 @@ class Publication(GroupTask[bool]):
         call.decide_to_publish(check_version(self._version))
         shard.offer_all(call, registered)
         if not call.has_ended and (said := call.finish(registered.digest)):
-            call.complete(shard.manifests.layout_of(registered, said, self.deadline))
+            call.complete(shard.manifests.together(registered, said, self.deadline).digest)
         log.info("published version %d of %r", self._version, shard.model)
         return True
 
