@@ -18,7 +18,7 @@ from torch_ros.transfer import reading
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.posting import joined
-from torch_ros.transfer.registered import LocalState, Registered, as_segments
+from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, as_segments
 from torch_ros.weights.local import local_chunks
 
 COUNT, ELEMENTS = 2000, 16
@@ -237,3 +237,44 @@ def test_a_tensor_that_is_cut_otherwise_in_place_is_published_as_it_is():
         rollout.replicate()
         assert torch.equal(got["turned"], turned)
         assert torch.equal(got["shorter"], shorter)
+
+
+def strided():
+    return torch.arange(16.0).view(4, 4).t()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [
+        (torch.zeros(2, 3), lambda t: setattr(t, "data", torch.zeros(2, 3))),
+        (torch.zeros(2, 3), lambda t: setattr(t, "data", t.data.view(3, 2))),
+        (torch.zeros(4, 4), lambda t: setattr(t, "data", t.data.t())),
+        (torch.zeros(4), lambda t: t.resize_(3)),
+        (torch.zeros(2, 3), lambda t: t.resize_(3, 2)),
+        (torch.zeros(2, 3), lambda t: t.set_(torch.zeros(2, 3))),
+        (torch.zeros(4, 4), lambda t: t.set_(t.untyped_storage(), 0, (4, 4), (1, 4))),
+        (torch.zeros(2, 3), lambda t: t.t_()),
+        (torch.zeros(4, 4), lambda t: t.t_()),
+        (torch.zeros(1, 4), lambda t: t.t_()),
+        (torch.zeros(1, 4), lambda t: t.squeeze_()),
+        (torch.zeros(4), lambda t: t.untyped_storage().resize_(1 << 20)),
+        (strided(), lambda t: t.t_()),
+        (strided(), lambda t: t.as_strided_((4, 4), (1, 3))),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "parameter", "DTensor"])
+def test_a_change_of_memory_or_shape_or_strides_is_noticed(mesh, kind, tensor, change):
+    mine = tensor.clone()  # keeps the strides
+    given = [torch.zeros(4, 4), mine, torch.zeros(4, 4).t()]
+    if kind == "parameter":
+        given = [torch.nn.Parameter(t, requires_grad=False) for t in given]
+        mine = given[1]
+    elif kind == "DTensor":
+        given = [DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for t in given]
+        mine = given[1]._local_tensor
+    named = NamedTensors(dict(zip("abc", given, strict=True)))
+    mine.data.add_(1)
+    assert named.moved == []
+    with torch.no_grad():
+        change(mine)
+    assert named.moved == ["b"]

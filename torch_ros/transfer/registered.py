@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import call, eq
 
 import numpy as np
 import torch
@@ -178,29 +179,32 @@ class NamedTensors:
         plain = {fqn: t for fqn, t in tensors.items() if fqn not in sharded}
         self._plain, self._sharded = list(plain.values()), list(sharded.values())
         self._names = [*plain, *sharded]
-        self._places = self._now()
-
-    def _now(self) -> tuple[list[int], list[torch.Size], list[tuple[int, ...] | None]]:
-        # to_local() would make a new tensor each time, which takes a microsecond.
-        sharded = [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
-        local = self._plain + sharded
         # Strides are dear, and a contiguous tensor's shape says them.
-        are_contiguous = map(torch.Tensor.is_contiguous, local)
-        pairs = zip(local, are_contiguous, strict=True)
-        return (
-            list(map(torch.Tensor.data_ptr, local)),
-            [tensor.shape for tensor in local],
-            [None if is_contiguous else tensor.stride() for tensor, is_contiguous in pairs],
-        )
+        is_contiguous, stride = torch.Tensor.is_contiguous, torch.Tensor.stride
+        self._cuts = [is_contiguous if is_contiguous(t) else stride for t in self._local]
+        self._places = list(self._now())
+
+    @property
+    def _local(self) -> list[torch.Tensor]:
+        # to_local() would make a new tensor each time, which takes a microsecond.
+        return self._plain + [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
+
+    def _now(self) -> Iterator[tuple[object, ...]]:
+        """Yield where each tensor is, and how it is cut.
+
+        One pass, and nothing is kept: a step leaves none of these tensors in the caches, and
+        fetching one takes longer than asking it.
+        """
+        local = self._local
+        addresses, shapes = map(torch.Tensor.data_ptr, local), map(torch.Tensor.size, local)
+        return zip(addresses, shapes, map(call, self._cuts, local), strict=True)
 
     @property
     def moved(self) -> list[str]:
         """The fqns of those that are elsewhere (`p.data = ...`) or cut otherwise (`p.t_()`)."""
-        now = self._now()
-        if now == self._places:
+        if all(map(eq, self._now(), self._places)):
             return []
-        before, after = zip(*self._places, strict=True), zip(*now, strict=True)
-        changes = zip(self._names, before, after, strict=True)
+        changes = zip(self._names, self._places, self._now(), strict=True)
         return [fqn for fqn, there, here in changes if there != here]
 
 
