@@ -150,7 +150,7 @@ def publish(group: Group, version: int) -> VersionRef:
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
-        call.decide_to_read(LATEST, None, is_relay=True)
+        call.decide_to_read(LATEST, is_relay=True)
         ClaimedSources(call).read(lambda _: reading())
         call.finish(LAYOUT, lambda _: LAYOUT)
         return call.ref

@@ -162,7 +162,7 @@ def replicate(
     asked = f"replicate {version}"
 
     def body(call):
-        call.decide_to_read(Spec.parse(version), None, is_relay=whole.is_required)
+        call.decide_to_read(Spec.parse(version), is_relay=whole.is_required)
         if not call.has_ended:
             ClaimedSources(call).read(lambda _: pause())
             finish(call, layout, whole)
@@ -402,7 +402,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
 
     def attach_only():
         def body(call):
-            call.decide_to_read(Spec.parse("latest"), None, is_relay=True)
+            call.decide_to_read(Spec.parse("latest"), is_relay=True)
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
             ClaimedSources(call).read(lambda _: None)
 

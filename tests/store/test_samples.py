@@ -1,5 +1,6 @@
 """Decisions from samples of what there is are those that all of it would have led to."""
 
+import dataclasses
 import itertools
 import random
 
@@ -233,7 +234,7 @@ def any_questions(rng):
     )  # fmt: skip
 
     def resolved(view):
-        offer = versions.resolve(view, KEYS, spec, floor)
+        offer = versions.resolve(view, KEYS, dataclasses.replace(spec, floor=floor))
         return offer if isinstance(offer, Wait) else Done(offer.ref)
 
     def newer(view):

@@ -97,7 +97,7 @@ def reads(place):
     """All that a replica of one process asks etcd while it replicates, but for its shards."""
     own = place.own
     effects = lambda view, call: calls.replicate(
-        view, place, call, Spec(), None, is_relay=True, sources_max=1
+        view, place, call, Spec(), is_relay=True, sources_max=1
     )
     ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
     decide = partial(

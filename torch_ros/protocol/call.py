@@ -192,24 +192,15 @@ class GroupCall(Attempt):
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 
-    def decide_to_read(
-        self, spec: Spec, floor: VersionRef | None, *, is_relay: bool, sources_max: int = 1
-    ) -> None:
+    def decide_to_read(self, spec: Spec, *, is_relay: bool, sources_max: int = 1) -> None:
         """Decide which version, and claim a source of it, or up to `sources_max` idle ones."""
         tries = 0
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
             nonlocal tries
             tries += 1
-            return calls.replicate(
-                view,
-                seat,
-                call,
-                spec,
-                floor,
-                is_relay=is_relay,
-                sources_max=sources_max if tries == 1 else 0,
-            )
+            most = sources_max if tries == 1 else 0
+            return calls.replicate(view, seat, call, spec, is_relay=is_relay, sources_max=most)
 
         keys = self.seat.keys
         while not self.has_ended:

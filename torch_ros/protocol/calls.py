@@ -296,7 +296,6 @@ def replicate(
     seat: Seat,
     call: Call,
     spec: Spec,
-    floor: VersionRef | None,
     *,
     is_relay: bool,
     sources_max: int,
@@ -309,7 +308,7 @@ def replicate(
     Args:
         sources_max: How many to claim at once; 0 when that has failed: others are looking too.
     """
-    offer = resolve(view, seat.keys, spec, floor)
+    offer = resolve(view, seat.keys, spec)
     if isinstance(offer, Wait):
         return offer
     if all(k.is_of(inst, seat.inst) for inst in offer.holdings):

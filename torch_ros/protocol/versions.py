@@ -30,13 +30,14 @@ class Spec:
 
     absolute: int | None = None
     back: int = 0
+    floor: VersionRef | None = None  # never an older one
 
     @classmethod
-    def parse(cls, version: int | str) -> Spec:
+    def parse(cls, version: int | str, floor: VersionRef | None = None) -> Spec:
         if isinstance(version, int) and not isinstance(version, bool):
-            return cls(absolute=check_version(version))
+            return cls(check_version(version), floor=floor)
         if isinstance(version, str) and (m := re.fullmatch(r"latest(?:-([0-9]{1,9}))?", version)):
-            return cls(back=int(m[1] or 0))
+            return cls(back=int(m[1] or 0), floor=floor)
         raise UsageError(f"version {version!r}: expected a number >= 0, 'latest' or 'latest-<k>'")
 
     def __str__(self) -> str:
@@ -116,10 +117,8 @@ def listing(view: View, keys: Keys) -> dict[int, set[str]]:
     return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
 
 
-def resolve(
-    view: View, keys: Keys, spec: Spec, floor: VersionRef | None = None
-) -> AvailableVersion | Wait:
-    """The version that `spec` means now, never one older than `floor`.
+def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
+    """The version that `spec` means now.
 
     Raises:
         VersionNotFound: An absolute version that is gone; waiting would not bring it back.
@@ -128,12 +127,12 @@ def resolve(
         glimpsed = _glimpsed(view, keys, spec)
         if isinstance(glimpsed, Wait):
             return glimpsed
-        if glimpsed and (floor is None or glimpsed.ref.order >= floor.order):
+        if glimpsed and (spec.floor is None or glimpsed.ref.order >= spec.floor.order):
             return glimpsed
     runs = offered(view, keys)
     newest = next(iter(runs), [])
     if spec.absolute is None:
-        return _relative(keys, spec, runs, floor)
+        return _relative(keys, spec, runs)
     for offer in newest:
         if offer.ref.version == spec.absolute:
             return offer
@@ -202,15 +201,15 @@ def published(view: View, keys: Keys, run: str) -> list[int]:
 
 
 def _relative(
-    keys: Keys, spec: Spec, runs: list[list[AvailableVersion]], floor: VersionRef | None
+    keys: Keys, spec: Spec, runs: list[list[AvailableVersion]]
 ) -> AvailableVersion | Wait:
     newest = next(iter(runs), [])
     if len(newest) <= spec.back:
         have = f"{len(newest)} available" if newest else "none is available yet"
         return _wait_for_version(keys, runs, f"{spec} of model {keys.model!r}: {have}")
     offer = newest[spec.back]
-    if floor is not None and offer.ref.order < floor.order:
-        reason = f"{spec}: version {floor.version} is not available again"
+    if spec.floor is not None and offer.ref.order < spec.floor.order:
+        reason = f"{spec}: version {spec.floor.version} is not available again"
         return _wait_for_version(keys, runs, reason)
     return offer
 

@@ -317,7 +317,7 @@ class _Load:
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )
-        order = Order(asked, Spec.parse(request.version), None, terms)
+        order = Order(asked, Spec.parse(request.version), terms)
         try:
             read_version(shard, order, self, self._deadline)
         finally:

@@ -83,7 +83,6 @@ class Order:
 
     asked: str
     spec: Spec
-    floor: VersionRef | None  # nothing older than this
     terms: SourceTerms  # of becoming a source
 
 
@@ -110,7 +109,7 @@ def replicate(
 ) -> int:
     """Read a whole version into the registered tensors. Returns its number."""
     asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-    order = Order(asked, Spec.parse(version), floor, SourceTerms())
+    order = Order(asked, Spec.parse(version, floor), SourceTerms())
     return read_version(shard, order, RegisteredTarget(shard), deadline)
 
 
@@ -198,7 +197,6 @@ class Replication(GroupTask[int]):
         order, shard = self._order, self._shard
         call.decide_to_read(
             order.spec,
-            order.floor,
             is_relay=order.terms.is_relayed and shard.settings.relay,
             sources_max=sources_max(self._target.bytes_total),
         )
