@@ -14,11 +14,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.memo import ATOMS, Memo, Memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSLoadPlanner, described, values_of
+from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, described, values_of
 from torch_ros.errors import ManifestMismatch, UntrustedObject
 from torch_ros.shard.checkpoint import Checkpoints
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
+from torch_ros.weights.local import LocalTensor, is_strided, local_chunks
 from torch_ros.weights.manifest import OBJECT, Layout, Logical, LogicalTensor, dtype_named, logical
 
 
@@ -121,7 +121,9 @@ class StateDict:
             if is_strided(value := values.get(fqn)):
                 (tensors[fqn],) = local_chunks({fqn: value})
             else:
-                _add(tensors, item, target, contents)
+                # The metadata shows every tensor as one chunk: these are global offsets.
+                offsets, shape = item.storage_offsets, contents[fqn].shape
+                add_chunks(tensors, fqn, target, offsets, shape, spread=True)
         self.wanted = len(tensors) + len(objects)
         for fqn, (dtype, shape) in contents.items():
             # dcp does not ask for what has no elements; the version is whole with it.
@@ -145,7 +147,7 @@ class StateDict:
             try:
                 value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
             except Exception as error:  # whatever a hostile stream makes it raise
-                raise UntrustedObject(fqn, _what_was_refused(buffer, error)) from error
+                raise UntrustedObject(fqn, _what_was_refused(content, error)) from error
             self._vetted[fqn] = (content, value)
 
     def commit(self) -> None:
@@ -164,7 +166,7 @@ class StateDict:
     def _stream(self, fqn: str) -> io.BytesIO:
         """The object as it was vetted, whatever its buffer may hold by now."""
         vetted = self._vetted.get(fqn)
-        return io.BytesIO(vetted[0]) if vetted else _stream(self._buffers[fqn])
+        return io.BytesIO(vetted[0] if vetted else self._buffers[fqn].numpy().tobytes())
 
     def _value(self, fqn: str) -> Any:
         value = self._vetted[fqn][1] if fqn in self._vetted else None
@@ -186,33 +188,9 @@ def _buffers(
     }
 
 
-def _what_was_refused(buffer: torch.Tensor, error: Exception) -> str:
+def _what_was_refused(content: bytes, error: Exception) -> str:
     try:
-        names = get_unsafe_globals_in_checkpoint(_stream(buffer))
+        names = get_unsafe_globals_in_checkpoint(io.BytesIO(content))
     except Exception:  # noqa: BLE001  # not even the list can be made of it
         names = []
     return f"it needs {', '.join(names)}" if names else type(error).__name__
-
-
-def _stream(buffer: torch.Tensor) -> io.BytesIO:
-    return io.BytesIO(buffer.numpy().tobytes())
-
-
-def _add(
-    tensors: dict[str, LocalTensor],
-    item: ReadItem,
-    target: torch.Tensor,
-    contents: Mapping[str, LogicalTensor],
-) -> None:
-    """The metadata shows every tensor as one chunk, so `storage_offsets` are global offsets."""
-    fqn = item.storage_index.fqn
-    (local,) = local_chunks({fqn: target})  # checks it
-    chunks = tuple(LocalChunk(tuple(item.storage_offsets), c.tensor) for c in local.chunks)
-    known = tensors.get(fqn)
-    tensors[fqn] = LocalTensor(
-        fqn,
-        target.dtype,
-        contents[fqn].shape,
-        (*known.chunks, *chunks) if known else chunks,
-        spread=True,
-    )

@@ -7,7 +7,7 @@ anything. These only keep the state dict; the storage recognises an unchanged on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_name
 
 _TENSORS = (torch.Tensor, ShardedTensor)
@@ -124,6 +125,22 @@ def values_of(planner: SavePlanner | LoadPlanner) -> Mapping[str, Any] | None:
         return None
     assert isinstance(planner, DefaultSavePlanner | DefaultLoadPlanner)
     return planner.state_dict
+
+
+def add_chunks(
+    tensors: dict[str, LocalTensor],
+    fqn: str,
+    found: torch.Tensor,
+    offsets: Sequence[int],
+    shape: Sequence[int],
+    *,
+    spread: bool,
+) -> None:
+    """Add to `tensors` the chunk that a planner has found for one item of its plan."""
+    (local,) = local_chunks({fqn: found})  # checks it
+    chunks = tuple(LocalChunk(tuple(offsets), chunk.tensor) for chunk in local.chunks)
+    before = tensors[fqn].chunks if fqn in tensors else ()
+    tensors[fqn] = LocalTensor(fqn, found.dtype, tuple(shape), (*before, *chunks), spread)
 
 
 def described(found: LogicalTensor | None) -> str:

@@ -32,7 +32,6 @@ from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.tasks import unanimous
 from torch_ros.weights.manifest import (
     OBJECT,
-    Logical,
     LogicalTensor,
     dtype_named,
     logical,
@@ -137,7 +136,10 @@ class ROSReader(StorageReader):
                 self._contents = logical(self._found.layouts)
         except TorchRosError as error:
             self._error = error
-        return _metadata(self._contents)
+        # Each tensor as one chunk, whoever holds parts of it: dcp then asks once for each local
+        # chunk, and the handle decides where its bytes come from.
+        contents, paths = _Contents(self._contents), self._contents.paths
+        return Metadata(contents, planner_data=paths)  # type: ignore[arg-type]  # read only
 
     # dcp looks for a parameter of this name before it passes the rank.
     def set_up_storage_reader(
@@ -219,14 +221,6 @@ class ROSReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def _metadata(contents: Logical) -> Metadata:
-    """Describe a version to dcp's planners, each tensor as one chunk whoever holds parts of it.
-
-    dcp then asks once for each local chunk, and the handle decides where its bytes come from.
-    """
-    return Metadata(_Contents(contents), planner_data=contents.paths)  # type: ignore[arg-type]  # read only
 
 
 class _Contents(Mapping[str, STORAGE_TYPES]):

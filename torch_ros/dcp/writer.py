@@ -13,21 +13,21 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSSavePlanner, values_of
+from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, values_of
 from torch_ros.errors import UsageError
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.local import LocalChunk, LocalTensor, is_strided, local_chunks
+from torch_ros.weights.local import LocalTensor, is_strided, local_chunks
 
 
 class ROSWriter(StorageWriter):
@@ -215,24 +215,12 @@ class ROSWriter(StorageWriter):
                 objects[item.index.fqn] = as_bytes(found)
             else:
                 assert isinstance(found, torch.Tensor)
-                _add(tensors, item, found)
+                assert item.tensor_data is not None
+                offsets, shape = item.tensor_data.chunk.offsets, item.tensor_data.size
+                is_spread = item.type == WriteItemType.SHARD
+                add_chunks(tensors, item.index.fqn, found, offsets, shape, spread=is_spread)
         paths = {fqn: tuple(path) for fqn, path in (local.planner_data or {}).items()}
         return LocalState(list(tensors.values()), objects, paths)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the version is there since `write_data`; readers ask its holders."""
-
-
-def _add(tensors: dict[str, LocalTensor], item: WriteItem, found: torch.Tensor) -> None:
-    assert item.tensor_data is not None
-    fqn, chunk = item.index.fqn, item.tensor_data.chunk
-    (local,) = local_chunks({fqn: found})  # checks it
-    chunks = tuple(LocalChunk(tuple(chunk.offsets), c.tensor) for c in local.chunks)
-    known = tensors.get(fqn)
-    tensors[fqn] = LocalTensor(
-        fqn,
-        found.dtype,
-        tuple(item.tensor_data.size),
-        (*known.chunks, *chunks) if known else chunks,
-        spread=item.type == WriteItemType.SHARD,
-    )

@@ -129,7 +129,16 @@ class Checkpoints:
         Args:
             storage: DCP's writer or reader. When nobody has it any more, the call will not come.
         """
-        return self._shard.begin_call(asked, storage)
+        shard = self._shard
+        made = shard.beginnings.begin(asked, storage)
+
+        def end_those_left() -> None:
+            shard.end_beginnings(made)
+            made.number = shard.group.ledger.calls_made + 1
+
+        if shard.beginnings.left(made):
+            shard.busy(end_those_left, is_member=False)
+        return made
 
     def inspect(self, version: int | str, timeout_s: float | None) -> PinnedVersion:
         """Wait for `version`, and find what it contains. Reads no tensor.

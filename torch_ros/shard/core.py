@@ -189,7 +189,7 @@ class Shard:
         Args:
             begun: The call's beginning, if it is one of DCP: others that never came are ended.
         """
-        self._end_beginnings(begun)
+        self.end_beginnings(begun)
         return self._as_part_of(asked, flow)
 
     def _as_part_of(self, asked: str, flow: Callable[[], T]) -> T:
@@ -341,23 +341,8 @@ class Shard:
 
     # Calls of DCP, from where they begin
 
-    def begin_call(self, asked: str, storage: object) -> Beginning:
-        """Begin a call of DCP on this rank. It comes to its save or load, or is ended.
-
-        Args:
-            storage: The writer or reader. When nobody has it any more, the call will not come.
-        """
-        made = self.beginnings.begin(asked, storage)
-
-        def end_those_left() -> None:
-            self._end_beginnings(made)
-            made.number = self.group.ledger.calls_made + 1
-
-        if self.beginnings.left(made):
-            self.busy(end_those_left, is_member=False)
-        return made
-
-    def _end_beginnings(self, mine: Beginning | None) -> None:
+    def end_beginnings(self, mine: Beginning | None) -> None:
+        """End those that never came to their save or load, before this thread makes a call."""
         for one in self.beginnings.left(mine):
             why = f"{one.asked!r} failed on this rank before its data were asked for"
             self._end_now(one, self.beginnings.error(why))

@@ -61,21 +61,16 @@ class HostCopy:
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             copy_bits(chunk, tensor)
         self.mailbox = Mailbox(transport)
+        regions = {Region(chunk.data_ptr(), chunk.nbytes) for chunk in self._chunks}
+        ordered = sorted(regions, key=lambda region: region.address)
+        addresses = [chunk.data_ptr() for chunk in self._chunks]
         try:
-            self._show(layout, digests)
+            self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
+            self.mailbox.show_digests(digests)
         except BaseException:
             self.close()
             raise
         self.mailbox.serve(mark(kept.ref.uid, call), ALL_BLOCKS)
-
-    def _show(self, layout: Layout, digests: Digests) -> None:
-        regions = {
-            Region(chunk.data_ptr(), chunk.numel() * chunk.element_size()) for chunk in self._chunks
-        }
-        ordered = sorted(regions, key=lambda region: region.address)
-        addresses = [chunk.data_ptr() for chunk in self._chunks]
-        self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
-        self.mailbox.show_digests(digests)
 
     def close(self) -> None:
         """Show it no more, and free it."""

@@ -11,7 +11,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import Call, ShardRecord, VersionRef
+from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, check_version, newer_ranges
 from torch_ros.store.loops import Step
@@ -79,10 +79,7 @@ class Unpublication(GroupTask[None]):
         self._shard, self._held = shard, held
 
     def perform(self, call: GroupCall) -> None:
-        def copy(_: str) -> ShardRecord:
-            return self._shard.copy_to_host(call.number)
-
-        call.unpublish(self._held, copy)
+        call.unpublish(self._held, lambda _: self._shard.copy_to_host(call.number))
 
 
 class Agreement(GroupTask[str]):

@@ -22,9 +22,7 @@ class Tensors:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self.registered: Registered | None = None
-        self._named: NamedTensors | None = (
-            None  # as `register` got them; None for those of a save or load
-        )
+        self._named: NamedTensors | None = None  # as `register` got them, not a save or load
 
     def show(self, state: LocalState) -> Registered:
         """Register `state` in place of the tensors before, and show it."""
