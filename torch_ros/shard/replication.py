@@ -3,55 +3,35 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import (
-    BackendError,
-    CorruptWeights,
-    ManifestMismatch,
-    SeatLost,
-    SourceLost,
-    UsageError,
-)
+from torch_ros.errors import BackendError, CorruptWeights, SeatLost, SourceLost
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
-from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.seat import own_group
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.tasks import Search
+from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step
-from torch_ros.store.txn import View, one
+from torch_ros.store.txn import View
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
-from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
-from torch_ros.weights.digest import first_difference, totals
-from torch_ros.weights.manifest import (
-    OBJECT,
-    ChunkRecord,
-    Depth,
-    Layout,
-    Logical,
-    TensorRecord,
-    logical,
-    require_all,
-)
-from torch_ros.weights.tiling import matched
+from torch_ros.weights.manifest import Layout
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +168,7 @@ class Replication(GroupTask[int]):
         self.source = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
         self._should_be_fast = False  # all of the source is there, on this host
-        self.expected = Digests()
-        self.wanted: Logical | None = None  # the version's contents, if a source has all of it
+        self.verification: Verification | None = None
 
     def perform(self, call: GroupCall) -> int:
         self._target.prepare()
@@ -213,7 +192,6 @@ class Replication(GroupTask[int]):
         with Meter(what, shard.settings.on_progress, shard.group.seat.rank) as meter:
             claimed = ClaimedSources(call)
             claimed.read(partial(self._fetch, claimed, meter))
-        self._digest()
         self._commit(call)
         self._report(call)
         return call.ref.version
@@ -221,7 +199,7 @@ class Replication(GroupTask[int]):
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
         self.ref, self.registered, self.progress = ref, None, None
-        self.expected, self.wanted = Digests(), None
+        self.verification = Verification(self._shard, ref, self.deadline)
 
     def _book_lost_time(self) -> None:
         """Book the time since the last lap under `read`: it was spent on sources that failed."""
@@ -237,14 +215,13 @@ class Replication(GroupTask[int]):
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         if self.registered is None:
-            self._register(call.ref, sources[0], feeds[0])
+            self._register(sources[0], feeds[0])
         registered, progress = self.registered, self.progress
         assert registered is not None
         assert progress is not None
         try:
             supplies = [
-                [self._plan(feed, phase.layout, call.ref) for feed in feeds]
-                for phase in registered.phases
+                [self._plan(feed, phase.layout) for feed in feeds] for phase in registered.phases
             ]
         except SourceLost:
             if not progress.bytes_read:
@@ -281,124 +258,38 @@ class Replication(GroupTask[int]):
         )
         self.sources += [source.inst for source in sources]
 
-    def _register(self, ref: VersionRef, source: Source, feed: Feed) -> None:
-        with self._as_published(feed, ref):
+    def _register(self, source: Source, feed: Feed) -> None:
+        verification = self.verification
+        assert verification is not None
+        with verification.as_published(feed):
             self.registered = self._target.register(feed.layouts)
         self.progress = Progress(self._shard.mailbox, self.registered)
         finish_kernels(self.registered)  # those that still use the old content
-        with self._as_published(feed, ref):
-            self.expected = self._digests_of(feed, source.inst)
-            self.wanted = logical(feed.layouts) if source.is_full else None
-        self._shard.mailbox.show_digests(self.expected)
+        verification.expect(feed, source)
 
-    def _plan(self, feed: Feed, target: Layout, ref: VersionRef) -> Supply:
+    def _plan(self, feed: Feed, target: Layout) -> Supply:
         shard = self._shard
         is_near = shard.reading.peers.is_near([agent for agent, _ in feed.manifests])
-        with self._as_published(feed, ref):
+        assert self.verification is not None
+        with self.verification.as_published(feed):
             plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, is_near=is_near)
         return Supply(plan, feed)
 
-    @contextmanager
-    def _as_published(self, feed: Feed, ref: VersionRef) -> Iterator[None]:
-        """Treat tensors that do not fit as a lost source, unless it shows what was published.
-
-        A relay may be loading only a part of the version.
-        """
-        try:
-            yield
-        except UsageError as error:
-            if self._is_published(feed, ref):
-                raise
-            reason = f"it does not show the version: {error}"
-            raise SourceLost(feed.source.replica, reason, 0, 0) from error
-
-    def _is_published(self, feed: Feed, ref: VersionRef) -> bool:
-        layout = self._published(ref)
-        try:
-            return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
-        except ManifestMismatch:
-            return False
-
-    def _published(self, ref: VersionRef) -> str:
-        """The version's layout, as etcd has it; "": its record is gone."""
-        group = self._shard.group
-        key = group.seat.keys.version(ref.run, ref.version)
-
-        def rule(view: View) -> Step[str]:
-            entry = view.get(key)
-            return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
-
-        return group.ask((one(key),), rule, self.deadline)
-
-    def _digests_of(self, feed: Feed, inst: str) -> Digests:
-        """The version's digests, as far as this source knows them."""
-        manifests = [manifest for _, manifest in feed.manifests]
-        depth = manifests[0].depth if manifests else "off"
-        own_depth = self._shard.settings.depth
-        if depth == "off" or own_depth == "off":
-            if own_depth != "off":
-                log.warning("%s has no digests; the bytes read from it are not verified", inst)
-            # Passed on all the same, for readers that verify.
-            known = next((m for m in manifests if m.totals), None)
-            return Digests(known.depth, (), known.totals) if known else Digests()
-        if manifests[0].totals:
-            return Digests(depth, (), manifests[0].totals)
-        if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
-            log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
-            return Digests()
-        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
-        return Digests(depth, (), totals(layouts, chunks, depth=depth))
-
-    # When everything has been read
-
-    def _digest(self) -> None:
-        registered, expected, shard = self.registered, self.expected, self._shard
-        assert registered is not None
-        mark_written(registered)
-        self._watch.lap("read")
-        depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
-        shard.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
-        if depth != "off":
-            shard.mailbox.show_digests(shard.digests)
-            self._watch.lap("digest")
-
     def _commit(self, call: GroupCall) -> None:
-        """End the call with the peers, and become a source if the terms allow it."""
-        registered, terms = self.registered, self._order.terms
+        """Digest what is there, and end the call with the peers."""
+        registered, verification, watch = self.registered, self.verification, self._watch
         assert registered is not None
+        assert verification is not None
+        mark_written(registered)
+        watch.lap("read")
+        if verification.digest(registered):
+            watch.lap("digest")
+        terms = self._order.terms
         if said := call.finish(registered.digest):
-            call.complete(self._verified(call, said), terms)
-        self._watch.lap("commit")
-
-    def _verified(self, call: GroupCall, answers: Mapping[int, str]) -> str:
-        """Compare the digests of all ranks with the version's. Run by the last rank to be ready.
-
-        Returns:
-            The digest of what the ranks hold together.
-
-        Raises: CorruptWeights, ManifestMismatch
-        """
-        self._verify(call)
-        assert self.registered is not None
-        held = self._shard.manifests.together(self.registered, answers, self.deadline)
-        wanted = self.wanted if self._order.terms.is_required else None
-        lacks = wanted is not None and wanted.keys() - held.keys()
-        if wanted is not None and lacks and wanted.digest == self._published(call.ref):
-            require_all(call.ref.version, wanted, held)
-        return held.digest
-
-    def _verify(self, call: GroupCall) -> None:
-        shard, expected, version = self._shard, self.expected, call.ref.version
-        if shard.settings.depth == "off" or expected.depth == "off":
-            return
-        manifests = shard.manifests.own(self.deadline)
-        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
-            log.warning("not all ranks have digests; version %d is not verified", version)
-            return
-        chunks = [manifest.digests for manifest in manifests]
-        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
-        if (fqn := first_difference(found, expected.totals)) is not None:
-            raise CorruptWeights(shard.model, version, fqn, self.source)
+            verification.verify(self.source)
+            layout = verification.layout_of(registered, said, is_required=terms.is_required)
+            call.complete(layout, terms)
+        watch.lap("commit")
 
     def _report(self, call: GroupCall) -> None:
         registered, progress, watch = self.registered, self.progress, self._watch
@@ -423,26 +314,3 @@ class Replication(GroupTask[int]):
                 "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
                 speed / 1e9,
             )
-
-
-def is_whole(layouts: Sequence[Layout]) -> bool:
-    """Whether these layouts hold every element of every tensor that they name."""
-    try:
-        everything = logical(layouts)
-        tensors = [(f, t) for f, t in sorted(everything.items()) if t.dtype != OBJECT]
-        whole = Layout(
-            tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
-            tuple(
-                ChunkRecord(number, (0,) * len(shape), shape, _dense(shape), spread=False)
-                for number, (_, (_, shape)) in enumerate(tensors)
-            ),
-        )
-        matched(layouts, whole, target_rank=0)
-    except UsageError:
-        return False
-    return True
-
-
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,169 @@
+"""Verification: a source shows what was published, and the bytes read are those of the version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import CorruptWeights, ManifestMismatch, SourceLost, UsageError
+from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.sources import Source
+from torch_ros.shard.core import Shard
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import View, one
+from torch_ros.transfer.feed import Feed
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.registered import Registered
+from torch_ros.weights.digest import first_difference, totals
+from torch_ros.weights.local import packed
+from torch_ros.weights.manifest import (
+    OBJECT,
+    ChunkRecord,
+    Depth,
+    Layout,
+    Logical,
+    TensorRecord,
+    logical,
+    require_all,
+)
+from torch_ros.weights.tiling import matched
+
+log = logging.getLogger(__name__)
+
+
+class Verification:
+    """Compares one read of `ref` with what was published, from its first source to its end."""
+
+    def __init__(self, shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
+        self._shard, self._ref, self._deadline = shard, ref, deadline
+        self._expected = Digests()  # of the version
+        self._wanted: Logical | None = None  # its contents, if a source has all of it
+
+    # Sources
+
+    @contextmanager
+    def as_published(self, feed: Feed) -> Iterator[None]:
+        """Treat tensors that do not fit as a lost source, unless it shows what was published.
+
+        A relay may be loading only a part of the version.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if self._is_published(feed):
+                raise
+            reason = f"it does not show the version: {error}"
+            raise SourceLost(feed.source.replica, reason, 0, 0) from error
+
+    def _is_published(self, feed: Feed) -> bool:
+        layout = self._published()
+        try:
+            return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
+        except ManifestMismatch:
+            return False
+
+    def _published(self) -> str:
+        """The version's layout, as etcd has it; "": its record is gone."""
+        group = self._shard.group
+        key = group.seat.keys.version(self._ref.run, self._ref.version)
+
+        def rule(view: View) -> Step[str]:
+            entry = view.get(key)
+            return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
+
+        return group.ask((one(key),), rule, self._deadline)
+
+    def expect(self, feed: Feed, source: Source) -> None:
+        """Take the version's digests from its first source, and pass them on to readers."""
+        with self.as_published(feed):
+            self._expected = self._digests_of(feed, source.inst)
+            self._wanted = logical(feed.layouts) if source.is_full else None
+        self._shard.mailbox.show_digests(self._expected)
+
+    def _digests_of(self, feed: Feed, inst: str) -> Digests:
+        """The version's digests, as far as this source knows them."""
+        manifests = [manifest for _, manifest in feed.manifests]
+        depth = manifests[0].depth if manifests else "off"
+        own_depth = self._shard.settings.depth
+        if depth == "off" or own_depth == "off":
+            if own_depth != "off":
+                log.warning("%s has no digests; the bytes read from it are not verified", inst)
+            # Passed on all the same, for readers that verify.
+            known = next((m for m in manifests if m.totals), None)
+            return Digests(known.depth, (), known.totals) if known else Digests()
+        if manifests[0].totals:
+            return Digests(depth, (), manifests[0].totals)
+        if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
+            return Digests()
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+
+    # Bytes
+
+    def digest(self, registered: Registered) -> bool:
+        """Digest this rank's part, and show it to readers; whether digests are wanted at all."""
+        shard, expected = self._shard, self._expected
+        depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
+        shard.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
+        if depth != "off":
+            shard.mailbox.show_digests(shard.digests)
+        return depth != "off"
+
+    def verify(self, source: str) -> None:
+        """Compare the digests of all ranks with the version's. Called by the last to be ready.
+
+        Args:
+            source: The replicas that were read, for people.
+
+        Raises: CorruptWeights: They differ.
+        """
+        shard, expected, version = self._shard, self._expected, self._ref.version
+        if shard.settings.depth == "off" or expected.depth == "off":
+            return
+        manifests = shard.manifests.own(self._deadline)
+        if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
+            log.warning("not all ranks have digests; version %d is not verified", version)
+            return
+        chunks = [manifest.digests for manifest in manifests]
+        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
+        if (fqn := first_difference(found, expected.totals)) is not None:
+            raise CorruptWeights(shard.model, version, fqn, source)
+
+    def layout_of(
+        self, registered: Registered, answers: Mapping[int, str], *, is_required: bool
+    ) -> str:
+        """The digest of what the ranks hold together. Called by the last to be ready.
+
+        Args:
+            answers: Each rank's own digest.
+            is_required: Whether that has to be the whole version.
+
+        Raises: ManifestMismatch: It is not.
+        """
+        held = self._shard.manifests.together(registered, answers, self._deadline)
+        wanted = self._wanted if is_required else None
+        lacks = wanted is not None and wanted.keys() - held.keys()
+        if wanted is not None and lacks and wanted.digest == self._published():
+            require_all(self._ref.version, wanted, held)
+        return held.digest
+
+
+def is_whole(layouts: Sequence[Layout]) -> bool:
+    """Whether these layouts hold every element of every tensor that they name."""
+    try:
+        everything = logical(layouts)
+        tensors = [(f, t) for f, t in sorted(everything.items()) if t.dtype != OBJECT]
+        whole = Layout(
+            tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+            tuple(
+                ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
+                for number, (_, (_, shape)) in enumerate(tensors)
+            ),
+        )
+        matched(layouts, packed(whole), target_rank=0)
+    except UsageError:
+        return False
+    return True
