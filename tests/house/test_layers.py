@@ -61,6 +61,21 @@ def broken_arrows(package):
                 yield f"{file} imports {name}"
 
 
+def files_that_write_words():
+    """The files that call `serve` or `void` of a mailbox."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_write = isinstance(node, ast.Attribute) and node.attr in {"serve", "void"}
+            if is_write and ast.unparse(node.value).endswith("mailbox"):
+                yield str(path.relative_to(PACKAGE))
+
+
+def test_one_file_decides_when_the_word_is_set_and_cleared():
+    told = {"transfer/feed.py"}  # the blocks of a read, as they come
+    copies = {"shard/host_copies.py"}  # each has a mailbox of its own, with one content
+    assert set(files_that_write_words()) == {"shard/word.py", *told, *copies}
+
+
 def test_imports_follow_the_arrows():
     assert not list(broken_arrows(PACKAGE))
 

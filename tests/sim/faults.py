@@ -35,7 +35,7 @@ from torch_ros.protocol import (
 from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, core, manifests, replication
+from torch_ros.shard import beginnings, manifests, replication, word
 from torch_ros.shard import host_copies as copies
 from torch_ros.store import loops
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -1106,10 +1106,10 @@ def _(learn):
 # Ranks that are out of step
 
 
-@fault("who skips a call leaves its word", (core.Shard, "skip"), scenario="unpublished alone")
+@fault("who skips a call leaves its word", (word.OwnWord, "skip"), scenario="unpublished alone")
 def _(skip):
     def faulty(self, learn):
-        mailbox = self.mailbox
+        mailbox = self._mailbox
 
         def serve(*args):  # of another call
             del mailbox.void, mailbox.serve
@@ -1123,12 +1123,12 @@ def _(skip):
 
 @fault(
     "who skips a call that failed holds nothing any more",
-    (core.Shard, "skip"),
+    (word.OwnWord, "skip"),
     scenario="failed before",
 )
 def _(skip):
     def faulty(self, learn):
-        self.mailbox.void()
+        self.void()
         learn()
 
     return faulty

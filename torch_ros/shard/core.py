@@ -21,7 +21,7 @@ from torch_ros.protocol.ending import Leaving
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.patience import Patience
-from torch_ros.protocol.records import Kind, ShardRecord, VersionRef, mark
+from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.closing import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
@@ -29,8 +29,8 @@ from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tasks import Refusal, Unpublication
 from torch_ros.shard.tensors import Tensors
+from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
-from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
@@ -76,6 +76,7 @@ class Shard:
     ) -> None:
         self.model, self.group, self.settings = model, group, settings
         self.mailbox, self.reading = mailbox, reading
+        self.word = OwnWord(group, mailbox)
         self.tensors = Tensors(mailbox)
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.copies = Copies(group, transport)
@@ -90,7 +91,6 @@ class Shard:
         self._pid = os.getpid()
         self._closing: Closing | None = None
         self._hurries = False  # somebody does not wait for `close` any more
-        group.ledger.skip = self.skip
         _open_shards.add(self)
         _close_open_shards_at_exit()
 
@@ -217,7 +217,7 @@ class Shard:
                 self._make(Unpublication(self, call.ref, call.asked, task.deadline))
             raise
         finally:
-            self.void_unless_held()
+            self.word.void_unless_held()
 
     def _make(self, task: GroupTask[T]) -> T:
         try:
@@ -225,20 +225,6 @@ class Shard:
         finally:
             if task.kind == "unpublish":
                 self.copies.keep()
-
-    def void_unless_held(self) -> None:
-        """Clear the word if nothing is held: readers believe what it says."""
-        if self.held is None:
-            self.mailbox.void()
-
-    def skip(self, learn: Callable[[], None]) -> None:
-        """Learn the end of a call that the peers made without this rank."""
-        self.mailbox.void()
-        try:
-            learn()
-        finally:
-            if (kept := self.group.ledger.held) is not None:  # nobody may have written to it
-                self.mailbox.serve(mark(kept.ref.uid, kept.call), ALL_BLOCKS)
 
     def refuse(self, asked: str, error: BaseException) -> None:
         """End the group's next call, which the peers make as a part of `asked`."""
@@ -254,7 +240,7 @@ class Shard:
         It may have ended badly, and readers still believe the word.
         """
         self.group.catch_up(deadline, patience)
-        self.void_unless_held()
+        self.word.void_unless_held()
 
     def begin(
         self, kind: Kind, asked: str, deadline: Deadline, store_wait_s: float | None = None
@@ -273,7 +259,7 @@ class Shard:
         depth = self.settings.depth
         self.digests = Digests(depth, registered.digests(depth))
         self.mailbox.show_digests(self.digests)
-        self.mailbox.serve(call.mark, ALL_BLOCKS)
+        self.word.serve(call.mark)
 
     # Giving up what is held
 
@@ -300,7 +286,7 @@ class Shard:
                 self.unpublish(deadline, may_forget=may_forget, counted=counted)
                 return
             # The store has forgotten this replica; readers ask the memory, which now says no.
-            self.mailbox.void()
+            self.word.void()
             self.copies.keep()
             log.info("%s; its tensors are taken back without the store", lost)
         if self.settings.check_contract and held is not None:
@@ -387,7 +373,7 @@ class Shard:
             finally:
                 self.copies.close()
                 with self._lock:  # a call in another thread ends first
-                    self.mailbox.void()  # readers in the middle notice; then the memory may go
+                    self.word.void()  # readers in the middle notice; then the memory may go
                     self.reading.close()
                     self.reading.peers.close()
                     self.mailbox.close()

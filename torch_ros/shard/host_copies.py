@@ -74,7 +74,6 @@ class HostCopy:
 
     def close(self) -> None:
         """Show it no more, and free it."""
-        self.mailbox.void()
         self.mailbox.close()
         self._chunks.clear()
 

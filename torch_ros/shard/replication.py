@@ -27,7 +27,6 @@ from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import View
 from torch_ros.transfer.batches import sources_max
-from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
@@ -180,13 +179,12 @@ class Replication(GroupTask[int]):
             sources_max=sources_max(self._target.bytes_total),
         )
         if call.has_ended:  # while this rank had no seat; its part was done
-            if shard.group.ledger.held is not None:
-                shard.mailbox.serve(call.mark, ALL_BLOCKS)
+            shard.word.serve_held()
             self._report(call)
             return call.ref.version
         self._watch.lap("decide")
         if self.ref != call.ref:
-            shard.mailbox.void()  # it may show a part of another one, from before a seat was lost
+            shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
         with Meter(what, shard.settings.on_progress, shard.group.seat.rank) as meter:

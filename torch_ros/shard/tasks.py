@@ -48,7 +48,7 @@ class Publication(GroupTask[bool]):
     def perform(self, call: GroupCall) -> bool:
         shard = self._shard
         if call.may_hold is None:
-            shard.void_unless_held()  # the last call may have ended badly
+            shard.word.void_unless_held()  # the last call may have ended badly
         registered = self._tensors()
         call.decide_to_publish(check_version(self._version))
         shard.offer_all(call, registered)

@@ -15,8 +15,8 @@ became of its lease. (This is a seqlock whose sequence stands on the writer's si
 From each state the word may move to any below it, while the mark is the same, and to 0. It moves to
 another mark only over 0 or with memory that did not change. Layout and addresses change only at 0.
 
-`shard.core` decides when: it clears the word wherever a call of the group ends and nothing is held
-(`Shard.void_unless_held`), and before tensors are taken back without etcd.
+`shard/word.py` decides when: it clears the word wherever a call of the group ends and nothing is
+held, and before tensors are taken back without etcd.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The word of this process's mailbox: when it is set and cleared. `transfer/mailbox.py` says why.
+
+While a version is read, `Progress` tells here how much of it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.records import mark
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.mailbox import Mailbox
+
+
+class OwnWord:
+    """The word follows the group's calls: readers believe it, whatever became of a call."""
+
+    def __init__(self, group: Group, mailbox: Mailbox) -> None:
+        self._ledger, self._mailbox = group.ledger, mailbox
+        self._ledger.skip = self.skip
+
+    def serve(self, mark: int) -> None:
+        """All of a call's content is there."""
+        self._mailbox.serve(mark, ALL_BLOCKS)
+
+    def void(self) -> None:
+        """Clear it: tensors are written to, or taken back, next."""
+        self._mailbox.void()
+
+    def void_unless_held(self) -> None:
+        """Clear it if the replica holds nothing: where a call ends, and before the next begins."""
+        if self._ledger.holds is None:
+            self.void()
+
+    def serve_held(self) -> None:
+        """Say what the replica holds, in memory that nobody can have written to since."""
+        if (kept := self._ledger.held) is not None:
+            self.serve(mark(kept.ref.uid, kept.call))
+
+    def skip(self, learn: Callable[[], None]) -> None:
+        """Learn the end of a call that the peers made without this rank."""
+        self.void()
+        try:
+            learn()
+        finally:
+            self.serve_held()
