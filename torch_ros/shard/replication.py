@@ -162,8 +162,7 @@ class Replication(GroupTask[int]):
         self._shard, self._order, self._target = shard, order, target
         self._watch = Stopwatch()
         self.ref: VersionRef | None = None
-        self.registered: Registered | None = None
-        self.progress: Progress | None = None
+        self.progress: Progress | None = None  # of the tensors that are registered for it
         self.source = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
         self._should_be_fast = False  # all of the source is there, on this host
@@ -196,7 +195,7 @@ class Replication(GroupTask[int]):
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
-        self.ref, self.registered, self.progress = ref, None, None
+        self.ref, self.progress = ref, None
         self.verification = Verification(self._shard, ref, self.deadline)
 
     def _book_lost_time(self) -> None:
@@ -212,15 +211,10 @@ class Replication(GroupTask[int]):
         feeds = [self._connect(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
-        if self.registered is None:
-            self._register(sources[0], feeds[0])
-        registered, progress = self.registered, self.progress
-        assert registered is not None
-        assert progress is not None
+        self.progress = progress = self.progress or self._register(sources[0], feeds[0])
+        phases = progress.target.phases
         try:
-            supplies = [
-                [self._plan(feed, phase.layout) for feed in feeds] for phase in registered.phases
-            ]
+            supplies = [[self._plan(feed, phase.layout) for feed in feeds] for phase in phases]
         except SourceLost:
             if not progress.bytes_read:
                 self.start(call.ref)  # the names and digests that it told go with it
@@ -228,9 +222,9 @@ class Replication(GroupTask[int]):
         self._watch.lap("plan")
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
-        for of_phase, phase in zip(supplies, registered.phases, strict=True):
+        for of_phase, phase in zip(supplies, phases, strict=True):
             self._shard.reading.read(of_phase, phase, progress, self.deadline, meter.add)
-            if phase is registered.phases[0]:  # the objects, if there are any
+            if phase is phases[0]:  # the objects, if there are any
                 self._target.vet()
 
     def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
@@ -256,14 +250,14 @@ class Replication(GroupTask[int]):
         )
         self.sources += [source.inst for source in sources]
 
-    def _register(self, source: Source, feed: Feed) -> None:
+    def _register(self, source: Source, feed: Feed) -> Progress:
         verification = self.verification
         assert verification is not None
         with verification.as_published(feed):
-            self.registered = self._target.register(feed.layouts)
-        self.progress = Progress(self._shard.mailbox, self.registered)
-        finish_kernels(self.registered)  # those that still use the old content
+            registered = self._target.register(feed.layouts)
+        finish_kernels(registered)  # those that still use the old content
         verification.expect(feed, source)
+        return Progress(self._shard.mailbox, registered)
 
     def _plan(self, feed: Feed, target: Layout) -> Supply:
         shard = self._shard
@@ -275,9 +269,10 @@ class Replication(GroupTask[int]):
 
     def _commit(self, call: GroupCall) -> None:
         """Digest what is there, and end the call with the peers."""
-        registered, verification, watch = self.registered, self.verification, self._watch
-        assert registered is not None
+        progress, verification, watch = self.progress, self.verification, self._watch
+        assert progress is not None
         assert verification is not None
+        registered = progress.target
         mark_written(registered)
         watch.lap("read")
         if verification.digest(registered):
@@ -290,14 +285,13 @@ class Replication(GroupTask[int]):
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> None:
-        registered, progress, watch = self.registered, self.progress, self._watch
-        assert registered is not None
+        progress, watch = self.progress, self._watch
         assert progress is not None
         report = ReadReport(
             call.ref.version,
             self.source,
             call.reroutes,
-            registered.bytes_total,
+            progress.target.bytes_total,
             progress.bytes_read,
             watch.elapsed_s,
             watch.stages_s,

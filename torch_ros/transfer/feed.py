@@ -34,7 +34,7 @@ class Progress:
     """Which blocks have arrived, and the word that says so to this rank's readers."""
 
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
-        self._mailbox, self._target, self._mark = mailbox, target, 0
+        self._mailbox, self.target, self._mark = mailbox, target, 0
         self.done: Bools = np.zeros(target.layout.blocks.total, np.bool_)
         self.bytes_read = 0
 
@@ -46,13 +46,13 @@ class Progress:
     def add(self, blocks: Ints, bytes_read: int) -> None:
         """Count these blocks: they have arrived, and are what they should be."""
         self.done[blocks] = True
-        tied, read = self._target.tied_blocks
+        tied, read = self.target.tied_blocks
         self.done[tied] = self.done[read]
         self.bytes_read += bytes_read
         self._tell()
 
     def _tell(self) -> None:
-        told, overlaps = self.done, self._target.overlaps
+        told, overlaps = self.done, self.target.overlaps
         if overlaps is not None:
             # A block that has arrived may be written over once more, for another name, with bytes
             # that are not certain yet.
