@@ -9,13 +9,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import (
-    CallAborted,
-    CallMismatch,
-    DeadlineExceeded,
-    SeatLost,
-    TorchRosError,
-)
+from torch_ros.errors import CallAborted, CallMismatch, DeadlineExceeded, SeatLost, TorchRosError
 from torch_ros.protocol import calls, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family

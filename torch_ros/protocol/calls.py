@@ -57,14 +57,7 @@ from torch_ros.protocol.seat import (
     recorded,
 )
 from torch_ros.protocol.sources import claim_of, free_sources
-from torch_ros.protocol.versions import (
-    Spec,
-    first_holders,
-    newer,
-    published,
-    resolve,
-    shows_all,
-)
+from torch_ros.protocol.versions import Spec, first_holders, newer, published, resolve, shows_all
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Count,

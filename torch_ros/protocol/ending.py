@@ -23,18 +23,7 @@ from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.protocol.unpublish import wake
 from torch_ros.protocol.versions import offered
 from torch_ros.store.loops import Act, Done, Step, Wait
-from torch_ros.store.txn import (
-    Delete,
-    Guard,
-    NoneNewer,
-    Op,
-    Put,
-    Range,
-    Ranges,
-    Txn,
-    View,
-    one,
-)
+from torch_ros.store.txn import Delete, Guard, NoneNewer, Op, Put, Range, Ranges, Txn, View, one
 
 CLOSING = 0  # the number of a group's last call; others count from 1
 NAMED_MAX = 3  # replicas that a log line names

@@ -163,7 +163,11 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     seats = who.keys.shards(k.instance(who.replica, who.nonce))
     if any(True for _ in view.within(seats)):
         return Done(None)
-    run, run_ops, guards = _return_to_run(view, who) if who.run_number else _choose_run(view, who)
+    if who.run_number:
+        assert who.run is not None
+        run, (run_ops, guards) = who.run, _restored_run(view, who, who.run, who.run_number)
+    else:
+        run, run_ops, guards = _choose_run(view, who)
     group = GroupRecord(
         who.nonce,
         who.world_size,
@@ -230,12 +234,6 @@ def _live_runs(look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys)
     used = {where.run for _, where, _ in keyed(look(keys.holdings()), k.parse_holding)}
     groups = readable(look(keys.groups()), k.parse_group, GroupRecord)
     return used | {group.run for _, _, group, _ in groups if group.left is None}
-
-
-def _return_to_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
-    assert who.run is not None
-    ops, guards = _restored_run(view, who, who.run, who.run_number)
-    return who.run, ops, guards
 
 
 def _restored_run(
@@ -404,15 +402,10 @@ def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
 
 def _strange(shards: Sequence[ShardRecord]) -> list[int]:
     """Ranks that cannot have taken part in the calls that their peers bring along."""
-    calls, _ = adopted(shards)
-    needed_all = [
-        call
-        for call in calls
-        if call.kind in ("agree", "publish", "replicate")
-        and call.outcome is not None
-        and call.outcome.failure is None
-    ]
-    return [rank for rank, shard in enumerate(shards) if needed_all and not shard.is_back]
+    needed_all = ("agree", "publish", "replicate")
+    if not any(call.kind in needed_all and _ended_well(call) for call in adopted(shards)[0]):
+        return []
+    return [rank for rank, shard in enumerate(shards) if not shard.is_back]
 
 
 def _adopt(

@@ -12,14 +12,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.readable import keyed, readable
 from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
 from torch_ros.store.loops import Wait
-from torch_ros.store.txn import (
-    Ranges,
-    Sample,
-    Unseen,
-    View,
-    one,
-    sample,
-)
+from torch_ros.store.txn import Ranges, Sample, Unseen, View, one, sample
 
 HOLDERS_MAX = 8  # that are looked at to see that a version is available
 
@@ -136,7 +129,9 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     for offer in newest:
         if offer.ref.version == spec.absolute:
             return offer
-    run = newest[0].ref.run if newest else _newest_run(view, keys)
+    numbers = run_numbers(view, keys)
+    newest_run = max(numbers, key=lambda run: (numbers[run], run), default="")
+    run = newest[0].ref.run if newest else newest_run
     asked = keys.version(run, spec.absolute)
     if entry := view.get(asked):
         VersionRecord.decode(entry.value, asked)  # what is asked for cannot be passed over
@@ -226,11 +221,6 @@ def _wait_for_version(
         offer = runs[0][0]
         because = (*because, keys.holding(offer.ref.run, offer.ref.version, min(offer.holdings)))
     return Wait(reason, (keys.versions(), *map(one, because)))
-
-
-def _newest_run(view: View, keys: Keys) -> str:
-    numbers = run_numbers(view, keys)
-    return max(numbers, key=lambda run: (numbers[run], run), default="")
 
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
