@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import torch_ros
-from torch_ros.errors import SourceLost, TorchRosError
+from torch_ros.errors import CorruptWeights, SourceLost, TorchRosError
 from torch_ros.protocol import claimed
 from torch_ros.spans import Region
 from torch_ros.transfer import feed
@@ -176,6 +176,7 @@ def test_a_bad_peer_fails_nobody_over_nixl(what):
 @pytest.mark.timeout(120 + 10 * TIMES)
 @settings(long, max_examples=5 * TIMES)
 @given(spoiled())
+@example(("manifest", [5, 0], 0, False))
 def test_a_bad_peer_alone_is_named(what):
     with quick(), replicas("auto", "bad", "me") as (bad, me):
         spoil(bad._shard.mailbox, what)
@@ -183,3 +184,5 @@ def test_a_bad_peer_alone_is_named(what):
             me.replicate(1)
         except SourceLost as lost:
             assert lost.replica == "bad"
+        except CorruptWeights as corrupt:
+            assert corrupt.source == "bad"
