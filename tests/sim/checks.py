@@ -304,7 +304,10 @@ class Checks:
     @told_at_once
     def copied(self, copy, process: Process) -> None:
         """A copy in host memory is what was published."""
-        content = self.truth[copy.kept.ref.uid]
+        content = self.truth.get(copy.kept.ref.uid)
+        demand(
+            content is not None, f"I4: {process} copies {copy.kept.ref}, which was never offered"
+        )
         cells = [cell for chunk in copy._chunks for cell in chunk.flatten().tolist()]
         good = cells == process.expected(content).tolist()
         demand(good, f"I4: {process} copies {copy.kept.ref} as {cells}")

@@ -37,7 +37,7 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.keys import Keys
 from torch_ros.shard import beginnings, manifests, replication, word
 from torch_ros.shard import host_copies as copies
-from torch_ros.store import loops
+from torch_ros.store import loops, memory
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -53,7 +53,6 @@ from torch_ros.store.txn import (
     Txn,
     Unchanged,
     View,
-    Watch,
     one,
 )
 from torch_ros.transfer import batches, feed, mailbox, peers, reading
@@ -256,7 +255,7 @@ def _(rule):
     "ready: a repeat after a lost reply waits for the peers",
     (calls, "put_ready"),
     hole=15,
-    scenario="lost replies",
+    scenario="last reply",
 )
 def _(rule):
     def faulty(view, seat, call, *args, **kwargs):
@@ -294,7 +293,7 @@ def overheard(steps, asked=lambda request: request, answered=lambda request, rep
         reply = answered(request, (yield asked(request)))
 
 
-@fault("a lost reply counts as done", (loops, "settle"), hole=15)
+@fault("a lost reply counts as done", (loops, "settle"), hole=15, scenario="lost request")
 def _(settle):
     def answered(request, reply):
         if not (isinstance(request, Commit) and reply is UNKNOWN):
@@ -306,17 +305,19 @@ def _(settle):
     return lambda *args: overheard(settle(*args), answered=answered)
 
 
-@fault("a watch begins one revision late", (loops, "settle"), hole=5)
-def _(settle):
-    def asked(request):
-        if not isinstance(request, Watch):
-            return request
-        return msgspec.structs.replace(request, after_rev=request.after_rev + 1)
+@fault(
+    "a watch begins one revision late", (memory.Space, "has_changed"), hole=5, scenario="looks away"
+)
+def _(has_changed):
+    def faulty(self, watch):
+        # Not later than now: that would be told at once, as after a wipe.
+        late = watch.after_rev + (watch.after_rev < self.rev)
+        return has_changed(self, msgspec.structs.replace(watch, after_rev=late))
 
-    return lambda *args: overheard(settle(*args), asked)
+    return faulty
 
 
-@fault("who lost a race looks at what it saw before", (loops, "settle"))
+@fault("who lost a race looks at what it saw before", (loops, "settle"), scenario="two trainers")
 def _(settle):
     def faulty(what, ranges, rule, first=None):
         seen = first
@@ -350,7 +351,12 @@ fault(
 )(edited(guards=not_on("versions")))
 
 
-@fault("a number keeps its uid when nobody holds it", (calls, "_fellow_publisher"), hole=6)
+@fault(
+    "a number keeps its uid when nobody holds it",
+    (calls, "_fellow_publisher"),
+    hole=6,
+    scenario="published again",
+)
 def _(fellow):
     def faulty(view, seat, version):
         key = seat.keys.version(seat.run, version)
@@ -396,7 +402,11 @@ fault("a glimpse of an older version is enough", (versions, "_newest_record"))(
         )
     )
 )
-fault("the next older one is read from, whoever reads it", (sources, "_by_place"), scenario="many")(
+fault(
+    "the next older one is read from, whoever reads it",
+    (sources, "_by_place"),
+    scenario="fed already",
+)(
     lambda rule: (
         lambda view, seat, ref, candidates: rule(
             view,
@@ -594,12 +604,11 @@ fault(
 )
 def _(shown):
     def faulty(self, card, *others):
-        known = dict(self._manifests)
+        known = {agent: dict(read) for agent, read in self._manifests.items() if read}
         now = shown(self, card, *others)
         if now.manifest is None or now.agent not in known:
             return now
-        self._manifests[now.agent] = known[now.agent]
-        return dataclasses.replace(now, manifest=known[now.agent][1])
+        return dataclasses.replace(now, manifest=next(iter(known[now.agent].values())))
 
     return faulty
 
@@ -645,7 +654,11 @@ def _(tell):
     return faulty
 
 
-@fault("progress is told before it is certain", (reading.ReadPass, "landed"))
+@fault(
+    "progress is told before it is certain",
+    (reading.ReadPass, "landed"),
+    scenario="other version",
+)
 def _(landed):
     def faulty(self, read):
         batch = self._batch_of[read]
@@ -755,7 +768,7 @@ fault("a witness may be draining", (retention, "_counts"), hole=21, scenario="bo
 fault("a witness may be filling", (retention, "_counts"), hole=21)(
     lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
 )
-fault("a spot replica is a witness", (retention, "_counts"))(
+fault("a spot replica is a witness", (retention, "_counts"), scenario="only on spot")(
     lambda counts: lambda held: held.state == "full"
 )
 
@@ -851,7 +864,9 @@ fault("expelling leaves the holdings", (membership, "expel"))(edited(ops=spare("
 fault(
     "expelling does not guard the decisions", (membership, "expel"), scenario="expelled meanwhile"
 )(edited(guards=not_on("decisions")))
-fault("closing leaves the holdings", (membership, "leave"))(edited(ops=spare("holdings")))
+fault("closing leaves the holdings", (membership, "leave"), scenario="closed meanwhile")(
+    edited(ops=spare("holdings"))
+)
 fault("closing does not guard the decisions", (membership, "leave"), scenario="closed meanwhile")(
     edited(guards=not_on("decisions"))
 )
@@ -873,7 +888,7 @@ def _(rule):
     return faulty
 
 
-@fault("nobody watches the neighbour", (membership, "watch_over"))
+@fault("nobody watches the neighbour", (membership, "watch_over"), scenario="dies")
 def _(rule):
     def faulty(view, seat):
         step = rule(view, seat)
@@ -904,7 +919,12 @@ fault(
 )(unfenced)
 
 
-@fault("a group is complete before all have come", (membership, "join"), hole=16)
+@fault(
+    "a group is complete before all have come",
+    (membership, "join"),
+    hole=16,
+    scenario="comes late",
+)
 def _(rule):
     def faulty(view, who, nonce):
         step = rule(view, who, nonce)
@@ -973,7 +993,11 @@ def _(adopted):
     return faulty
 
 
-@fault("ranks that come back: the calls that ended are forgotten", (membership, "adopted"))
+@fault(
+    "ranks that come back: the calls that ended are forgotten",
+    (membership, "adopted"),
+    scenario="took back",
+)
 def _(adopted):
     return lambda shards: ([], adopted(shards)[1])
 
@@ -1044,7 +1068,7 @@ def _(goes_on_without):
 @fault(
     "who did not wait for a call is waited for",
     (seat.Seat, "done_by"),
-    scenario="half cut off",
+    scenario="does not wait",
 )
 def _(done_by):
     return lambda self, call: {}
@@ -1053,7 +1077,7 @@ def _(done_by):
 @fault(
     "what came to nothing is not unpublished by who knows",
     (ledger.Ledger, "not_waited_for"),
-    scenario="half cut off",
+    scenario="came to nothing",
 )
 def _(not_waited_for):
     return None

@@ -27,7 +27,7 @@ from torch_ros.protocol import membership
 from torch_ros.protocol.records import Call, Failure, Kept, Outcome, ShardRecord, VersionRef
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.store.txn import Commit, Delete, Put, Read, whole
+from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 
@@ -62,6 +62,7 @@ class Scene(World):
         self.uneven: set[Process] = set()  # whose reads land in no order
         self.failing: dict[Process, int] = {}  # how many of its next reads fail
         self.requests, self.loses_reply = 0, -1  # how many there were, and which is not answered
+        self.losses: dict[Process, tuple] = {}  # which next request is not answered, and why
         self.edges: set[tuple[str, str]] = set()  # who has read from whom: (source, reader)
         self.claims = 0  # the most that a source had at a time
         self.reached: set[str] = set()
@@ -142,8 +143,15 @@ class Scene(World):
     def request_fault(self, connection) -> str:
         self._hold(self.current.waiting, is_reply=False)
         self.requests += 1
+        matches, fault = self.losses.get(self.current.process, (lambda _: False, ""))
+        if matches(self.current.waiting):
+            del self.losses[self.current.process]
+            return fault
         is_lost = self.requests == self.loses_reply
         return "lose reply" if is_lost else super().request_fault(connection)
+
+    def about_to_watch(self, watch: Watch) -> None:
+        self._hold(watch, is_reply=False)
 
     def read_delay_s(self) -> float:
         process = self.current.process
@@ -549,6 +557,45 @@ def lost_replies(scene: Scene) -> None:
     scene.play()
 
 
+def last_reply(scene: Scene) -> None:
+    """I5: the last rank to be ready ends the call, also if it was not told that it is the last."""
+
+    def train(me: Process) -> None:
+        if me.rank == 1:
+            is_ready = lambda: any("/ready/" in key for key in scene.store._entries)
+            scene.when(is_ready, "ready")
+            scene.losses[me] = puts("/ready/"), "lose reply"
+        try:
+            publish(me, 1, timeout_s=20)
+        except DeadlineExceeded as error:
+            raise Broken(f"I6: all are ready, and nobody ends the call: {error}") from error
+        demand(me not in scene.losses, "no reply was lost")
+
+    scene.start("t", train)
+    scene.play()
+
+
+def lost_request(scene: Scene) -> None:
+    """I5: what was not answered may not have happened."""
+
+    def train(me: Process) -> None:
+        scene.losses[me] = makes_full, "lose"
+        publish(me, 1)
+        demand(me not in scene.losses, "no request was lost")
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        try:
+            replicate(me, timeout_s=30)
+        except DeadlineExceeded as error:
+            raise Broken(f"I6: it is published, and not offered: {error}") from error
+        scene.reach("read")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def two_trainers(scene: Scene) -> None:
     """Two publish at the same moment: numbers grow, and one number is one content."""
     versions = {"t": 1, "u": 1 + int(scene.random() * 2)}
@@ -774,7 +821,7 @@ ORDERS = [
 
 def last_offer(scene: Scene) -> None:
     """I6: whenever the last holder leaves, the version is heard of from who has just read it."""
-    order = scene.rng.choice(ORDERS)
+    order = ORDERS[scene.seed % len(ORDERS)]
     before = {step: {"has read", *order[: order.index(step)]} for step in order}
 
     def has_turn(step: str) -> bool:
@@ -829,6 +876,136 @@ def last_change(scene: Scene) -> None:
     scene.start("t", lambda me: (publish(me, 1), scene.reach("published"), scene.until("told")))
     for number in range(count):
         scene.start(f"r{number}", read, size=1)
+    scene.play()
+
+
+def comes_late(scene: Scene) -> None:
+    """A replica is opened when all of its ranks have come."""
+    came_s = scene.now_s + 5.0
+
+    def train(me: Process) -> None:
+        demand(scene.now_s >= came_s, f"{me} is open, and a rank has not come")
+
+    scene.start("t", train)
+    scene._suspend(scene.processes[1], 5.0)
+    scene.play()
+
+
+def looks_away(scene: Scene) -> None:
+    """I6: nobody misses the one change that comes between the look and the watch that follows."""
+
+    def is_offered() -> bool:
+        return any(holding.state == "full" for holding in scene.checks.holdings.values())
+
+    def train(me: Process) -> None:
+        scene.hold("offers", me, makes_full, lambda: "has looked" in scene.reached)
+        publish(me, 1)
+        scene.offered_s = scene.now_s
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("offers")
+        waits = lambda what: isinstance(what, Watch) and what.reason
+        scene.hold("has looked", me, waits, is_offered)
+        replicate(me)
+        demand(scene.now_s < scene.offered_s + 3, "I6: nobody told")
+        scene.reach("read")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def dies(scene: Scene) -> None:
+    """I7: what a replica holds goes with the first of its processes."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach(str(me))
+        scene.until("t.0/0", "t.0/1")
+        anchor, other = _anchor_and_other(me)
+        if me is anchor:
+            scene.at(scene.now_s, scene.kill_process, other)
+        scene.sleep(TTL_S + 3)
+        demand(not scene.checks.holdings, "I7: a process is dead, and what it had is offered")
+
+    scene.start("t", train)
+    scene.play()
+
+
+def fed_already(scene: Scene) -> None:
+    """I8: the place of a newcomer among many leads to a source that feeds one; it takes another."""
+    _see_few(2, 1, 8)
+    rollouts = tuple(f"r{number}" for number in range(5))
+
+    def has_claimed(name: str) -> bool:
+        return any(k.replica_of(reader) == name for _, reader in scene.edges)
+
+    def train(me: Process) -> None:
+        scene.until(*(["t"] if me.start.replica == "u" else []))
+        publish(me, 1)
+        scene.reach(me.start.replica)
+        scene.until(*rollouts)
+
+    def read(me: Process) -> None:
+        name, number = me.start.replica, int(me.start.replica[1:])
+        scene.until("t", "u")
+        if number == 4:
+            scene.until("r0")  # now one more is full, and each place another
+        elif number > 0:
+            scene.when(lambda: has_claimed(f"r{number - 1}"), "the one before")
+        last = "r4" if number else "r3"
+        scene.hold(f"{name} is done", me, makes_full, lambda: has_claimed(last))
+        replicate(me)
+        scene.reach(name)
+        scene.until(*rollouts)
+
+    for name in ("t", "u"):
+        scene.start(name, train, size=1)
+    for name in rollouts:
+        scene.start(name, read, size=1)
+    scene.play()
+    demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
+def published_again(scene: Scene) -> None:
+    """I1: a number that nobody holds any more may be published again, with other bytes."""
+
+    def train(me: Process) -> None:
+        for content in (7, 8):
+            publish(me, 1, content)
+            scene.reach(f"{content}")
+            scene.until(f"read {content}")
+            unpublish(me)
+
+    def read(me: Process) -> None:
+        for content in (7, 8):
+            scene.until(f"{content}")
+            replicate(me)
+            unpublish(me)
+            scene.reach(f"read {content}")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def only_on_spot(scene: Scene) -> None:
+    """I4: who gives up what it retains keeps a copy, if all others that have it are on spots."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("has 1")
+        unpublish(me)
+        scene.reach("given up")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach("has 1")
+        scene.until("given up")
+
+    scene.start("t", train, size=1, retain=("latest",))
+    scene.start("r", read, size=1, spot=True)
     scene.play()
 
 
@@ -1113,6 +1290,83 @@ def held_when_back(scene: Scene) -> None:
     scene.play()
 
 
+def does_not_wait(scene: Scene) -> None:
+    """Ranks that come back do not wait for the one that has published already, without etcd."""
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        scene.reach(f"{me} holds 1")
+        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        if me.rank == 0:
+            scene._cut(me, 3 * TTL_S)
+            unpublish(me)
+            demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
+            scene.reach("does not wait")
+        else:
+            scene.until("does not wait")
+            unpublish(me)
+            scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+            try:
+                publish(me, 2, 12, timeout_s=5)
+            except DeadlineExceeded as error:
+                raise Broken(f"I6: a rank that has published is waited for: {error}") from error
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        replicate(me, 2)
+        scene.reach("read")
+
+    scene.start("t", train)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def came_to_nothing(scene: Scene) -> None:
+    """A publication that etcd refused when it was back is unpublished on all ranks alike.
+
+    One of them knows that there is nothing to unpublish. The other is cut off before it learns so.
+    """
+    both = "t.0/0", "t.0/1"
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        scene.reach(str(me))
+        scene.until(*both)
+        scene._cut(me, 3 * TTL_S)
+        unpublish(me)
+        demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
+        scene.reach(f"{me} holds 2")
+        scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+        scene.reach(f"{me} is back")
+        scene.until(*(f"{each} is back" for each in both))
+        if me.rank == 1:
+            scene.until("knows")
+            scene._cut(me, 3 * TTL_S)
+        unpublish(me)
+        scene.reach("knows")
+        publish(me, 4, 14, store_wait_s=0)
+        scene.until("read")
+
+    def overtake(me: Process) -> None:
+        scene.until(*(f"{each} holds 2" for each in both))
+        publish(me, 3, 13)
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("knows")
+        try:
+            replicate(me, 4, timeout_s=6 * TTL_S)
+        except DeadlineExceeded as error:
+            raise Broken(f"I6: all ranks hold it, and it is not offered: {error}") from error
+        scene.reach("read")
+
+    scene.start("t", train)
+    scene.start("u", overtake, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def retained_meanwhile(scene: Scene) -> None:
     """I4: the only copy of what is retained is put aside before it is given up without etcd."""
 
@@ -1272,6 +1526,7 @@ def moved(scene: Scene) -> None:
                 me.handle.update(timeout_s=20)
                 scene.sleep(0.1)
             scene.checks.returned(me, version)
+            demand(not me.handle.last_read.reroutes, "it was not read where the tensors are")
             scene.reach(f"{me} has {version}")
         scene.until("r.1/0 has 2", "r.1/1 has 2")
 
@@ -1696,6 +1951,8 @@ SCENES = {
     "two trainers": two_trainers,
     "seen before": seen_before,
     "lost replies": lost_replies,
+    "last reply": last_reply,
+    "lost request": lost_request,
     "burst": burst,
     "flaky": flaky,
     "drain": drain,
@@ -1717,6 +1974,14 @@ SCENES = {
     "claimed meanwhile": claimed_meanwhile,
     "last offer": last_offer,
     "last change": last_change,
+    "looks away": looks_away,
+    "comes late": comes_late,
+    "dies": dies,
+    "fed already": fed_already,
+    "published again": published_again,
+    "only on spot": only_on_spot,
+    "does not wait": does_not_wait,
+    "came to nothing": came_to_nothing,
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,
     "same nonce": same_nonce,

@@ -87,6 +87,7 @@ class Connection:
     def wait(self, watch, *, timeout_s):
         self._check()
         world = self.world
+        world.about_to_watch(watch)
         if self.is_reachable and world.store.has_changed(watch):
             world.pause("watched")
             self._check()

@@ -35,6 +35,7 @@ from torch_ros.protocol.records import Call, Record
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
+from torch_ros.store.txn import Watch
 from torch_ros.transfer import reading
 from torch_ros.transfer.card import Card
 from torch_ros.transfer.mailbox import Mailbox
@@ -342,6 +343,9 @@ class World(Scheduler):
             return ""
         kinds = {"lose": 0.25, "lose reply": 0.3, "late": 0.1}
         return next((kind for kind, p in kinds.items() if self._strikes(kind, p)), "")
+
+    def about_to_watch(self, watch: Watch) -> None:
+        pass
 
     def read_error(self) -> str:
         return "the read failed" if self._strikes("read", 0.01) else ""
