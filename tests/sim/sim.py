@@ -10,14 +10,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from faults import FAULTS, planted
 from scenes import perform
 from world import EVENTS, Broken, simulate
 
+from torch_ros.errors import TorchRosError
+
 WORKERS = 2
 STORY = 60  # steps of the story that a failure shows
 ENOUGH = 2000  # seeds, in which each kind of event must have happened
+TESTING = Path(__file__).parents[2] / "docs" / "TESTING.md"
+HEAD = "| planted fault | hole | found by | breaks |\n| --- | --- | --- | --- |\n"
 
 
 def _one(task: tuple[int, int]) -> tuple[int, Counter | None, str]:
@@ -60,8 +65,8 @@ def _with_fault(task: tuple[str, int]) -> tuple[str, str]:
         with planted(what):
             _history(FAULTS[what].scenario, seed)
     except Broken as broken:
-        if isinstance(broken.__cause__, TypeError | AttributeError):
-            raise  # it does not fit the code any more
+        if not isinstance(broken.__cause__, AssertionError | TorchRosError):
+            raise  # an accident: it does not fit the code any more
         _history(FAULTS[what].scenario, seed)  # without it, nothing is to be found
         return _why(str(broken))
     return "", ""
@@ -89,21 +94,39 @@ def find(what: str, pool, seeds: int) -> tuple[int, str, str] | None:
     return None
 
 
-def find_all(names: list[str], seeds: int) -> int:
-    print("| planted fault | hole | found by | breaks |\n| --- | --- | --- | --- |")
-    missed = 0
+def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
+    """The rows of those that are found, for the table in docs/TESTING.md."""
+    print(HEAD, end="")
+    rows = {}
     for what in names:
-        with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
             found = find(what, pool, seeds)
         fault = FAULTS[what]
         by = f"scene *{fault.scenario}*" if fault.scenario else "seed"
         where = f"{by}, {found[0]}" if found else f"**nobody**, {seeds} seeds"
         breaks = found[1] if found else ""
-        print(f"| {what} | {fault.hole or ''} | {where} | {breaks} |", flush=True)
+        row = f"| {what} | {fault.hole or ''} | {where} | {breaks} |"
+        print(row, flush=True)
         print(f"    {what}: {found[2] if found else ''}", file=sys.stderr, flush=True)
-        missed += found is None
-    print(f"\n{len(names) - missed} of {len(names)} planted faults are found")
-    return missed
+        if found:
+            rows[what] = row
+    print(f"\n{len(rows)} of {len(names)} planted faults are found")
+    return rows
+
+
+def table() -> dict[str, str]:
+    """The rows of the table in docs/TESTING.md, by fault."""
+    rows = TESTING.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    return {row.split(" | ")[0][2:]: row for row in rows}
+
+
+def write(names: list[str], rows: dict[str, str]) -> None:
+    """Put the rows of these faults into that table; one that is not found has none."""
+    before, _, rest = TESTING.read_text().partition(HEAD)
+    known = {what: row for what, row in table().items() if what not in names} | rows
+    lines = "\n".join(known[what] for what in FAULTS if what in known)
+    after = re.sub(r"All \d+ are found", f"All {len(FAULTS)} are found", rest.partition("\n\n")[2])
+    TESTING.write_text(f"{before}{HEAD}{lines}\n\n{after}")
 
 
 def main() -> int:
@@ -113,11 +136,17 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="the whole story of a failure")
     parser.add_argument("--fails", type=int, default=5, help="stop after so many")
     parser.add_argument("--faults", nargs="*", help="plant these, or all")
+    parser.add_argument("--write", action="store_true", help="into the table of docs/TESTING.md")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes")
     options = parser.parse_args()
     if options.faults is not None:
-        return bool(find_all(options.faults or list(FAULTS), options.seeds))
+        names = options.faults or list(FAULTS)
+        rows = find_all(names, options.seeds, options.workers)
+        if options.write:
+            write(names, rows)
+        return len(rows) < len(names)
     began_s = time.monotonic()
-    workers = 1 if options.seeds == 1 else WORKERS
+    workers = 1 if options.seeds == 1 else options.workers
     story = 1_000_000 if options.story else STORY
     seen, failures = play(
         options.first, options.seeds, workers=workers, story=story, fails_max=options.fails
