@@ -630,6 +630,7 @@ def _(mark):
     (call_module, "mark"),
     (copies, "mark"),
     hole=10,
+    scenario="other version",
 )
 def _(mark):
     return lambda uid, call: call
@@ -757,7 +758,12 @@ fault("the last copy is not kept", (unpublish, "keeping"), hole=21)(
         )
     )
 )
-fault("what a copy may go for is not guarded", (unpublish, "keeping"), hole=21)(
+fault(
+    "what a copy may go for is not guarded",
+    (unpublish, "keeping"),
+    hole=21,
+    scenario="retained meanwhile",
+)(
     lambda keeping: (
         lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
     )
@@ -860,7 +866,9 @@ fault(
     (membership, "create_group"),
     scenario="replaced meanwhile",
 )(edited(guards=not_on("decisions")))
-fault("expelling leaves the holdings", (membership, "expel"))(edited(ops=spare("holdings")))
+fault("expelling leaves the holdings", (membership, "expel"), scenario="dies")(
+    edited(ops=spare("holdings"))
+)
 fault(
     "expelling does not guard the decisions", (membership, "expel"), scenario="expelled meanwhile"
 )(edited(guards=not_on("decisions")))
