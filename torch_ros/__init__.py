@@ -8,8 +8,6 @@
 Importing this package imports neither torch nor nixl; the first use of `open` does.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Checks of a caller's arguments: a wrong type is named here and not met further down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

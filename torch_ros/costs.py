@@ -1,7 +1,5 @@
 """Estimated times of reads and copies, by which short strided runs are planned."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When a call ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

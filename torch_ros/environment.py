@@ -3,8 +3,6 @@
 `store.local` alone keeps its own, `TORCH_ROS_LOCAL_DIR`: its supervisor runs as a file by itself.
 """
 
-from __future__ import annotations
-
 import os
 
 ENDPOINT = "TORCH_ROS_ENDPOINT"  # `open(endpoint=...)`

@@ -29,8 +29,6 @@ therefore positional and plain (str, int, float), which makes Python keep them a
 message is built in ``__str__``.
 """
 
-from __future__ import annotations
-
 
 def reason(error: BaseException) -> BaseException:
     """Why `dcp.save` or `dcp.load` failed: the error of the lowest rank that raised one.

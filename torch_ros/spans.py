@@ -1,7 +1,5 @@
 """Memory by its addresses, as `weights` plans and `p2p` copies it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

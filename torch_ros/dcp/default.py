@@ -1,7 +1,5 @@
 """The handles of processes that do not bring their own."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Literal

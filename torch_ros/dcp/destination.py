@@ -1,7 +1,5 @@
 """The state dict that a dcp.load fills."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

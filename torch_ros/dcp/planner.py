@@ -5,8 +5,6 @@ anything. These only keep the state dict; the storage recognises an unchanged on
 (memo.py), and has it planned, by dcp's own rules, where it is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

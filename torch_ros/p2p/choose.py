@@ -1,7 +1,5 @@
 """Chooses a process's transport by name, and knows the costs of each."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ UCX does the same within a host, on one thread: the kernel looks up and holds ev
 source, so that a core copies at half the speed of memory. Two cores copy twice as much.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Copies spans with several threads: out of memory mapped here, or in any other way."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

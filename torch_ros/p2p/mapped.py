@@ -8,8 +8,6 @@ a peer names might lead to anything that the reader's user can open. The kernel 
 he could not read. Files that he has mapped are taken if they are on tmpfs: a memfd is on one too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import logging

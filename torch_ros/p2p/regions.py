@@ -1,7 +1,5 @@
 """Which bytes of a process are registered: arithmetic over addresses, no transport."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ what it sends meets a closed connection (`docs/OPERATIONS.md`). So the connectio
 UCX's back, and what still comes is thrown away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The seam behind which bytes move between processes. Knows no models or versions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -19,8 +19,6 @@ A socket on which the process answers, and the kernel says whose it is, would do
 while a thread of the process runs; this way also serves one that is stopped, or busy.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

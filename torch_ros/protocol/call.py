@@ -1,7 +1,5 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial

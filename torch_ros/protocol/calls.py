@@ -13,8 +13,6 @@ No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with 
   I8  A source serves at most one reader at a time in a burst without failures.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterable

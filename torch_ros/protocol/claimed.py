@@ -1,7 +1,5 @@
 """Read from the sources that a group claimed; from others, if those are lost."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ could take it; a job that is started again under the group's name finds the name
 version there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ No collective and no process group is needed: the ranks meet in the store. Each 
 same rules; the first to make the group's n-th call decides it, the last to be ready completes it.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from functools import partial

@@ -4,8 +4,6 @@ Anybody may have written a key that is found: the parsers give None for one that
 `Keys` makes of some names and numbers.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Membership in a replica's group, from joining to the end. Pure, like `calls`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How long a call waits for a seat that its process has lost. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

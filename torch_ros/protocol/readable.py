@@ -6,8 +6,6 @@ be done without, are read with `Record.decode`, which raises (docs/PROTOCOL.md, 
 be read").
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """May this copy go? The rules by which a retained version is not lost (I4). Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One process's place in a replica's group, and how the group writes its decisions. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

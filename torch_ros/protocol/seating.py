@@ -3,8 +3,6 @@
 Knows the ledger that a rank brings along when it comes back, and no call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -8,8 +8,6 @@ server decide it). Only full or older sources are ever read from, so nobody read
 detour, from itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which models an etcd has: for people who wait for one that is not there, by a typing error."""
 
-from __future__ import annotations
-
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys

@@ -3,8 +3,6 @@
 The invariants that these rules keep, above all I2 and I4, stand at the top of `calls`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Literal
 

@@ -4,8 +4,6 @@ dcp asks planner and storage one after the other and tells no hook of an error. 
 raised would never make the group's call that its peers wait in, and would be one behind for good.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Saves and loads, as torch_ros.dcp and `publish_copy` make them: each of several group calls."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A handle hands over what only its replica has, before it gives up its seat."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

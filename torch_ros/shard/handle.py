@@ -1,7 +1,5 @@
 """ShardHandle: one process's shard of a replica, as its users see it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

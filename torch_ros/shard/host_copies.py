@@ -1,7 +1,5 @@
 """Copies of versions in host memory, that outlive the tensors they were made from."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Which rank of which replica this process is, when the caller does not say."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The layouts that the ranks of a replica show, this one's included."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`open`: check what the caller asks for, take the seat, and make the handle."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Reading a version: one rank's part in it, from the choice of sources to the report."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A read's report: the time of each stage, and the figures at its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

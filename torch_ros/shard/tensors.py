@@ -1,7 +1,5 @@
 """The tensors that this process has registered, and shows to its readers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

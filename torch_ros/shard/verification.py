@@ -1,7 +1,5 @@
 """Verification: a source shows what was published, and the bytes read are those of the version."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

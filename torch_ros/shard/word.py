@@ -3,8 +3,6 @@
 While a version is read, `Progress` tells here how much of it is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch_ros.protocol.group import Group

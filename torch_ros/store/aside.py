@@ -1,7 +1,5 @@
 """Work that signals must not reach, done by threads that they do not reach."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

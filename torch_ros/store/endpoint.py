@@ -1,7 +1,5 @@
 """From the text that says where the store is to the `KV` that it means."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

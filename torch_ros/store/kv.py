@@ -1,7 +1,5 @@
 """The seam between the protocol and what stores its records."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch_ros.store.txn import Changes, Follow, Read, Reply, Txn, View, Watch

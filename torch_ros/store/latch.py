@@ -1,7 +1,5 @@
 """A `threading.Event` that is set once, and that no signal breaks."""
 
-from __future__ import annotations
-
 import queue
 
 

@@ -11,8 +11,6 @@ Every process that can connect on this host's loopback can read and write what i
 
 # ruff: noqa: S603, T201  # it runs etcd, and prints
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import http.client

@@ -4,8 +4,6 @@ The same generator runs against etcd in production (`run.run`) and one request a
 interleaved with others and with failures, in a simulation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Generic, TypeVar

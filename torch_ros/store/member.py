@@ -3,8 +3,6 @@
 The only module that imports pyetcd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, TypeVar

@@ -2,8 +2,6 @@
 
 # ruff: noqa: ARG002  # every request has a `timeout_s`; memory answers sooner
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

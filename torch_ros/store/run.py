@@ -1,7 +1,5 @@
 """Performs what the loop asks for: deadlines, patience with etcd, and log lines live here."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """This process's life in the store: a lease, kept alive until it is lost or given up."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

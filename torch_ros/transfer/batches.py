@@ -3,8 +3,6 @@
 The blocks of a batch are read from one source, and begin to count together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Publishing a copy: tensors that are cast, gathered into one piece, or free to change at once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ A relay is a source that is still filling itself. `connect` waits until it begin
 it has the next blocks, and `Progress` tells this rank's own readers how far this rank is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ another mark only over 0 or with memory that did not change. Layout and addresse
 held, and before tensors are taken back without etcd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

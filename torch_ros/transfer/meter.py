@@ -1,7 +1,5 @@
 """The bytes of one read as they come, for a function of the user's or a bar on the terminal."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

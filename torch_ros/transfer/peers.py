@@ -4,8 +4,6 @@ Nothing that a peer shows is trusted: a card, notice or manifest that makes no s
 of that peer, and nobody else's.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator

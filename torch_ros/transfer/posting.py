@@ -1,7 +1,5 @@
 """Cuts spans into transfers that can be waited for, posts these, and waits until they landed."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

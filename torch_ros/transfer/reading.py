@@ -10,8 +10,6 @@ source is asked before a read, whether the wanted blocks are there, and after it
         reading.read([Supply(plan, feed)], phase, progress, deadline)
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest

@@ -4,8 +4,6 @@
 size. It is registered once, so that transfers into it can be kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

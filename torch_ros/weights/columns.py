@@ -1,7 +1,5 @@
 """Arrays with one row per thing, and functions for them that numpy lacks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Self, TypeVar
 

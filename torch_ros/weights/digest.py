@@ -36,8 +36,6 @@ Names, dtypes and shapes are not in a digest; compare by fqn, between tensors th
 `manifest.LogicalTensor`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turns the tensors of a process into the chunks it offers or wants. Views, never copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Pure: layouts in, a plan without addresses out. A plan is computed once and boun
 at every read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 more spans; `Costs` estimates what is faster.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

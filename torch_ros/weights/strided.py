@@ -1,7 +1,5 @@
 """Pieces as they lie in memory: where each begins, and how far apart its elements are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch_ros.weights.columns import Columns, Ints, outermost_first

@@ -7,8 +7,6 @@ as in `manifest.Boxes`.
 The pieces that leave here hold every element of every target chunk exactly once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn

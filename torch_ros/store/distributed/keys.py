@@ -8,8 +8,6 @@ Below ``/torch-ros-store/PREFIX/``, with K for a key, percent-encoded:
 * ``marks/CLIENT/N``   which write of CLIENT was the last to apply, one for each of its threads
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from urllib.parse import quote
 

@@ -1,7 +1,5 @@
 """One lease for all processes of a job: their records outlive each of them, and not all."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ mark and renews it in the same transaction: so of all attempts at it one applies
 lost the reply reads in the mark which.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

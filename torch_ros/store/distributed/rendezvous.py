@@ -5,8 +5,6 @@ if it knows one of them already. They are for `init_method` alone: the rendezvou
 torchrun, of which one is named "etcd" as well, are another registry.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The rendezvous is torch's own, with its state in an `EtcdStore`; so no node host
 them may die.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from datetime import timedelta
