@@ -29,7 +29,7 @@ from torch_ros.shard import replication
 from torch_ros.store import local, memory
 from torch_ros.store.loops import Done
 from torch_ros.store.txn import Read
-from torch_ros.transfer import batches, feed, reading
+from torch_ros.transfer import batches, reading, stall
 from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights import manifest
@@ -852,35 +852,35 @@ def test_a_guarded_optimizer_unpublishes_before_it_steps(opened):
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has_other, is_full):
     now_s, asked = [100.0], []
-    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 60, started_s=100.0)
     others = (lambda: has_other) if is_full else None  # who fills answers, and is waited for
-    patience = feed.SourceWait("t", deadline, lambda: not asked.append(now_s[0]), others)
+    patience = stall.SourceWait("t", deadline, lambda: not asked.append(now_s[0]), others)
     with pytest.raises(SourceLost if is_full and has_other else DeadlineExceeded) as error:
         while True:
-            now_s[0] += feed.BLINK_S / 2
+            now_s[0] += stall.BLINK_S / 2
             patience.look("'t' does not answer")
-    assert len(asked) > 0.9 * (now_s[0] - 100) / feed.STALL_S - 1
+    assert len(asked) > 0.9 * (now_s[0] - 100) / stall.STALL_S - 1
     if error.type is SourceLost:
-        assert feed.SILENCE_S < now_s[0] - 100 < feed.SILENCE_S + 2 * feed.STALL_S
+        assert stall.SILENCE_S < now_s[0] - 100 < stall.SILENCE_S + 2 * stall.STALL_S
 
 
 def test_a_source_that_is_gone_is_lost_after_a_second_or_so(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
-    patience = feed.SourceWait("t", Deadline("read", 60, started_s=100.0), lambda: False)
+    monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
+    patience = stall.SourceWait("t", Deadline("read", 60, started_s=100.0), lambda: False)
     with pytest.raises(SourceLost, match="it is gone"):
         while True:
-            now_s[0] += feed.BLINK_S / 2
+            now_s[0] += stall.BLINK_S / 2
             patience.look("'t' does not answer")
-    assert now_s[0] - 100 < 2 * feed.STALL_S
+    assert now_s[0] - 100 < 2 * stall.STALL_S
 
 
 def test_that_this_process_stood_still_is_not_held_against_its_source(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(feed.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 600, started_s=100.0)
-    patience = feed.SourceWait("t", deadline, lambda: False, lambda: True)
+    patience = stall.SourceWait("t", deadline, lambda: False, lambda: True)
     for _ in range(5):
         now_s[0] += 60  # stopped, or the host slept
         patience.look("'t' does not answer")

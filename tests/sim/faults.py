@@ -21,7 +21,7 @@ import numpy as np
 from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
-    ending,
+    closing,
     ledger,
     membership,
     records,
@@ -806,11 +806,11 @@ fault("a copy is never released", (unpublish, "release"))(
 
 # What lingers at the end
 
-fault("the name is not free while it lingers", (ending, "give_up"), scenario="started again")(
+fault("the name is not free while it lingers", (closing, "give_up"), scenario="started again")(
     edited(ops=spare("groups"))
 )
-fault("nobody is stayed for", (ending, "awaited"), scenario="lingers")(lambda _: lambda *_: [])
-fault("a spot replica is stayed for", (ending, "awaited"), scenario="spot only")(
+fault("nobody is stayed for", (closing, "awaited"), scenario="lingers")(lambda _: lambda *_: [])
+fault("a spot replica is stayed for", (closing, "awaited"), scenario="spot only")(
     lambda awaited: (
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
@@ -818,10 +818,10 @@ fault("a spot replica is stayed for", (ending, "awaited"), scenario="spot only")
 fault("what lingers is a witness", (keys_module, "lingers"), scenario="no witness")(
     lambda _: lambda _: False
 )
-fault("of two that close, each may count on the other", (ending, "give_up"), scenario="both close")(
-    edited(guards=not_on("holdings"))
-)
-fault("a rank that died lingering is not missed", (ending, "linger"), scenario="dies lingering")(
+fault(
+    "of two that close, each may count on the other", (closing, "give_up"), scenario="both close"
+)(edited(guards=not_on("holdings")))
+fault("a rank that died lingering is not missed", (closing, "linger"), scenario="dies lingering")(
     lambda linger: lambda view, each, world_size: linger(view, each, 0)
 )
 
@@ -831,19 +831,19 @@ fault(
 )(lambda _: property(lambda self: (self.inst, self.inst)))
 
 
-@fault("what lingers drains without a word", (ending, "linger"), scenario="drains at the end")
+@fault("what lingers drains without a word", (closing, "linger"), scenario="drains at the end")
 def _(linger):
     def faulty(view, each, world_size):
         step = linger(view, each, world_size)
         is_put = isinstance(step, Act) and isinstance(step.txn.ops[0], Put)
-        return Wait("", ending.linger_ranges(each)) if is_put else step
+        return Wait("", closing.linger_ranges(each)) if is_put else step
 
     return faulty
 
 
 @fault(
     "a rank that closes does not wait for its peers",
-    (ending, "give_up"),
+    (closing, "give_up"),
     scenario="lingers",
 )
 def _(give_up):

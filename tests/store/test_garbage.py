@@ -64,7 +64,7 @@ def test_garbage_of_others_stops_nobody(caplog):
         trainer.publish(1)
         with model.open("n", 0) as newcomer:
             assert newcomer.replicate(1) == 1
-    said = [r.getMessage() for r in caplog.records if r.name == "torch_ros.protocol.readable"]
+    said = [r.getMessage() for r in caplog.records if r.name == "torch_ros.protocol.legible"]
     assert len(said) == len(set(said)) > 8
     assert any("etcdctl del /torch-ros/m/groups/stranger" in line for line in said)
 

@@ -32,7 +32,7 @@ from torch_ros.errors import (
     VersionConflict,
 )
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.readable import keyed, readable
+from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     Begun,
     Call,

@@ -13,7 +13,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
-from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Begun, Kind
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.survey import other_models

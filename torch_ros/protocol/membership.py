@@ -10,7 +10,7 @@ from torch_ros.errors import Fenced, SeatLost, UsageError, VersionConflict
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.calls import DELETES_MAX
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.readable import keyed, nobody, readable
+from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import (
     NUMBER_MAX,
     Call,

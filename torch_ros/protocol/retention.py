@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch_ros.errors import UsageError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.readable import readable, say
+from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, VersionRef
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import Spec, run_numbers, spec_ranges

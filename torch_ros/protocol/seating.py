@@ -27,7 +27,7 @@ from torch_ros.protocol import membership
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
 from torch_ros.protocol.membership import Applicant, Joined
-from torch_ros.protocol.patience import Outage, Patience
+from torch_ros.protocol.outage import Outage, Patience
 from torch_ros.protocol.seat import Seat
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch

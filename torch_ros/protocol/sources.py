@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.readable import keyed, nobody, readable
+from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, find, own_group, recorded
 from torch_ros.store.loops import Act, Done, Step, Wait

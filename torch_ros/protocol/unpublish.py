@@ -10,7 +10,7 @@ import msgspec
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.calls import conclude
-from torch_ros.protocol.readable import keyed, nobody
+from torch_ros.protocol.legible import keyed, nobody
 from torch_ros.protocol.records import (
     Call,
     Decisions,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.readable import keyed, readable
+from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Ranges, Sample, Unseen, View, one, sample

@@ -17,13 +17,13 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
-from torch_ros.protocol.ending import Leaving
+from torch_ros.protocol.closing import Leaving
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
-from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
 from torch_ros.shard.beginnings import Beginning, Beginnings
-from torch_ros.shard.closing import Closing
+from torch_ros.shard.handover import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import ReadReport

@@ -15,7 +15,7 @@ from torch_ros.p2p.transport import Transport
 from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
-from torch_ros.protocol.patience import Patience
+from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
 from torch_ros.spans import HOST, Region

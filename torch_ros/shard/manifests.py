@@ -7,15 +7,15 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, SourceLost, TransferFailed
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import parse_rank, replica_of
-from torch_ros.protocol.readable import keyed
+from torch_ros.protocol.legible import keyed
 from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.seat import own_group
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Range, View
-from torch_ros.transfer.feed import SourceWait
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.stall import SourceWait
 from torch_ros.weights.manifest import Layout, Logical, Manifest, logical
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Publication(GroupTask[bool]):
-    """Mailbox tensors as a version; the answer is whether they are offered now.
+    """Offer tensors as a version; the answer is whether they are offered now.
 
     Args:
         tensors: Registers them, or says where the registered ones are. Called within the call.

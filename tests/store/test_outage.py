@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torch_ros.protocol.patience import Outage, Patience
+from torch_ros.protocol.outage import Outage, Patience
 from torch_ros.store import run
 from torch_ros.store.run import Reminder, next_line_s
 

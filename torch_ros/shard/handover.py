@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailable, TorchRosError
-from torch_ros.protocol import ending
-from torch_ros.protocol.ending import Awaited, Gone, Leaving, Moved
+from torch_ros.protocol import closing
+from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.seat import CLOSED
 from torch_ros.store.loops import Step, settle
@@ -91,24 +91,24 @@ class Closing:
 
     def _give_up(self, timeout_s: float) -> Awaited | Moved | Gone:
         rule = partial(
-            ending.give_up,
+            closing.give_up,
             seat=self._seat,
             leaving=self._leaving,
             calls_made=self._group.ledger.calls_made,
             lease_id=self._lease.lease_id if self._lease else 0,
             is_patient=self._linger_s > 0,
         )
-        return self._run(ending.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
+        return self._run(closing.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
 
     def _linger(self) -> None:
         for each in self._leaving:
-            ranges = ending.linger_ranges(each)
-            stay = partial(ending.linger, each=each, world_size=self._seat.world_size)
+            ranges = closing.linger_ranges(each)
+            stay = partial(closing.linger, each=each, world_size=self._seat.world_size)
             try:
                 self._tell(self._patiently(partial(self._run, ranges, stay)))
             except DeadlineExceeded:
                 self._is_last = True
-                self._tell(self._run(ranges, partial(ending.stop, each=each), LOOK_S))
+                self._tell(self._run(ranges, partial(closing.stop, each=each), LOOK_S))
 
     def _patiently(self, attempt: Callable[[float], T]) -> T:
         """Try until the time is over; say so when that takes long."""

@@ -14,7 +14,7 @@ import msgspec
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.readable import keyed, nobody
+from torch_ros.protocol.legible import keyed, nobody
 from torch_ros.protocol.records import Holding, Ready, ShardRecord, VersionRef
 from torch_ros.protocol.retention import Keeping, awaited, keeping, keeping_ranges
 from torch_ros.protocol.seat import Seat, calls_of, own_group
