@@ -165,7 +165,9 @@ class Process:
             *(self.replicate, self.update, self.load, self.list, self.wait, self.open_and_close),
         ]
         tries = 0
-        while sum(self.interrupted.values()) < count and tries < 10 * count:
+        while tries < 10 * count and (
+            sum(self.interrupted.values()) < count or len(self.interrupted) < len(calls)
+        ):
             faulthandler.dump_traceback_later(HANG_S, exit=True)
             self.strike(calls[tries % len(calls)])
             tries += 1
