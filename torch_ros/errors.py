@@ -26,7 +26,7 @@
 
 DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
 therefore positional and plain (str, int, float), which makes Python keep them as ``args``; the
-message is built in ``__str__``.
+message is built from them in ``__str__``.
 """
 
 
@@ -45,6 +45,11 @@ def reason(error: BaseException) -> BaseException:
 
 class TorchRosError(Exception):
     """Base class: ``except TorchRosError`` catches all of ours and nothing else."""
+
+    _message = ""  # for `str.format`; it may name the fields
+
+    def __str__(self) -> str:
+        return self._message.format(self=self) if self._message else super().__str__()
 
 
 class UsageError(TorchRosError, ValueError):
@@ -66,16 +71,13 @@ class SeatLost(TorchRosError):
     the tensors back meanwhile: bytes that readers get after it has returned do not count for them.
     """
 
+    _message = (
+        "replica {self.replica!r} is no longer part of the store: {self.reason}; {self.way_out}"
+    )
     way_out = "it takes its place again by itself once all its ranks are back; call again later"
 
     def __init__(self, replica: str, reason: str, /) -> None:
         self.replica, self.reason = replica, reason
-
-    def __str__(self) -> str:
-        return (
-            f"replica {self.replica!r} is no longer part of the store: {self.reason}; "
-            f"{self.way_out}"
-        )
 
 
 class Fenced(SeatLost):
@@ -103,25 +105,23 @@ class ClosedError(TorchRosError):
 class ManifestMismatch(UsageError):
     """Tensors disagree with the version they are published as, or read from."""
 
+    _message = "{self.what}: expected {self.expected}, found {self.found}; {self.advice}"
+
     def __init__(self, what: str, expected: str, found: str, advice: str, /) -> None:
         self.what, self.expected, self.found, self.advice = what, expected, found, advice
-
-    def __str__(self) -> str:
-        return f"{self.what}: expected {self.expected}, found {self.found}; {self.advice}"
 
 
 class VersionConflict(UsageError):
     """Versions only grow within a run, and one number never means two contents."""
 
+    _message = (
+        "model {self.model!r}: version {self.version} cannot be published in run "
+        "{self.run!r}: {self.reason}; publish a higher number, or open the handle with "
+        "run='new' to start over after a rollback"
+    )
+
     def __init__(self, model: str, version: int, run: str, reason: str, /) -> None:
         self.model, self.version, self.run, self.reason = model, version, run, reason
-
-    def __str__(self) -> str:
-        return (
-            f"model {self.model!r}: version {self.version} cannot be published in run "
-            f"{self.run!r}: {self.reason}; publish a higher number, or open the handle with "
-            "run='new' to start over after a rollback"
-        )
 
 
 class ContractBroken(UsageError):
@@ -130,69 +130,63 @@ class ContractBroken(UsageError):
     Readers may have got a mixture. The version is not offered any more.
     """
 
+    _message = (
+        "version {self.version} was overwritten while it was published: {self.reason}; it is "
+        "unpublished now; {self.advice}"
+    )
+
     def __init__(self, version: int, reason: str, advice: str, /) -> None:
         self.version, self.reason, self.advice = version, reason, advice
-
-    def __str__(self) -> str:
-        return (
-            f"version {self.version} was overwritten while it was published: {self.reason}; it is "
-            f"unpublished now; {self.advice}"
-        )
 
 
 class CallMismatch(UsageError):
     """The ranks of a group must make the same calls in the same order."""
 
+    _message = (
+        "call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
+        "came first, but this rank calls {self.asked!r}; all ranks must make the same calls "
+        "in the same order"
+    )
+
     def __init__(self, replica: str, call: int, asked: str, decided: str, /) -> None:
         self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
-
-    def __str__(self) -> str:
-        return (
-            f"call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
-            f"came first, but this rank calls {self.asked!r}; all ranks must make the same calls "
-            "in the same order"
-        )
 
 
 class NotSupported(UsageError):
     """A documented option that this release does not have yet."""
 
+    _message = "{self.what} is not supported in this release; {self.advice}"
+
     def __init__(self, what: str, advice: str, /) -> None:
         self.what, self.advice = what, advice
-
-    def __str__(self) -> str:
-        return f"{self.what} is not supported in this release; {self.advice}"
 
 
 class VersionNotFound(NotAvailable):
     """No replica holds this version whole."""
 
+    _message = "model {self.model!r} has no readable version {self.version}: {self.reason}"
+
     def __init__(self, model: str, version: str, reason: str, /) -> None:
         self.model, self.version, self.reason = model, version, reason
-
-    def __str__(self) -> str:
-        return f"model {self.model!r} has no readable version {self.version}: {self.reason}"
 
 
 class DeadlineExceeded(NotAvailable, TimeoutError):
     """The call's ``timeout_s`` ran out; `reason` is what it last waited for."""
 
+    _message = "{self.what} did not finish within {self.timeout_s:g} s: {self.reason}"
+
     def __init__(self, what: str, timeout_s: float, reason: str) -> None:
         super().__init__(what, timeout_s, reason)  # TimeoutError wants it for `args`
         self.what, self.timeout_s, self.reason = what, timeout_s, reason
-
-    def __str__(self) -> str:
-        return f"{self.what} did not finish within {self.timeout_s:g} s: {self.reason}"
 
 
 class TransferFailed(PeerError):
     """Bytes could not be read from another agent."""
 
+    _message = "reading from agent {self.agent!r}: {self.reason}"
+
     def __init__(self, agent: str, reason: str, /) -> None:
         self.agent, self.reason = agent, reason
-
-    def __str__(self) -> str:
-        return f"reading from agent {self.agent!r}: {self.reason}"
 
 
 class SourceLost(PeerError):
@@ -201,15 +195,14 @@ class SourceLost(PeerError):
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
+    _message = (
+        "lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
+        "{self.bytes_total} bytes, and no other replica has the version; call again later"
+    )
+
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what
         self.bytes_done, self.bytes_total = bytes_done, bytes_total
-
-    def __str__(self) -> str:
-        return (
-            f"lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
-            f"{self.bytes_total} bytes, and no other replica has the version; call again later"
-        )
 
 
 class CorruptWeights(PeerError):
@@ -218,28 +211,26 @@ class CorruptWeights(PeerError):
     Other sources were tried. The tensors' content is undefined; nothing is held.
     """
 
+    _message = (
+        "tensor {self.fqn!r} of model {self.model!r} version {self.version}, read from "
+        "replica {self.source!r}, is not what was published; publish a new version, and look "
+        "for tensors that are written to while published (open with check_contract=True)"
+    )
+
     def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source
-
-    def __str__(self) -> str:
-        return (
-            f"tensor {self.fqn!r} of model {self.model!r} version {self.version}, read from "
-            f"replica {self.source!r}, is not what was published; publish a new version, and look "
-            "for tensors that are written to while published (open with check_contract=True)"
-        )
 
 
 class CallAborted(PeerError):
     """Another rank of this group failed for a reason of its own, so the call failed for all."""
 
+    _message = (
+        "call {self.call} of replica {self.replica!r} was given up by rank {self.rank}: "
+        "{self.reason}"
+    )
+
     def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
         self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
-
-    def __str__(self) -> str:
-        return (
-            f"call {self.call} of replica {self.replica!r} was given up by rank {self.rank}: "
-            f"{self.reason}"
-        )
 
 
 REFUSED = "connection refused"
@@ -264,32 +255,29 @@ class AccessDenied(BackendError):
     `what` is "server certificate", "client certificate", "user" or "role".
     """
 
+    _message = "no access to etcd at {self.endpoint}: {self.what}: {self.reason}; {self.advice}"
+
     def __init__(self, endpoint: str, what: str, reason: str, advice: str, /) -> None:
         self.endpoint, self.what, self.reason, self.advice = endpoint, what, reason, advice
-
-    def __str__(self) -> str:
-        return f"no access to etcd at {self.endpoint}: {self.what}: {self.reason}; {self.advice}"
 
 
 class Contention(BackendError):
     """Every attempt lost its race."""
 
+    _message = "{self.what} lost {self.attempts} races in a row; call again"
+
     def __init__(self, what: str, attempts: int, /) -> None:
         self.what, self.attempts = what, attempts
-
-    def __str__(self) -> str:
-        return f"{self.what} lost {self.attempts} races in a row; call again"
 
 
 class UntrustedObject(TorchRosError):
     """An object in a version needs more of pickle than torch's weights_only unpickler allows."""
 
+    _message = (
+        "object {self.fqn!r} was refused by torch's weights_only unpickler ({self.reason}); "
+        "if you trust every process that publishes this model, pass "
+        "ROSReader(..., trust_objects=True)"
+    )
+
     def __init__(self, fqn: str, reason: str, /) -> None:
         self.fqn, self.reason = fqn, reason
-
-    def __str__(self) -> str:
-        return (
-            f"object {self.fqn!r} was refused by torch's weights_only unpickler ({self.reason}); "
-            "if you trust every process that publishes this model, pass "
-            "ROSReader(..., trust_objects=True)"
-        )
