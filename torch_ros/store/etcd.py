@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.aside import Aside
-from torch_ros.store.member import Member, Metadata, Method, changed, keys
+from torch_ros.store.member import A, Member, Metadata, Method, changed, keys
 from torch_ros.store.txn import (
     Changes,
     Entry,
@@ -31,13 +31,12 @@ from torch_ros.store.txn import (
     Range,
     Read,
     Reply,
+    T,
     Txn,
     View,
     Watch,
 )
 
-A = TypeVar("A")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
@@ -66,11 +65,7 @@ CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threa
 
 LOGINS_MAX = 3  # in one call: tokens end by themselves, and with some changes of users and roles
 # What etcd says when it wants a token, or another one. Nothing was applied then.
-TOKEN_REFUSED = (
-    "invalid auth token",
-    "user name is empty",
-    "revision of auth store is old",
-)
+TOKEN_REFUSED = ("invalid auth token", "user name is empty", "revision of auth store is old")
 # What grpc says of a request that never left: no member could be connected to.
 NOT_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 # etcd has understood the request, so another member would say the same.

@@ -23,6 +23,7 @@ from torch_ros.store.txn import (
     Read,
     Reply,
     Steps,
+    T,
     Txn,
     Unseen,
     View,
@@ -30,7 +31,6 @@ from torch_ros.store.txn import (
     whole,
 )
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS_MAX = 64  # a race is lost only when another process won it
 LOOKS_MAX = 3  # at samples, before everything is read

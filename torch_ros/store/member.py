@@ -25,6 +25,7 @@ from torch_ros.store.txn import (
     Read,
     Reply,
     Sample,
+    T,
     Txn,
     Unchanged,
     View,
@@ -32,7 +33,6 @@ from torch_ros.store.txn import (
 )
 
 A = TypeVar("A")
-T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 # etcd ends the stream of a member that has no leader, where it would otherwise stay silent.

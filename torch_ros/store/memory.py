@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 from torch_ros.errors import ClosedError, UsageError
 from torch_ros.store.aside import Aside
@@ -31,14 +30,13 @@ from torch_ros.store.txn import (
     Read,
     Reply,
     Sample,
+    T,
     Txn,
     Unchanged,
     View,
     Watch,
     whole,
 )
-
-T = TypeVar("T")
 
 # etcd's own limits, so that what works here works there.
 OPS_MAX = 128

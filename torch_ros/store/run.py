@@ -5,24 +5,12 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import StoreUnavailable
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import (
-    UNKNOWN,
-    Changes,
-    Commit,
-    Follow,
-    Read,
-    Reply,
-    Steps,
-    View,
-    Watch,
-)
+from torch_ros.store.txn import UNKNOWN, Changes, Commit, Follow, Read, Reply, Steps, T, View, Watch
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this

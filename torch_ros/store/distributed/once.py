@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from torch_ros.deadline import Deadline
 from torch_ros.store.txn import (
@@ -25,13 +25,12 @@ from torch_ros.store.txn import (
     Range,
     Reply,
     Steps,
+    T,
     Txn,
     Unchanged,
     View,
     one,
 )
-
-T = TypeVar("T")
 
 BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.01, 0.1
 

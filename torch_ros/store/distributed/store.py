@@ -1,4 +1,4 @@
-"""A `torch.distributed.Store` whose records are in etcd: `torch_keys` says which."""
+"""A `torch.distributed.Store` whose records are in etcd: `keys` says which."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 from urllib.parse import unquote_to_bytes
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch exports Store at run time only
-    DistNetworkError,
-    DistStoreError,
-    Store,
-)
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch has it at run time
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -50,13 +46,13 @@ from torch_ros.store.txn import (
     Put,
     Range,
     Steps,
+    T,
     Txn,
     View,
     Watch,
     one,
 )
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=300)  # TCPStore's
