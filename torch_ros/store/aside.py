@@ -13,10 +13,8 @@ T = TypeVar("T")
 class Aside:
     """Threads that do for the main one what an exception in the middle would break.
 
-    Python runs signal handlers in the main thread, between any two steps of the code that is there.
-    A handler that raises, as that of Ctrl-C does, between two steps of grpc's leaves locks of the
-    channel taken for good, or calls for which its close waits for ever. So what the main thread
-    asks, another one asks, and what is left alone by an exception ends in peace.
+    `docs/OPERATIONS.md` ("Ctrl-C") tells why. A request that an exception leaves alone ends in
+    peace.
     """
 
     def __init__(self, name: str) -> None:

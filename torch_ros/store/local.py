@@ -1,12 +1,7 @@
 """An etcd of this user's on this host, for whoever has none: found, or started.
 
-It belongs to no process: it goes on when the one that started it ends, until it is stopped with
-``python -m torch_ros.store.local stop`` or its directory is removed. A supervisor, this file run
-by its path, sees to the latter, and starts an etcd that died again, on the same port, where its
-users look for it. An etcd that is only slow is left alone. So that the supervisor stays small, it
-imports the standard library only.
-
-Every process that can connect on this host's loopback can read and write what is in it.
+`docs/OPERATIONS.md` ("The local etcd") says how long it lives and who can reach it. Its supervisor
+is this file, run by its path; so that it stays small, it imports the standard library only.
 """
 
 # ruff: noqa: S603, T201  # it runs etcd, and prints

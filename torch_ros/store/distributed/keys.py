@@ -18,8 +18,6 @@ ROOT = "/torch-ros-store"
 
 @dataclass(frozen=True, slots=True)
 class StoreKeys:
-    """Those of one store."""
-
     prefix: str
 
     @property
@@ -57,8 +55,6 @@ def _quoted(key: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where a large value is."""
-
     name: str
     pieces: int
 
@@ -67,7 +63,6 @@ class Blob:
 
 
 def inline(value: bytes) -> bytes:
-    """The record of a value that is small enough to stand in it."""
     return b"=" + value
 
 

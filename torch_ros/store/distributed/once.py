@@ -1,8 +1,6 @@
 """Writes that apply at most once, however often they are sent and however late they arrive.
 
-A writer has marks, keys of its own, one for each write that it has under way. A write guards its
-mark and renews it in the same transaction: so of all attempts at it one applies, and a writer that
-lost the reply reads in the mark which.
+`docs/DISTRIBUTED.md` ("How it works") tells how marks do that.
 """
 
 import itertools
@@ -63,7 +61,6 @@ def ask(*ops: Op) -> Steps[Reply]:
 
 
 def look(*gets: Get) -> Steps[View]:
-    """Read, all at one revision."""
     reply = yield from ask(*gets)
     entries: dict[str, Entry] = {}
     for found in reply.results:

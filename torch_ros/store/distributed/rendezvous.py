@@ -1,8 +1,6 @@
 """``torch.distributed.init_process_group(init_method="etcd://host:port[,host:port]/JOB")``.
 
-Importing this module makes torch know the schemes ``etcd`` and ``etcds``; torch raises RuntimeError
-if it knows one of them already. They are for `init_method` alone: the rendezvous backends of
-torchrun, of which one is named "etcd" as well, are another registry.
+`docs/DISTRIBUTED.md` ("init_method") has the form of the URL, and what importing this module does.
 """
 
 import os
@@ -32,16 +30,7 @@ def url_of(endpoint: str, job: str) -> str:
 def open_store(
     url: str, timeout: timedelta = TIMEOUT, **_: object
 ) -> Iterator[tuple[Store, int, int]]:
-    """Called by torch for ``etcd[s]://host:port[,host:port]/JOB[?timeout_s=..][&ttl_s=..]``.
-
-    All processes that name the same JOB are one group; a job that starts again within `ttl_s` must
-    have another name. Without hosts and JOB, ``etcd://``, they are those of TORCH_ROS_INIT_METHOD,
-    which is set in what ``torchrun --rdzv-backend=torch-ros`` runs. Rank and world size are
-    arguments of `init_process_group`, or the environment variables RANK and WORLD_SIZE.
-
-    Options, besides those of the endpoint (`ca` and the like):
-        timeout_s: How long etcd may take to answer at first; without it, the group's timeout.
-        ttl_s: How long the job's keys stay without any process.
+    """Called by torch for a URL of which `docs/DISTRIBUTED.md` ("init_method") has the form.
 
     Raises:
         ValueError: The URL has no job or an unknown option, or rank or world size is missing.

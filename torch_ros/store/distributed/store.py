@@ -144,7 +144,11 @@ class EtcdStore(Store):
         deadline = self._deadline("opening the store")
         try:
             self._kv = _connected(endpoint, deadline)
-            self._lease = self._joined(ttl_s, deadline)
+            try:
+                self._lease = SharedLease(self._kv, self._keys.lease(), ttl_s, deadline)
+            except BaseException:
+                self._kv.close()
+                raise
         except (StoreUnavailable, DeadlineExceeded) as error:
             raise DistNetworkError(str(error)) from error
         self._lease_id = 0 if keep else self._lease.id
@@ -312,13 +316,6 @@ class EtcdStore(Store):
 
     # How
 
-    def _joined(self, ttl_s: int, deadline: Deadline) -> SharedLease:
-        try:
-            return SharedLease(self._kv, self._keys.lease(), ttl_s, deadline)
-        except BaseException:
-            self._kv.close()
-            raise
-
     def _deadline(self, what: str, timeout: timedelta | float | None = None) -> Deadline:
         # The base class has a timeout, and its stub has none.
         chosen = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
@@ -479,8 +476,7 @@ class EtcdStore(Store):
 
 
 def _connected(endpoint: str, deadline: Deadline) -> KV:
-    """The store, which may start later than its clients do."""
-    while True:
+    while True:  # the store may start later than its clients do
         try:
             return connect(endpoint, timeout_s=max(0.5, deadline.left_s()))
         except StoreUnavailable:

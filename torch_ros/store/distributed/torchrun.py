@@ -1,7 +1,6 @@
 """``torchrun --rdzv-backend=torch-ros --rdzv-endpoint=host:port --rdzv-id=JOB ...``.
 
-The rendezvous is torch's own, with its state in an `EtcdStore`; so no node hosts it, and any of
-them may die.
+The rendezvous is torch's own, with its state in an `EtcdStore` (`docs/DISTRIBUTED.md`).
 """
 
 import os
@@ -42,8 +41,7 @@ class _State(C10dRendezvousBackend):
 class RosRendezvousHandler(DynamicRendezvousHandler):
     """One agent's part in the rendezvous. Tells its workers, by their environment, where etcd is.
 
-    TORCH_ROS_ENDPOINT, unless the user has set it, and the URL behind ``init_method="etcd://"``:
-    a store of its own for each round, so that no worker meets what an earlier one left.
+    Each round has a store of its own, so that no worker meets what an earlier one left.
     """
 
     endpoint: str
@@ -67,13 +65,7 @@ class RosRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create_handler(parameters: RendezvousParameters) -> RosRendezvousHandler:
-    """Called by torchrun.
-
-    ``--rdzv-endpoint`` is "host:port[,host:port]", or as in `torch_ros.open`; without it, as there,
-    TORCH_ROS_ENDPOINT or "local". ``--rdzv-id`` tells jobs apart; one that has ended can be used
-    again 30 s later. ``--rdzv-conf`` has the options of torch's c10d backend that are about time:
-    join_timeout, last_call_timeout, close_timeout, heartbeat_timeout, keep_alive_interval,
-    keep_alive_max_attempt and read_timeout.
+    """Called by torchrun; `docs/DISTRIBUTED.md` ("torchrun") has its options.
 
     Raises:
         UsageError: There is no id, or the endpoint is none.
