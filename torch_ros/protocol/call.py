@@ -71,7 +71,6 @@ class GroupCall(Attempt):
 
     @property
     def decided(self) -> Call:
-        """The group's decision, as far as this rank knows it."""
         assert self._call is not None
         return self._call
 
@@ -88,7 +87,6 @@ class GroupCall(Attempt):
 
     @property
     def mark(self) -> int:
-        """The mark in this process's word while it serves this call's content."""
         return mark(self.ref.uid, self.number)
 
     def decide(
@@ -177,7 +175,6 @@ class GroupCall(Attempt):
         raise error
 
     def decide_to_publish(self, version: int) -> None:
-        """Decide to publish `version`, or that it cannot be."""
         keys, run = self.seat.keys, self.seat.run
         effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
         own = keys.holding(run, version, self.seat.inst)

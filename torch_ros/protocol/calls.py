@@ -1,16 +1,6 @@
-"""The rules of a group's calls. Pure: a view in, a step out.
+"""The rules of a group's calls. Pure: a view in, a step out; no clock, no client, no retry.
 
-No clock, no client, no retry. `docs/PROTOCOL.md` tells the same in words, with the invariants:
-
-  I1  A replica never becomes full with bytes that differ from what was published.
-  I2  After unpublish returns, no read from that memory can end up in a full holding or below a
-      progress counter.
-  I3  All ranks of a group act on the same decision for the same call.
-  I4  A retained version stays available while any non-spot replica that holds it lives.
-  I5  Repeating an operation whose reply was lost changes nothing.
-  I6  Nobody who waits sleeps while what they wait for is there; every wait ends by its deadline.
-  I7  Within the lease's TTL, a replica is offered to readers only while all its shards are alive.
-  I8  A source serves at most one reader at a time in a burst without failures.
+I1 to I8 are the invariants of docs/PROTOCOL.md#invariants, which tells these rules in words.
 """
 
 import itertools
@@ -88,7 +78,6 @@ DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many gua
 
 
 def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
-    """The group's decision for its call `number`, if it has made one."""
     own_group(view, seat)
     return Done(recall(view, seat, number))
 
@@ -101,9 +90,7 @@ def decide(
     asked: str,
     effects: Callable[[View, Call], Step[Call]],
 ) -> Step[Call]:
-    """The group's call `number`: found, or written together with its effects.
-
-    An error of the effects is a decision too: all ranks must get it (I3).
+    """The group's call `number`: found, or written together with its effects (or their error, I3).
 
     Raises:
         SeatLost: This incarnation is no longer the living one.
@@ -204,10 +191,7 @@ def _refuse_old(view: View, seat: Seat, version: int) -> None:
 def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) -> Step[Call]:
     """Announce the version; it is offered once every rank is ready.
 
-    The version's record outlives its holdings for as long as it is the newest, so that numbers
-    cannot go back when nobody holds anything. Published again when nobody holds it, it gets a
-    new uid: the bytes may be others. `fresh_uid` is the call's own: if it is there already, this
-    call is made again, and readers may even have the version since.
+    `fresh_uid` is the call's own: if it is there already, this call is made again.
     """
     _refuse_old(view, seat, version)
     _refuse_second(view, seat)
@@ -248,7 +232,6 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
 
 
 def publish_ranges(seat: Seat) -> tuple[Range, ...]:
-    """The ranges that `publish` is decided from, besides those of every call."""
     return (seat.keys.versions(seat.run), seat.keys.holdings(seat.run))
 
 
@@ -256,8 +239,7 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     """The holding of another publisher of this version, to share its uid; "": nobody holds it.
 
     Raises:
-        VersionConflict: Only replicas that read it hold it: its publisher has gone on, and these
-            bytes may be others.
+        VersionConflict: Only replicas that read it hold it.
     """
     there = view.within(seat.keys.holdings_of(seat.run, version))
     others = {
@@ -291,10 +273,7 @@ def replicate(
     is_relay: bool,
     sources_max: int,
 ) -> Step[Call]:
-    """Resolve the version and announce the filling holding.
-
-    If nobody else is looking for a source, free ones are claimed at once; else `sources.claim`
-    comes next, and the holding's create revision is this replica's place in the birth order.
+    """Resolve the version and announce the filling holding; `sources.claim` may have to follow.
 
     Args:
         sources_max: How many to claim at once; 0 when that has failed: others are looking too.
@@ -380,8 +359,7 @@ def put_ready(
     """This rank has done its part. Returns how many have, counted with it, or the outcome.
 
     Args:
-        reads: Its reader records, which go now: every byte it read is certified by what the
-            source showed after it had landed.
+        reads: Its reader records, which go now: every byte it read is certified.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -410,11 +388,7 @@ def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
 
 
 def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
-    """Wait for the ranks that are not ready yet.
-
-    A good end deletes the readies, a bad one leaves them to their ranks. So if a peer closed its
-    handle right after the end, and took the group's records along, it can still be told.
-    """
+    """Wait for the ranks that are not ready yet."""
     current = find(view, seat, call.number)
     if current is not None and current.outcome is not None:
         return Done(current.outcome)
@@ -422,7 +396,7 @@ def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
         own_group(view, seat)
     except SeatLost as lost:
         ready = seat.keys.ready(seat.inst, call.number, seat.rank)
-        # Both records hang on this rank's lease.
+        # Both records hang on this rank's lease, and only a good end deletes the readies.
         is_alive = view.get(seat.keys.shard(seat.inst, seat.rank)) is not None
         if isinstance(lost, Fenced) and is_alive and view.get(ready) is None:
             return Done(Outcome())
@@ -469,9 +443,6 @@ def complete(
     """All ranks are ready and together hold content of `layout` (agree: said so): the end.
 
     A group of one has no ready record: `reads` are its reader records, which go now.
-
-    The end flips the holding by compare-and-swap in the same transaction, so all ranks see the
-    same end (I3), and a repeated one finds it done (I5).
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -513,7 +484,6 @@ def complete(
 
 
 def end_ranges(seat: Seat, call: Call) -> Ranges:
-    """The ranges that `complete` is decided from."""
     if call.ref is None:
         return seat.own
     run, version = call.ref.run, call.ref.version
@@ -522,7 +492,6 @@ def end_ranges(seat: Seat, call: Call) -> Ranges:
 
 
 def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
-    """Other holdings, of those that were seen, by which the version is available."""
     there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return [
         key
@@ -567,7 +536,6 @@ def conclude(
 
 
 def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
-    """The operations that take back the effects of a decision that came to a bad end."""
     if call.ref is not None and call.kind in ("publish", "replicate"):
         # Its readers notice: what its ranks show names no call any more.
         return (Delete(one(seat.holding(call.ref))),)

@@ -99,7 +99,6 @@ class ClaimedSources:
         return again
 
     def is_there(self, source: Source) -> bool:
-        """Whether a source that makes no progress may still make some."""
         call, seat = self.call, self.call.seat
         ranges = (*seat.own, *sources.there_ranges(seat, call.ref, source))
         rule = partial(sources.is_there, seat=seat, call=call.decided, source=source)

@@ -1,10 +1,4 @@
-"""How a replica ends that closes in order: what only it has lingers. Pure, like `calls`.
-
-A version that is retained must not go with the last process of a job that has it. So what a group
-offers moves to a name of its own, on leases of its own, where it stays while somebody lives who
-could take it; a job that is started again under the group's name finds the name free, and the
-version there.
-"""
+"""How a replica closes in order: what only it has lingers (docs/PROTOCOL.md#ending). Pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,13 +100,9 @@ def give_up(
 ) -> Step[Awaited | Moved | Gone]:
     """The fate of all that a rank's group offers, when this rank closes.
 
-    Nobody needs it: dropped, under the guards of every drop (I4). Nobody could take it: gone. Else
-    the ranks come one by one, and the last one moves it.
-
     Args:
         calls_made: By this rank. A peer that has made another does not come.
         lease_id: For what lingers; 0: there is none yet, and `Awaited` says that one is needed.
-        is_patient: Whether to stay for anybody.
 
     Raises:
         SeatLost: The group is gone, or a peer has left.
@@ -192,10 +182,7 @@ def linger_ranges(each: Leaving) -> Ranges:
 
 
 def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
-    """Stay until nobody needs this, or nobody is there who could take it; then let readers finish.
-
-    Every rank runs this; it returns when it is not offered any more.
-    """
+    """Stay until this is not needed, or nobody is awaited; let readers finish. All ranks run it."""
     keys, ref = each.keys, each.ref
     entry = view.get(each.lingers)
     if entry is None:

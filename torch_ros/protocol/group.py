@@ -1,7 +1,6 @@
-"""The calls that the ranks of a replica's group make together.
+"""The calls that the ranks of a replica's group make together: the ranks meet in the store.
 
-No collective and no process group is needed: the ranks meet in the store. Each of them runs the
-same rules; the first to make the group's n-th call decides it, the last to be ready completes it.
+The first to make the group's n-th call decides it, the last to be ready completes it.
 """
 
 import logging

@@ -64,9 +64,7 @@ def is_of(inst: str, owner: str) -> bool:
 
 
 def family(nonce: str) -> str:
-    """The part that all incarnations of one start have in common, however often they lost their
-    seats.
-    """
+    """The part that all incarnations of one start have in common."""
     return nonce.partition(".")[0]
 
 
@@ -202,7 +200,6 @@ def parse_run(key: str) -> str | None:
 
 
 def parse_model(key: str) -> str | None:
-    """The model that a key belongs to."""
     match key.split("/"):
         case ["", _, model, _, *_]:
             return _unquoted(model)
@@ -239,7 +236,6 @@ def parse_reader(key: str) -> tuple[str, str, str] | None:
 
 
 def parse_group(key: str) -> str | None:
-    """The replica that a `groups/` key is about."""
     match key.split("/"):
         case ["", _, _, "groups", replica]:
             return _unquoted(replica)
@@ -247,7 +243,6 @@ def parse_group(key: str) -> str | None:
 
 
 def parse_suspect(key: str) -> str | None:
-    """The source that a `suspects/` key is about."""
     match key.split("/"):
         case ["", _, _, "suspects", source, reader] if _is_inst(source) and _is_inst(reader):
             return source

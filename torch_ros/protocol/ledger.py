@@ -45,7 +45,7 @@ class Standing:
 
 
 class Attempt(ABC):
-    """One rank's attempt at a call: what its ledger has to know about it."""
+    """One rank's attempt at a call, as its ledger knows it."""
 
     def __init__(self, seat: Seat, number: int, kind: Kind, asked: str) -> None:
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
@@ -160,8 +160,7 @@ class Ledger:
         """Note how a call ended.
 
         Raises:
-            SeatLost: The seat is lost. The end counts as unknown, since this rank may have told
-                its peers already what it knows; it finds the end among what they know.
+            SeatLost: The seat is lost, and with it the end, which it finds among what peers know.
         """
         with self.lock:
             self.check_open()
@@ -191,11 +190,7 @@ class Ledger:
     # Calls without a seat
 
     def number_unbegun(self, kind: Kind, asked: str) -> int:
-        """The number of a call for which this rank has no seat.
-
-        Made again, word for word, it is the same call, or a rank that tries again and again would
-        count further than its peers.
-        """
+        """The number of a call for which this rank has no seat; the same if it is made again."""
         is_again = self._given_up == (kind, asked)
         return self.calls_made + (not is_again)
 
@@ -268,8 +263,7 @@ class Ledger:
     def must_copy(self) -> int | None:
         """The number under which to copy what `forget` takes back: it may be retained. None: no.
 
-        Nobody can be asked, so what anybody retained when this rank last looked still is, and no
-        other replica has it. Nobody can have meant to keep a version that was never offered.
+        Nobody can be asked (docs/PROTOCOL.md#taking-tensors-back-without-the-store).
         """
         with self.lock:
             kept, unfinished = self.holds, self.unfinished
@@ -287,11 +281,9 @@ class Ledger:
     # What one call leaves for the next
 
     def look_around(self, view: View) -> None:
-        """Remember what is retained, for when nobody can be asked."""
         self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
 
     def published(self, value: str, said: str) -> None:
-        """Remember the group's layout, beside that of this rank's part."""
         self._layout = (value, said)
 
     def layout_of(self, value: str) -> str:

@@ -1,9 +1,6 @@
-"""Records of others, as far as they can be read.
+"""Records of others, as far as they can be read (docs/PROTOCOL.md#records-that-cannot-be-read).
 
-Anybody who may write to etcd may leave garbage there, and it must not stop those whose records are
-well: what cannot be read counts as not there, and is logged. One's own records, which nothing can
-be done without, are read with `Record.decode`, which raises (docs/PROTOCOL.md, "Records that cannot
-be read").
+One's own records, which nothing can be done without, are read with `Record.decode`, which raises.
 """
 
 import logging

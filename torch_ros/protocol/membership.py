@@ -148,7 +148,6 @@ def _is_open_to(group: GroupRecord, who: Applicant) -> bool:
 def create_group(view: View, who: Applicant) -> Step[bool | None]:
     """Make this replica's group record; whether a living incarnation had to go for it.
 
-    A predecessor that lives on loses its records in the same transaction, and is fenced.
     None: peers have had seats under this nonce, which must not be used again.
     """
     entry = view.get(who.group)
@@ -189,17 +188,12 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
 
 
 def processes(view: View) -> Step[list[str]]:
-    """Host and pid of each process that has a seat among what was read."""
     there = readable(view.entries.items(), k.parse_rank, ShardRecord)
     return Done([f"{shard.host}:{shard.pid}" for _, _, shard, _ in there])
 
 
 def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
-    """The run to publish in, and what has to be written for it.
-
-    A run lives while a group publishes in it or a holding is in it. When none lives, the records
-    of dead ones are removed, so that a model used again starts with a clean slate.
-    """
+    """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
     keys, numbers = who.keys, run_numbers(view, who.keys)
     by_age = lambda run: (numbers[run], run)  # noqa: E731  # twice below
     live = _live_runs(view.seen, keys) & numbers.keys()
@@ -246,11 +240,7 @@ def _restored_run(
 
 
 def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
-    """Take the seat of this rank in group `nonce`. None: that group is gone, look again.
-
-    The shard record is create-only and counted in the same transaction: the rank that sees the
-    full count completes the group, so nobody waits on a contended key.
-    """
+    """Take the seat of this rank in group `nonce`. None: that group is gone, look again."""
     entry = view.get(who.group)
     group = GroupRecord.decode(entry.value, who.group) if entry else None
     if entry is None or group is None or group.nonce != nonce:
@@ -349,10 +339,7 @@ def join_ranges(who: Applicant, nonce: str) -> tuple[Range, ...]:
 def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """The knowledge of a group whose ranks come back: the calls that ended, and what it holds.
 
-    A call of which one rank knows the end has ended for all. What the ranks that know most hold
-    is what the group holds, if the others hold it too or are in the middle of the call that
-    brought it: it ended well, so they had all done their parts. A rank that gave a call up, and so
-    says that it failed, does not know its end: another that does is believed.
+    docs/PROTOCOL.md#coming-back says why these ends and this holding are right.
     """
     calls: dict[int, Call] = {}
     for call in (call for shard in shards for call in shard.ended):
@@ -491,9 +478,7 @@ def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None
 
 
 def watch_over(view: View, seat: Seat) -> Step[SeatLost | None]:
-    """Rank r watches rank r + 1, not everyone everything. Returns once something has ended:
-    why this incarnation is no more, or None when that rank is gone and `expel` is called for.
-    """
+    """Why this incarnation is no more; None: the next rank is gone, and `expel` is called for."""
     try:
         own_group(view, seat)
     except SeatLost as fenced:
@@ -526,10 +511,7 @@ def leave_ranges(seat: Seat) -> tuple[Range, ...]:
 
 
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
-    """This rank closes its handle, so the replica ends; say so, or it looks like a crash.
-
-    To peers that take their seats again too: they need not wait for this one.
-    """
+    """This rank closes its handle, so the replica ends; say so, or it looks like a crash."""
     entry = view.get(seat.group)
     group = GroupRecord(seat.nonce, seat.world_size, seat.run)
     if entry:

@@ -121,8 +121,7 @@ class VersionRecord(Record, frozen=True):
 
 
 def mark(uid: str, call: int) -> int:
-    """The mark that the processes of a group show while they serve the content `uid` because of a
-    call.
+    """The mark that the processes of a group show while they serve `uid` because of a call.
 
     32 bits, never 0. Not the call's number alone: a call that is made again, since its seats were
     lost, may find another version, and who still reads the first one must notice.

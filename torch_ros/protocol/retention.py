@@ -38,11 +38,6 @@ def keeping(
 ) -> Keeping:
     """Would the version be lost to those that retain it, if `inst` dropped its copy (I4)?
 
-    A witness is another holding of the same content that is full, not on a spot replica, not
-    suspected and there to stay; dropping is guarded on the witness staying as it is. Of a version
-    that nobody retains, it is guarded on nobody beginning to: neither by joining, nor because the
-    newer versions go, which would make this one `latest` again.
-
     Args:
         is_leaving: All that `inst` offers goes, copies in host memory included.
         retain: The incarnation of a group which has ended, whose record does not say it any more.
@@ -81,7 +76,6 @@ def may_cover(specs: Iterable[Spec], version: int) -> bool:
 
 
 def as_spec(text: str) -> int | str:
-    """An entry of `retain`."""
     return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
 
 
@@ -98,9 +92,6 @@ def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
 def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
     """The replicas that `inst` stays for, which ends and alone has a version that is retained.
 
-    Those that live and would count. A successor of its own name counts once it reads
-    the version: most would rather not wait for one that may never come.
-
     Raises:
         Unseen: Nobody, of those that were seen.
     """
@@ -109,7 +100,7 @@ def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
         other = k.instance(replica, group.nonce)
         if group.left is not None or group.refusal is not None or group.spot or other == inst:
             continue
-        is_successor = replica == k.replica_of(inst)
+        is_successor = replica == k.replica_of(inst)  # it may never come to read the version
         if is_successor and view.get(keys.holding(ref.run, ref.version, other)) is None:
             continue
         found.append(replica)

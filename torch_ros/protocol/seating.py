@@ -1,7 +1,4 @@
-"""Keep one process's seat in its replica's group: take it, watch a neighbour, come back, leave.
-
-Knows the ledger that a rank brings along when it comes back, and no call.
-"""
+"""Keep one process's seat in its replica's group: take it, watch a neighbour, come back, leave."""
 
 import dataclasses
 import logging
@@ -48,8 +45,7 @@ RETRY_S = 0.5  # between tries to come back
 class Seating:
     """A seat that is kept: lease alive, neighbour watched, taken again when it is lost.
 
-    A rank that loses its lease, or whose neighbour does, comes back by itself: it asks for a new
-    lease, takes its seat in a new incarnation of the group, and brings its ledger along.
+    It knows the ledger that a rank brings along when it comes back, and no call.
     """
 
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:

@@ -1,11 +1,7 @@
-"""Whom a replica reads from. Pure.
+"""Whom a replica reads from: birth order is the topology (docs/PROTOCOL.md#replicate). Pure.
 
-Birth order is the topology: a filling holding is created in the transaction that decides the call,
-so create revisions order all newcomers of a version without a conflict, and the k-th of those that
-have no source yet takes the k-th free holding that is older than itself, full or still filling. A
-burst so forms chains in which each source feeds one reader (TensorHub calls it a relay, and has a
-server decide it). Only full or older sources are ever read from, so nobody reads, by whatever
-detour, from itself.
+A burst forms chains in which each source feeds one reader. TensorHub calls it a relay, and has a
+server decide it.
 """
 
 from collections.abc import Mapping
@@ -72,7 +68,6 @@ def distance(datacenter: str, seat: Seat) -> int:
 
 
 def source_ranges(seat: Seat, ref: VersionRef) -> Ranges:
-    """The ranges that a source is chosen from."""
     keys = seat.keys
     return (
         *seat.own,
@@ -84,11 +79,9 @@ def source_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 
 
 def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
-    """The group's first source, chosen by the rank that decided the call.
+    """The call with the group's first source, chosen by the rank that decided it.
 
-    Returns the call with its source; None: nobody has the version any more and the decision is
-    taken back, so decide again. Guarded on the source's holding being what it was and, if it was
-    free, on nobody having claimed it meanwhile (I8).
+    None: nobody has the version any more and the decision is taken back, so decide again.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -122,10 +115,7 @@ def claim_of(
 
 
 def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
-    """Full sources that nobody reads from, if no other replica is seen that looks for one.
-
-    Half of them at most, so that the next newcomer finds one too.
-    """
+    """At most half of the idle full sources, if nobody else is seen that looks for one."""
     holdings = _seen_holdings(view, seat, ref)
     if any(holding.state == "filling" for holding, _ in holdings.values()):
         return []
@@ -259,8 +249,7 @@ def _by_place(
 ) -> str | None:
     """The h-th of those that are older than this replica, from the next one on, if h are full.
 
-    Each newcomer has another: the first h the full ones, then everyone who came h before it. That
-    takes no look at who has found a source already, which among many is a lot to read.
+    That takes no look at who has found a source already, which among many is a lot to read.
     """
     own = view.get(seat.holding(ref))
     assert own is not None
@@ -346,8 +335,6 @@ def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
 def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     """Announce that this rank reads from `source`; then learn how to reach its processes.
 
-    One that began to drain after the group claimed it waits for the group.
-
     Raises:
         SourceLost: The source, or one of its processes, is gone (I7).
     """
@@ -400,14 +387,12 @@ def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ..
 
 
 def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
-    """Whether a source that makes no progress may still make some.
-
-    Processes that came back with the whole version show it with the mark that they had, and who
-    reads from them need not notice. Those that are filling are younger than their readers then.
-    """
+    """Whether a source that makes no progress may still make some."""
     ref = _version_read(view, seat, call)
     for range_ in there_ranges(seat, ref, source):
         for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
+            # Processes that came back with all of it show it with the mark that they had; those
+            # that are filling are younger than their readers then.
             is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
             is_same = source.is_full or is_born_then or k.lingers(where.inst)
             if is_same and holding.mark == source.mark:

@@ -1,7 +1,4 @@
-"""How a replica gives a version back: drain its readers, keep a copy, release the copy. Pure.
-
-The invariants that these rules keep, above all I2 and I4, stand at the top of `calls`.
-"""
+"""How a replica gives a version back: drain its readers, keep a copy, release the copy. Pure."""
 
 from functools import partial
 from typing import Literal
@@ -33,16 +30,9 @@ def unpublish(
 ) -> Step[Call | Outcome]:
     """Take the holding out of what is offered, wait for its readers, delete it (I2, I4).
 
-    Without readers that is one transaction, guarded on there being none. Only the rank that
-    decided watches the readers; the others wait for the outcome. Readers of an earlier
-    incarnation count too: they read the same memory. After `drain_s` it ends without them; each
-    rank then voids what it shows before its owner may write, so what they still read does not
-    count for them.
-
     Returns the call when the group has ended it, when it is another one than asked for, or when a
-    copy has to be made first (`copied`), because this is the last that counts of a version that is
-    retained. One that has ended may be of other content: a rank that could not unpublish while its
-    peers went on without etcd holds what nobody offers any more.
+    copy has to be made first (`copied`). One that has ended may be of other content: a rank that
+    could not unpublish while its peers went on without etcd holds what nobody offers any more.
     """
     own_group(view, seat)
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
@@ -90,11 +80,7 @@ def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 def copied(
     view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord
 ) -> Step[bool]:
-    """This rank's part of the copy is there; returns once the whole copy is offered.
-
-    It is an incarnation of its own, so that its readers do not hold up the drain of the tensors
-    that it was made from. The last rank offers it. False: it is of no use any more.
-    """
+    """This rank's part of the copy is there; True: all of it is offered. False: it is of no use."""
     anchor = own_group(view, seat).lease_id
     keys, ref = seat.keys, kept.ref
     key, version = keys.holding(ref.run, ref.version, copy), keys.version(ref.run, ref.version)
@@ -141,9 +127,9 @@ def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) ->
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
-    """Give a copy up once another replica has the version, or nobody retains it any more (I4).
+    """Give a copy up that is not needed any more (I4). Every rank runs this.
 
-    Every rank runs this; it returns when the copy is not offered and nobody reads it.
+    It returns when the copy is not offered and nobody reads it.
     """
     own_group(view, seat)
     keys = seat.keys

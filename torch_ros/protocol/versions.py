@@ -56,7 +56,6 @@ class AvailableVersion:
 
 
 def shows_all(view: View, keys: Keys, offer: AvailableVersion) -> bool:
-    """Whether nobody else has the version."""
     return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
 
 
@@ -66,7 +65,6 @@ def first_holders(keys: Keys, run: str, version: int) -> Sample:
 
 
 def spec_ranges(keys: Keys) -> Ranges:
-    """The ranges that a version is resolved from."""
     return (keys.runs(), keys.versions(), sample(keys.holdings()))
 
 
@@ -224,9 +222,7 @@ def _wait_for_version(
 
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
-    """The version that `spec` means now, if it is newer than `held` (absolute: another one). Never
-    waits.
-    """
+    """What `spec` means now, if that is newer than `held` (absolute: another). Never waits."""
     if spec.absolute == held.version:
         return None
     if spec.absolute is None and _newest_record(view, keys) == held:
