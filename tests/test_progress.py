@@ -2,6 +2,7 @@
 
 import io
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def stderr(monkeypatch):
 
 
 def read(rank=0, on_progress=None):
-    with Meter("version 7", on_progress, rank) as meter:
+    with closing(Meter("version 7", on_progress, rank)) as meter:
         meter.expect(4000)
         for _ in range(4):
             meter.add(1000)

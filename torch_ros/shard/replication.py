@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -184,7 +185,7 @@ class Replication(GroupTask[int]):
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
-        with Meter(what, shard.settings.on_progress, shard.group.seat.rank) as meter:
+        with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
             claimed = ClaimedSources(call)
             claimed.read(partial(self._fetch, claimed, meter))
         self._commit(call)

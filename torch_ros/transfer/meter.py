@@ -4,8 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
 
@@ -22,7 +20,7 @@ BAR_AFTER_S = 1.0  # a shorter read needs no bar
 class Meter:
     """Counts the bytes of one read for `on_progress`; None: for a bar on the terminal.
 
-    with Meter("version 7", on_progress, rank) as meter:
+    with closing(Meter("version 7", on_progress, rank)) as meter:
         meter.expect(bytes_total)
         meter.add(size_bytes)  # for each batch
 
@@ -53,13 +51,5 @@ class Meter:
                 log.exception("on_progress failed; it is not called again in this read")
                 self._on_progress = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._bar.close()
