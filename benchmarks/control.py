@@ -36,7 +36,7 @@ from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
-from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
+from torch_ros.protocol.records import ShardRecord, VersionRef
 from torch_ros.protocol.seat import own_group
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.store.endpoint import connect
@@ -125,19 +125,6 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 # The calls, as ShardHandle makes them
 
 
-class Task(GroupTask[T]):
-    """A call whose part `body` is."""
-
-    def __init__(
-        self, kind: Kind, asked: str, deadline: Deadline, body: Callable[[GroupCall], T]
-    ) -> None:
-        super().__init__(asked, deadline)
-        self.kind, self._body = kind, body
-
-    def perform(self, call: GroupCall) -> T:
-        return self._body(call)
-
-
 def publish(group: Group, version: int) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
         call.decide_to_publish(version)
@@ -145,7 +132,7 @@ def publish(group: Group, version: int) -> VersionRef:
         return call.ref
 
     asked = f"publish {version}"
-    return group.make(Task("publish", asked, Deadline(asked, CALL_S), body))
+    return group.make(GroupTask("publish", asked, Deadline(asked, CALL_S), body))
 
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
@@ -155,7 +142,9 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
         call.finish(LAYOUT, lambda _: LAYOUT)
         return call.ref
 
-    return group.make(Task("replicate", "replicate latest", Deadline("replicate", CALL_S), body))
+    return group.make(
+        GroupTask("replicate", "replicate latest", Deadline("replicate", CALL_S), body)
+    )
 
 
 def update(group: Group, held: VersionRef) -> VersionRef | None:
@@ -172,7 +161,7 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     if group.seat.world_size == 1:
         return group.ask((*group.seat.own, *ranges), ask, deadline)
-    return group.make(Task("update", "update latest", deadline, decide))
+    return group.make(GroupTask("update", "update latest", deadline, decide))
 
 
 def unpublish(group: Group, ref: VersionRef) -> None:
@@ -182,7 +171,7 @@ def unpublish(group: Group, ref: VersionRef) -> None:
     def body(call: GroupCall) -> None:
         call.unpublish(ref, lambda _: shard)
 
-    group.make(Task("unpublish", asked, Deadline(asked, CALL_S), body))
+    group.make(GroupTask("unpublish", asked, Deadline(asked, CALL_S), body))
 
 
 # Measured

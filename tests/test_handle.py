@@ -322,15 +322,12 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
     lonely.register({"w": torch.ones(3)})
     group = lonely._shard.group
 
-    class Fails(GroupTask):
-        kind = "publish"
-
-        def perform(self, call):
-            call.decide_to_publish(9)
-            raise RuntimeError
+    def fails(call):
+        call.decide_to_publish(9)
+        raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        group.make(Fails("publish 9", _deadline()))
+        group.make(GroupTask("publish", "publish 9", _deadline(), fails))
     lonely.publish(2)
     assert lonely.list() == {1: {"a"}, 2: {"lonely"}}
 

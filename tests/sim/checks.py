@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -80,28 +81,24 @@ class Checks:
         make = group.make
 
         def spied_make(task):
-            calls, kind, perform = [], task.kind, task.perform
+            calls, kind = [], task.kind
 
             def spied_perform(call):
                 calls[:] = [call]
                 if kind == "replicate":
-                    known = []
-                    fetch = type(task)._fetch
-                    task._fetch = lambda claimed, meter, sources: spied_fetch(
-                        call, partial(fetch, task, claimed, meter), sources, known
+                    known, replication = [], task.perform.__self__
+                    fetch = partial(type(replication)._fetch, replication)
+                    replication._fetch = lambda claimed, meter, sources: spied_fetch(
+                        call, partial(fetch, claimed, meter), sources, known
                     )
-                return perform(call)
+                return task.perform(call)
 
-            task.perform = spied_perform
             try:
-                result = make(task)
+                result = make(dataclasses.replace(task, perform=spied_perform))
             except Exception as error:
                 if calls:
                     self._answered(process, calls[0], kind, error)
                 raise
-            finally:
-                del task.perform  # it may be made again
-                vars(task).pop("_fetch", None)
             if calls and calls[0].has_ended:  # else it was not waited for
                 self._answered(process, calls[0], kind, None)
             return result

@@ -122,17 +122,6 @@ def at_once(*calls):
         return list(pool.map(attempt, calls))
 
 
-class Task(GroupTask):
-    """A call whose part `body` is."""
-
-    def __init__(self, kind, asked, deadline, body):
-        super().__init__(asked, deadline)
-        self.kind, self._body = kind, body
-
-    def perform(self, call):
-        return self._body(call)
-
-
 def finish(call, layout, *whole):
     if said := call.finish(layout):
         call.complete("+".join(sorted(set(said.values()))), *whole)
@@ -148,7 +137,9 @@ def publish(group, version, layout="L", timeout_s=5):
             finish(call, layout)
         return call.ref
 
-    return group.make(Task("publish", f"publish {version}", Deadline("publish", timeout_s), body))
+    return group.make(
+        GroupTask("publish", f"publish {version}", Deadline("publish", timeout_s), body)
+    )
 
 
 def replicate(
@@ -168,14 +159,14 @@ def replicate(
             finish(call, layout, whole)
         return call.ref if group.ledger.held else None
 
-    return group.make(Task("replicate", asked, Deadline(asked, timeout_s), body))
+    return group.make(GroupTask("replicate", asked, Deadline(asked, timeout_s), body))
 
 
 def unpublish(group, ref, timeout_s=5):
     asked = f"unpublish {ref.version}"
     copy = lambda name: ShardRecord("host", group.seat.rank, name.encode())
     body = lambda call: call.unpublish(ref, copy)
-    group.make(Task("unpublish", asked, Deadline(asked, timeout_s), body))
+    group.make(GroupTask("unpublish", asked, Deadline(asked, timeout_s), body))
 
 
 def listing(group):
@@ -406,7 +397,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
             ClaimedSources(call).read(lambda _: None)
 
-        rollout.make(Task("replicate", "replicate latest", Deadline("r", 5), body))
+        rollout.make(GroupTask("replicate", "replicate latest", Deadline("r", 5), body))
 
     assert isinstance(attempt(attach_only), SourceLost)
     assert store.there("readers/") == []
@@ -428,7 +419,7 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
         def body(_):
             raise error
 
-        group[1].make(Task("publish", f"publish {version}", Deadline("publish", 5), body))
+        group[1].make(GroupTask("publish", f"publish {version}", Deadline("publish", 5), body))
 
     no_tensors, bug = UsageError("no tensors"), RuntimeError("a bug")
     first = at_once(partial(publish, group[0], 1, timeout_s=30), partial(fails, 1, no_tensors))
@@ -453,7 +444,7 @@ def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(s
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError):
-        group[1].make(Task("publish", "publish 2", Deadline("publish 2", 5), body))
+        group[1].make(GroupTask("publish", "publish 2", Deadline("publish 2", 5), body))
     assert group[1].ledger.ended[-1].asked == unpublished.asked == "unpublish 1"
     assert group[1].ledger.ended[-1].kind == "unpublish"
 

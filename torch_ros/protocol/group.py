@@ -4,7 +4,8 @@ The first to make the group's n-th call decides it, the last to be ready complet
 """
 
 import logging
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -23,26 +24,23 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class GroupTask(ABC, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class GroupTask(Generic[T]):
     """One rank's part in a call of its group.
 
-    Attributes:
+    Args:
+        perform: Makes the call; once more each time the seat was lost meanwhile.
         store_wait_s: How long to wait for etcd; then `unseated` stands in for `perform`. None: as
             long as the deadline allows.
+        unseated: Does this rank's part without etcd. None: nothing can.
     """
 
     kind: Kind
-
-    def __init__(self, asked: str, deadline: Deadline, store_wait_s: float | None = None) -> None:
-        self.asked, self.deadline, self.store_wait_s = asked, deadline, store_wait_s
-
-    @abstractmethod
-    def perform(self, call: GroupCall) -> T:
-        """Make the call; once more each time the seat was lost meanwhile."""
-
-    def unseated(self, call: GroupCall) -> T:
-        """Do this rank's part without etcd."""
-        raise NotImplementedError
+    asked: str
+    deadline: Deadline
+    perform: Callable[[GroupCall], T]
+    store_wait_s: float | None = None
+    unseated: Callable[[GroupCall], T] | None = None
 
 
 class Group(Seating):
@@ -96,10 +94,11 @@ class Group(Seating):
                         self.ledger.pending = call.number
                         return self._make(call, task, patience)
                     except SeatLost as lost:
-                        if task.store_wait_s is None or isinstance(lost, Fenced):
+                        unseated = None if task.store_wait_s is None else task.unseated
+                        if unseated is None or isinstance(lost, Fenced):
                             raise
                         call = call or self._unbegun(kind, asked, deadline)
-                    said = task.unseated(call)
+                    said = unseated(call)
                     if self.ledger.goes_on_without(call):
                         return said
             except Missed:

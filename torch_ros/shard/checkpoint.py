@@ -13,18 +13,12 @@ from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
 from torch_ros.protocol.records import VersionRecord, VersionRef
-from torch_ros.protocol.versions import (
-    Spec,
-    check_version,
-    resolve,
-    shows_all,
-    spec_ranges,
-)
+from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
-from torch_ros.shard.replication import Order, read_version
+from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tasks import Agreement, Publication
+from torch_ros.shard.tasks import agreement, publication
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
@@ -240,16 +234,10 @@ class _Save:
         shard, request = self._shard, self._request
         self._registered = None
         self._give_way()
+        asked, deadline, store_wait_s = self.asked, self._deadline, request.store_wait_s
         try:
             is_offered = shard.make(
-                Publication(
-                    shard,
-                    request.version,
-                    self._register,
-                    self.asked,
-                    self._deadline,
-                    request.store_wait_s,
-                )
+                publication(shard, request.version, self._register, asked, deadline, store_wait_s)
             )
             assert self._state is not None
             self.memory = memory_of(self._state) if request.from_stager else set()
@@ -270,7 +258,7 @@ class _Save:
         if shard.held is None and counted is None:
             return
         effects = partial(calls.check_publishable, version=self._request.version)
-        check = Agreement(calls.CHECK + asked, self._deadline, self._check, effects, store_wait_s)
+        check = agreement(calls.CHECK + asked, self._deadline, self._check, effects, store_wait_s)
         try:
             shard.make(check)
         except ContractBroken:
@@ -307,11 +295,12 @@ class _Save:
         return self._registered
 
 
-class _Load:
+class _Load(Target):
     """One load on its way; the target of its replication."""
 
     def __init__(self, shard: Shard, request: LoadRequest, deadline: Deadline) -> None:
-        self._shard, self._request, self._deadline = shard, request, deadline
+        super().__init__(shard)
+        self._request, self._deadline = request, deadline
         self._checked = request.target
 
     def run(self) -> ReadReport:
@@ -324,22 +313,19 @@ class _Load:
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )
-        order = Order(asked, Spec.parse(request.version), terms)
+        spec = Spec.parse(request.version)
         try:
-            read_version(shard, order, self, self._deadline)
+            return read_version(shard, asked, spec, terms, self, self._deadline)
         finally:
             shard.withdraw_unless_held()
-        assert shard.last_read is not None
-        return shard.last_read
 
     def _agree(self) -> str:
         if self._request.target is not None:
             return self._request.target.answer
         if self._shard.is_alone:
             return self._check_now()
-        return self._shard.make(
-            Agreement(calls.CHECK + self._request.asked, self._deadline, self._check_now)
-        )
+        asked = calls.CHECK + self._request.asked
+        return self._shard.make(agreement(asked, self._deadline, self._check_now))
 
     def _check_now(self) -> str:
         self._checked = self.check()

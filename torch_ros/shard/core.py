@@ -27,7 +27,6 @@ from torch_ros.shard.handover import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tasks import Refusal, Unpublication
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
@@ -214,7 +213,7 @@ class Shard:
             call = missed.call
             if call.outcome is None:  # the peers are in it
                 assert call.ref is not None
-                self._make(Unpublication(self, call.ref, call.asked, task.deadline))
+                self._make(self._unpublication(call.ref, call.asked, task.deadline))
             raise
         finally:
             self.word.void_unless_held()
@@ -229,8 +228,9 @@ class Shard:
     def refuse(self, asked: str, error: BaseException) -> None:
         """End the group's next call, which the peers make as a part of `asked`."""
         deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
+        refusal = GroupTask("agree", asked, deadline, lambda call: call.refuse(error))
         try:
-            self._as_part_of(asked, lambda: self.make(Refusal(asked, deadline, error)))
+            self._as_part_of(asked, lambda: self.make(refusal))
         except TorchRosError as ended:
             log.info("%s: ended for all ranks: %s", asked, ended)
 
@@ -277,7 +277,7 @@ class Shard:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:
                 return
-            self.make(Unpublication(self, held, f"unpublish {held.version}", deadline))
+            self.make(self._unpublication(held, f"unpublish {held.version}", deadline))
         except SeatLost as lost:
             if not isinstance(lost, Fenced) and not may_forget:
                 raise
@@ -291,6 +291,14 @@ class Shard:
             log.info("%s; its tensors are taken back without the store", lost)
         if self.settings.check_contract and held is not None:
             self.tensors.check_unchanged(held.version, self.digests)
+
+    def _unpublication(self, held: VersionRef, asked: str, deadline: Deadline) -> GroupTask[None]:
+        """Stop offering `held`; ends once nobody reads it."""
+
+        def perform(call: GroupCall) -> None:
+            call.unpublish(held, lambda _: self.copy_to_host(call.number))
+
+        return GroupTask("unpublish", asked, deadline, perform)
 
     def unpublish_first(
         self,

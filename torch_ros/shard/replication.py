@@ -4,12 +4,11 @@ import logging
 import socket
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, CorruptWeights, SeatLost, SourceLost
+from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
@@ -21,7 +20,6 @@ from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import ReadReport, Stopwatch
-from torch_ros.shard.tasks import Search
 from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import View
@@ -38,48 +36,28 @@ SLOW_BYTES_PER_S = 0.25e9
 HEAL_TRIES = 2  # the second one after CorruptWeights
 
 
-class Target(Protocol):
-    """The tensors that a version is read into."""
+class Target:
+    """The tensors that a version is read into: those of the handle's `register`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
 
     @property
     def bytes_total(self) -> int:
         """Their size, roughly."""
+        registered = self._shard.tensors.registered
+        return registered.bytes_total if registered else 0
 
     def prepare(self) -> None:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
-
-    def register(self, layouts: Sequence[Layout]) -> Registered:
-        """Register the tensors that a version with these layouts, rank by rank, is read into."""
-
-    def vet(self) -> None:
-        """Check the objects when they have landed, before a tensor changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The version that a group reads, and how the group words it."""
-
-    asked: str
-    spec: Spec
-    terms: SourceTerms  # of becoming a source
-
-
-class RegisteredTarget:
-    """The tensors of `register`."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        registered = shard.tensors.registered
-        self.bytes_total = registered.bytes_total if registered else 0
-
-    def prepare(self) -> None:
         self._shard.ready("replicate")
 
     def register(self, _: Sequence[Layout]) -> Registered:
+        """Register the tensors that a version with these layouts, rank by rank, is read into."""
         return self._shard.tensors.require("replicate")
 
     def vet(self) -> None:
-        pass
+        """Check the objects when they have landed, before a tensor changes."""
 
 
 def replicate(
@@ -87,8 +65,8 @@ def replicate(
 ) -> int:
     """Read a whole version into the registered tensors. Returns its number."""
     asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-    order = Order(asked, Spec.parse(version, floor), SourceTerms())
-    return read_version(shard, order, RegisteredTarget(shard), deadline)
+    spec = Spec.parse(version, floor)
+    return read_version(shard, asked, spec, SourceTerms(), Target(shard), deadline).version
 
 
 def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
@@ -108,9 +86,14 @@ def find_newer(
 ) -> VersionRef | None:
     """The version to go to from `held`, the same on all ranks; None: there is none."""
     group, spec = shard.group, Spec.parse(version)
-    if not shard.is_alone:
-        return shard.make(Search(spec, held, deadline))
     ranges = newer_ranges(group.seat.keys)
+
+    def search(call: GroupCall) -> VersionRef | None:
+        call.decide(ranges, partial(calls.update, spec=spec, held=held))
+        return call.decided.ref
+
+    if not shard.is_alone:
+        return shard.make(GroupTask("update", deadline.what, deadline, search))
 
     def rule(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
@@ -127,15 +110,17 @@ def find_newer(
             group.fence(lost, session)
 
 
-def read_version(shard: Shard, order: Order, target: Target, deadline: Deadline) -> int:
+def read_version(
+    shard: Shard, asked: str, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
+) -> ReadReport:
     """Read a version into `target`; once more after CorruptWeights, preferring other sources.
 
-    All ranks get the same CorruptWeights, so all of them try again. Returns its number.
+    All ranks get the same CorruptWeights, so all of them try again.
     """
     for tries_left in reversed(range(HEAL_TRIES)):
-        replication = Replication(shard, order, target, deadline)
+        replication = Replication(shard, spec, terms, target, deadline)
         try:
-            return shard.make(replication)
+            return shard.make(GroupTask("replicate", asked, deadline, replication.perform))
         except CorruptWeights as error:
             if not tries_left:
                 raise
@@ -147,39 +132,39 @@ def read_version(shard: Shard, order: Order, target: Target, deadline: Deadline)
     raise AssertionError("the last try returns or raises")
 
 
-class Replication(GroupTask[int]):
+class Replication:
     """One rank's part in reading a version, over all the sources and seats that it takes.
 
     `perform` has the steps; a lost seat repeats it, a lost source repeats `_fetch`, and neither
     reads again the blocks that are there.
     """
 
-    kind = "replicate"
+    verification: Verification  # of `ref`
 
-    def __init__(self, shard: Shard, order: Order, target: Target, deadline: Deadline) -> None:
-        super().__init__(order.asked, deadline)
-        self._shard, self._order, self._target = shard, order, target
+    def __init__(
+        self, shard: Shard, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
+    ) -> None:
+        self._shard, self._spec, self._terms = shard, spec, terms
+        self._target, self._deadline = target, deadline
         self._watch = Stopwatch()
         self.ref: VersionRef | None = None
         self.progress: Progress | None = None  # of the tensors that are registered for it
         self.source = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
         self._should_be_fast = False  # all of the source is there, on this host
-        self.verification: Verification | None = None
 
-    def perform(self, call: GroupCall) -> int:
+    def perform(self, call: GroupCall) -> ReadReport:
         self._target.prepare()
         self._book_lost_time()
-        order, shard = self._order, self._shard
+        shard = self._shard
         call.decide_to_read(
-            order.spec,
-            is_relay=order.terms.is_relayed and shard.settings.relay,
+            self._spec,
+            is_relay=self._terms.is_relayed and shard.settings.relay,
             sources_max=sources_max(self._target.bytes_total),
         )
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
-            self._report(call)
-            return call.ref.version
+            return self._report(call)
         self._watch.lap("decide")
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
@@ -189,13 +174,12 @@ class Replication(GroupTask[int]):
             claimed = ClaimedSources(call)
             claimed.read(partial(self._fetch, claimed, meter))
         self._commit(call)
-        self._report(call)
-        return call.ref.version
+        return self._report(call)
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
         self.ref, self.progress = ref, None
-        self.verification = Verification(self._shard, ref, self.deadline)
+        self.verification = Verification(self._shard, ref, self._deadline)
 
     def _book_lost_time(self) -> None:
         """Book the time since the last lap under `read`: it was spent on sources that failed."""
@@ -222,7 +206,7 @@ class Replication(GroupTask[int]):
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
         for of_phase, phase in zip(supplies, phases, strict=True):
-            self._shard.reading.read(of_phase, phase, progress, self.deadline, meter.add)
+            self._shard.reading.read(of_phase, phase, progress, self._deadline, meter.add)
             if phase is phases[0]:  # the objects, if there are any
                 self._target.vet()
 
@@ -238,7 +222,7 @@ class Replication(GroupTask[int]):
                 has_other=partial(claimed.has_other, source),
                 check=self._shard.group.check,
             ),
-            self.deadline,
+            self._deadline,
         )
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
@@ -250,18 +234,15 @@ class Replication(GroupTask[int]):
         self.sources += [source.inst for source in sources]
 
     def _register(self, source: Source, feed: Feed) -> Progress:
-        verification = self.verification
-        assert verification is not None
-        with verification.as_published(feed):
+        with self.verification.as_published(feed):
             registered = self._target.register(feed.layouts)
         finish_kernels(registered)  # those that still use the old content
-        verification.expect(feed, source)
+        self.verification.expect(feed, source)
         return Progress(self._shard.mailbox, registered)
 
     def _plan(self, feed: Feed, target: Layout) -> Supply:
         shard = self._shard
         is_near = shard.reading.peers.is_near([agent for agent, _ in feed.manifests])
-        assert self.verification is not None
         with self.verification.as_published(feed):
             plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, is_near=is_near)
         return Supply(plan, feed)
@@ -270,20 +251,18 @@ class Replication(GroupTask[int]):
         """Digest what is there, and end the call with the peers."""
         progress, verification, watch = self.progress, self.verification, self._watch
         assert progress is not None
-        assert verification is not None
         registered = progress.target
         mark_written(registered)
         watch.lap("read")
         if verification.digest(registered):
             watch.lap("digest")
-        terms = self._order.terms
         if said := call.finish(registered.digest):
             verification.verify(self.source)
-            layout = verification.layout_of(registered, said, is_required=terms.is_required)
-            call.complete(layout, terms)
+            layout = verification.layout_of(registered, said, is_required=self._terms.is_required)
+            call.complete(layout, self._terms)
         watch.lap("commit")
 
-    def _report(self, call: GroupCall) -> None:
+    def _report(self, call: GroupCall) -> ReadReport:
         progress, watch = self.progress, self._watch
         assert progress is not None
         report = ReadReport(
@@ -305,3 +284,4 @@ class Replication(GroupTask[int]):
                 "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
                 speed / 1e9,
             )
+        return report
