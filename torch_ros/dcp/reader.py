@@ -30,12 +30,7 @@ from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import LoadRequest, LoadTarget, PinnedVersion
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.tasks import unanimous
-from torch_ros.weights.manifest import (
-    OBJECT,
-    LogicalTensor,
-    dtype_named,
-    logical,
-)
+from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_named, logical
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +72,11 @@ class ROSReader(StorageReader):
         UntrustedObject, CallAborted, SeatLost, StoreUnavailable
     """
 
+    # Since `read_metadata`, which dcp calls first:
+    _handle: ShardHandle
+    _begun: Beginning
+    _found: PinnedVersion
+
     def __init__(
         self,
         version: int | str = "latest",
@@ -88,11 +88,8 @@ class ROSReader(StorageReader):
     ) -> None:
         self._asked, self._given = version, handle
         self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
-        self._handle: ShardHandle | None = None
-        self._begun: Beginning | None = None
         self._plan = LoadPlan([])
         self._contents = logical(())
-        self._found: PinnedVersion | None = None
         self._error: TorchRosError | None = None
         self._own: ROSLoadPlanner | None = None
         self._load: StateDict | None = None
@@ -147,7 +144,6 @@ class ROSReader(StorageReader):
     ) -> None:
         if self._error is not None:
             raise self._error
-        assert self._handle is not None
         check_group(self._handle, kwargs.get("rank"), None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -156,22 +152,17 @@ class ROSReader(StorageReader):
         With our planner, also check that all of it fits: dcp asks all ranks here, and that saves
         the handle asking them.
         """
-        if self._begun is not None:
-            self._begun.touch()
+        self._begun.touch()
         self._plan = plan
         if self._own is None or self._own.plan is not plan:
             return dataclasses.replace(plan, items=[])
-        assert self._handle is not None
-        assert self._found is not None
         self._own.is_kept = True
         self._load = load = self._destination(self._own)
-        assert self._begun is not None
         with self._begun.hook():
             self._target = self._handle.checkpoints.check(self._request(load))
         return LoadPlan([], storage_data=self._target.answer)
 
     def _destination(self, planner: LoadPlanner) -> StateDict:
-        assert self._handle is not None
         return StateDict(
             self._handle.checkpoints,
             memos(self._handle),
@@ -182,7 +173,6 @@ class ROSReader(StorageReader):
         )
 
     def _request(self, load: StateDict) -> LoadRequest:
-        assert self._found is not None
         return LoadRequest(
             self._asked,
             self._found,
@@ -194,7 +184,6 @@ class ROSReader(StorageReader):
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        assert self._handle is not None
         check_group(self._handle, None, len(plans))
         if self._target is None:
             return plans
@@ -202,8 +191,6 @@ class ROSReader(StorageReader):
         return [LoadPlan([], storage_data=answer)] * len(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        assert self._handle is not None
-        assert self._found is not None
         load = self._load or self._destination(planner)
         if self._target is not None:
             self._target = LoadTarget(self._target.state, plan.storage_data)

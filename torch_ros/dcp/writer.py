@@ -66,6 +66,8 @@ class ROSWriter(StorageWriter):
         StoreUnavailable
     """
 
+    _handle: ShardHandle  # since `storage_meta`
+
     def __init__(
         self,
         version: int,
@@ -85,7 +87,6 @@ class ROSWriter(StorageWriter):
         self._copying = Copying(dtype, keep_dtype, copy_bytes) if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._store_wait_s = store_wait_s
-        self._handle: ShardHandle | None = None
         self._begun: Beginning | None = None
         self._plan = SavePlan([])
         self._is_collective = True
@@ -115,7 +116,6 @@ class ROSWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._begun is None or self._begun.state != "begun":  # who wraps this left it out
             self.storage_meta()
-        assert self._handle is not None
         self._is_collective = kwargs.get("use_collectives", True)
         check_group(self._handle, kwargs.get("rank"), None)
 
@@ -141,13 +141,11 @@ class ROSWriter(StorageWriter):
         return dataclasses.replace(plan, items=[], planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        assert self._handle is not None
         if self._is_collective:
             check_group(self._handle, None, len(plans))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assert self._handle is not None
         checkpoints = self._handle.checkpoints
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
         from_stager = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
@@ -182,7 +180,6 @@ class ROSWriter(StorageWriter):
 
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
         """The state that the planner planned for this rank, in place; or would have planned."""
-        assert self._handle is not None
         if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultSavePlanner)
