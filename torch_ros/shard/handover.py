@@ -125,12 +125,7 @@ class Closing:
                 pass  # it may be back before the lease ends
         return attempt(max(0.0, self._until_s - time.monotonic()))
 
-    def _run(
-        self,
-        ranges: Ranges,
-        rule: Callable[[View], Step[T]],
-        timeout_s: float,
-    ) -> T:
+    def _run(self, ranges: Ranges, rule: Callable[[View], Step[T]], timeout_s: float) -> T:
         deadline = Deadline(f"close of {self._who}", timeout_s)
         return run(settle(deadline.what, ranges, rule), self._group.kv, deadline, check=self._check)
 
