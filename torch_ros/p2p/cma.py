@@ -18,11 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)  # Linux with glibc or musl
 if _readv:
     _readv.restype = ctypes.c_ssize_t
-    _readv.argtypes = (
-        ctypes.c_int,
-        *(ctypes.c_void_p, ctypes.c_ulong) * 2,
-        ctypes.c_ulong,
-    )
+    _readv.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
 
 
 def is_allowed(ucx_tls: str) -> bool:

@@ -101,8 +101,13 @@ def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, .
     Raises:
         OSError: The process has ended, or the kernel does not allow it.
     """
-    bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    shared = [each for each in _shared(process.read("maps")) if _is_in(bounds, each[0])]
+    firsts, lasts = starts.tolist(), ends.tolist()
+    shared = [
+        (stretch, name)
+        for stretch, name in _shared(process.read("maps"))
+        if (after := bisect_right(lasts, stretch.address)) < len(lasts)
+        and firsts[after] < stretch.address + stretch.size_bytes
+    ]
     paths = _paths(process, {name for _, name in shared})
     return tuple(replace(stretch, paths=paths[name]) for stretch, name in shared)
 
@@ -119,11 +124,6 @@ def _shared(maps: str) -> Iterator[tuple[Stretch, str]]:
             major, minor = (int(part, 16) for part in device.split(":"))
             file = (os.makedev(major, minor), int(inode))
             yield Stretch(start, end - start, int(offset, 16), file), "".join(path)
-
-
-def _is_in(bounds: list[tuple[int, int]], stretch: Stretch) -> bool:
-    after = bisect_right(bounds, stretch.address, key=lambda bound: bound[1])
-    return after < len(bounds) and bounds[after][0] < stretch.address + stretch.size_bytes
 
 
 def _paths(process: Neighbour, names: set[str]) -> dict[str, tuple[str, ...]]:

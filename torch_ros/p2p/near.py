@@ -96,60 +96,56 @@ class NearRegistration:
         self._base.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The copies of one transfer."""
+@dataclass(eq=False)
+class NearTransfer:
+    """A read of which some is copied here, and at least a byte is left to the other transport."""
 
-    mapped: Spans  # whose sources are mapped at these addresses of this process
-    others: Spans  # whose sources the kernel copies, at these addresses of the peer
+    peer: NearPeer
+    base: Transfer
+    copies: Spans  # whose sources are mapped at these addresses of this process
+    reads: Spans  # whose sources the kernel copies, at these addresses of the peer
     mappings: AbstractSet[Mapping]
     digests: AbstractSet[bytes]  # of the descriptors that name the sources
     targets: AbstractSet[NearRegistration]
 
-
-class NearTransfer:
-    """A read of which some is copied here, and at least a byte is left to the other transport."""
-
-    def __init__(self, peer: NearPeer, base: Transfer, work: _Work) -> None:
-        self._peer, self._base = peer, base
-        self.mappings, self._digests, self.targets = work.mappings, work.digests, work.targets
-        self.copied_bytes = int(work.mapped[:, 2].sum() + work.others[:, 2].sum())
-        self.size_bytes = base.size_bytes + self.copied_bytes
-        threads, pid = peer.transport.threads, peer.pid or 0
+    def __post_init__(self) -> None:
+        self.copied_bytes = int(self.copies[:, 2].sum() + self.reads[:, 2].sum())
+        self.size_bytes = self.base.size_bytes + self.copied_bytes
+        threads, pid = self.peer.transport.threads, self.peer.pid or 0
         self._parts = [
-            *(partial(copy, share) for share in threads.shares(work.mapped)),
-            *(partial(cma.read, pid, share) for share in threads.shares(work.others)),
+            *(partial(copy, share) for share in threads.shares(self.copies)),
+            *(partial(cma.read, pid, share) for share in threads.shares(self.reads)),
         ]
         # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
         self._lock = threading.Lock()
-        peer.transport.reads.add(self)
+        self.peer.transport.reads.add(self)
 
     def post(self) -> None:
-        transport = self._peer.transport
+        transport = self.peer.transport
         transport.refuse_fork()
         with self._lock:
             if not all(registration.is_open for registration in self.targets):
-                raise TransferFailed(self._peer.agent, "the memory it lands in was unregistered")
+                raise TransferFailed(self.peer.agent, "the memory it lands in was unregistered")
             if not all(mapping.is_open for mapping in self.mappings):
-                raise TransferFailed(self._peer.agent, "its shared memory is not mapped any more")
-            self._peer.refuse_unvouched(self._digests)
-            self._base.post()
+                raise TransferFailed(self.peer.agent, "its shared memory is not mapped any more")
+            self.peer.refuse_unvouched(self.digests)
+            self.base.post()
             try:
                 transport.threads.perform(self._parts)
             except OSError as error:
                 reason = f"its memory cannot be read ({error.strerror})"
-                raise TransferFailed(self._peer.agent, reason) from error
-            self._peer.refuse_unvouched(self._digests)
+                raise TransferFailed(self.peer.agent, reason) from error
+            self.peer.refuse_unvouched(self.digests)
 
     def is_done(self) -> bool:
-        return self._base.is_done()
+        return self.base.is_done()
 
     def close(self) -> None:
-        transport = self._peer.transport
+        transport = self.peer.transport
         if transport.is_foreign:
             return
         with self._lock:
-            self._base.close()
+            self.base.close()
         with transport.lock:
             transport.reads.discard(self)
 
@@ -309,8 +305,8 @@ class NearPeer:
         used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
         taken_keys = set(keys[is_taken].tolist())
         targets = {owner for cover, owner in owners.items() if cover.key in taken_keys}
-        work = _Work(copies, reads, used, digests, targets)
-        return NearTransfer(self, self._base.prepare(rest), work)
+        base = self._base.prepare(rest)
+        return NearTransfer(self, base, copies, reads, used, digests, targets)
 
     def unmap(self, mappings: Iterable[Mapping]) -> None:
         """Give up some mappings; reads of them fail from then on."""
@@ -356,7 +352,13 @@ class NearTransport:
         self.agent, self.connection = base.agent, base.connection
         self.threads = CopyThreads(threads)
         _agents.add(self.agent)
-        self._voucher = _voucher(agent=base.agent) if is_used else None
+        self._voucher: Voucher | None = None
+        if is_used:
+            try:
+                self._voucher = Voucher(base.agent)
+            except OSError as error:
+                reason = f"no voucher: {error}"
+                log.warning("peers on this host read through NIXL, which is slower (%s)", reason)
         self.host = mapped.host() if self._voucher else ""
         self.process = self._voucher.process if self._voucher else Process()
         self.never = os.getpid()  # the process whose memory no peer may name: this one
@@ -407,14 +409,11 @@ class NearTransport:
     def unmap_abandoned(self) -> None:
         """Let go of memory whose process has let go of it."""
         with self.lock:
-            found = [
-                (
-                    peer,
-                    [mapping for mapping in peer.mapped.mappings.values() if mapping.is_abandoned],
-                )
+            found = {
+                peer: [each for each in peer.mapped.mappings.values() if each.is_abandoned]
                 for peer in self.peers
-            ]
-        for peer, mappings in found:
+            }
+        for peer, mappings in found.items():
             if mappings:
                 log.info("agent %s: it has let go of %d mappings", peer.agent, len(mappings))
                 peer.unmap(mappings)
@@ -443,14 +442,6 @@ class NearTransport:
     def refuse_fork(self) -> None:
         if self.is_foreign:
             raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
-
-
-def _voucher(agent: str) -> Voucher | None:
-    try:
-        return Voucher(agent)
-    except OSError as error:
-        log.warning("peers on this host read through NIXL, which is slower (no voucher: %s)", error)
-        return None
 
 
 def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:

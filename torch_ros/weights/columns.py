@@ -1,7 +1,7 @@
 """Arrays with one row per thing, and functions for them that numpy lacks."""
 
 from dataclasses import dataclass, fields
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +9,6 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-C = TypeVar("C", bound="Columns")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

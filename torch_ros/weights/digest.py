@@ -38,7 +38,6 @@ Names, dtypes and shapes are not in a digest; compare by fqn, between tensors th
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise, product
 from math import prod
@@ -97,15 +96,16 @@ def digest(
         return 0
     dot = _dot_on_host if chunk.device.type == "cpu" else _dot_on_device
     total = 0
-    for part in _box(chunk.detach(), tuple(global_shape), tuple(offsets)).parts():
-        for window in _windows([len(axis) for axis in part.axes]):
-            axes = [_array(axis[span]) for axis, span in zip(part.axes, window, strict=True)]
-            numbers: UInts = reduce(np.add.outer, axes)
-            content = part.content[window]
+    units = _units(chunk.detach(), tuple(global_shape), tuple(offsets))
+    for part, axes, weights in _parts(*units):
+        for window in _windows([len(axis) for axis in axes]):
+            places = [_array(axis[span]) for axis, span in zip(axes, window, strict=True)]
+            numbers: UInts = reduce(np.add.outer, places)
+            content = part[window]
             if depth == "sampled":
                 chosen = np.nonzero(_is_sampled(numbers))
                 numbers, content = numbers[chosen], content[tuple(map(torch.from_numpy, chosen))]
-            total += int((_odd(numbers, _SEGMENT_SEED) * dot(content, part.weights)).sum())
+            total += int((_odd(numbers, _SEGMENT_SEED) * dot(content, weights)).sum())
     return total % _MODULUS
 
 
@@ -193,63 +193,51 @@ def _dot_on_device(content: torch.Tensor, weights: UInts) -> UInts:
     return sums.cpu().numpy().view(np.uint64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """A part of a chunk that has the same elements of each of its segments."""
+def _parts(
+    content: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, list[range], UInts]]:
+    """A chunk in up to three parts: cut where whole segments begin and end.
 
-    content: torch.Tensor  # first the dimensions of `axes`, then those of `weights`
-    axes: list[range]  # the number of a segment is the sum of one of each
-    weights: UInts
+    A part has the same elements of each of its segments: content, first in the dimensions of the
+    axes, then in those of the weights; axes, whose sums are the numbers of the segments; weights.
+    """
+    unit_bytes = content.element_size()
+    dim, inside_bytes = len(shape) - 1, unit_bytes
+    while dim > 0 and inside_bytes * shape[dim] < SEGMENT_BYTES:
+        inside_bytes *= shape[dim]
+        dim -= 1
+    period = SEGMENT_BYTES // inside_bytes  # indices of `dim` per segment
 
+    inner = shape[dim + 1 :]
+    weights = _weights(unit_bytes)[: period * prod(inner)].reshape(period, *inner)
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A chunk, counted in units: words, or elements that are smaller."""
+    per_index = -(-shape[dim] // period)  # segments
+    axes: list[range] = []
+    for outer in reversed(range(dim)):
+        first, size = offsets[outer], content.shape[outer]
+        axes.insert(0, range(first * per_index, (first + size) * per_index, per_index))
+        per_index *= shape[outer]
 
-    content: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def parts(self) -> Iterator[_Part]:
-        """All of it, in up to three parts: cut where whole segments begin and end."""
-        unit_bytes = self.content.element_size()
-        dim, inside_bytes = len(self.shape) - 1, unit_bytes
-        while dim > 0 and inside_bytes * self.shape[dim] < SEGMENT_BYTES:
-            inside_bytes *= self.shape[dim]
-            dim -= 1
-        period = SEGMENT_BYTES // inside_bytes  # indices of `dim` per segment
-
-        inner = self.shape[dim + 1 :]
-        weights = _weights(unit_bytes)[: period * prod(inner)].reshape(period, *inner)
-
-        per_index = -(-self.shape[dim] // period)  # segments
-        axes: list[range] = []
-        for outer in reversed(range(dim)):
-            first, size = self.offsets[outer], self.content.shape[outer]
-            axes.insert(0, range(first * per_index, (first + size) * per_index, per_index))
-            per_index *= self.shape[outer]
-
-        spans = [
-            slice(first, first + size)
-            for first, size in zip(self.offsets, self.content.shape, strict=True)
-        ]
-        start, end = spans[dim].start, spans[dim].stop
-        first = min(-(-start // period) * period, end)
-        last = max(end // period * period, first)
-        for low, high in pairwise((start, first, last, end)):
-            if low == high:
-                continue
-            width = min(period, high - low)
-            count, phase = (high - low) // width, low % period
-            content = self.content.narrow(dim, low - start, high - low)
-            yield _Part(
-                torch.unflatten(content, dim, (count, width)),
-                [*axes, range(low // period, low // period + count)],
-                weights[slice(phase, phase + width), *spans[dim + 1 :]],
-            )
+    spans = [slice(first, first + size) for first, size in zip(offsets, content.shape, strict=True)]
+    start, end = spans[dim].start, spans[dim].stop
+    first = min(-(-start // period) * period, end)
+    last = max(end // period * period, first)
+    for low, high in pairwise((start, first, last, end)):
+        if low == high:
+            continue
+        width = min(period, high - low)
+        count, phase = (high - low) // width, low % period
+        yield (
+            torch.unflatten(content.narrow(dim, low - start, high - low), dim, (count, width)),
+            [*axes, range(low // period, low // period + count)],
+            weights[slice(phase, phase + width), *spans[dim + 1 :]],
+        )
 
 
-def _box(chunk: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> _Box:
+def _units(
+    chunk: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """The same, counted in units: words, or elements that are smaller."""
     kept = [dim for dim, size in enumerate(shape) if size > 1]
     chunk = chunk.squeeze(tuple(dim for dim, size in enumerate(shape) if size == 1))
     shape, offsets = tuple(shape[dim] for dim in kept), tuple(offsets[dim] for dim in kept)
@@ -258,13 +246,13 @@ def _box(chunk: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) 
     item_bytes = chunk.element_size()
     if item_bytes >= 4:
         words = chunk.unsqueeze(-1).view(torch.int32)
-        return _Box(words, (*shape, item_bytes // 4), (*offsets, 0))
+        return words, (*shape, item_bytes // 4), (*offsets, 0)
     packed = 4 // item_bytes
     lengths = (shape[-1], offsets[-1], chunk.shape[-1], chunk.storage_offset())
     if chunk.stride(-1) != 1 or any(n % packed for n in (*lengths, *chunk.stride()[:-1])):
-        return _Box(chunk.view(_UNITS[item_bytes]), shape, offsets)
+        return chunk.view(_UNITS[item_bytes]), shape, offsets
     last = shape[-1] // packed, offsets[-1] // packed
-    return _Box(chunk.view(torch.int32), (*shape[:-1], last[0]), (*offsets[:-1], last[1]))
+    return chunk.view(torch.int32), (*shape[:-1], last[0]), (*offsets[:-1], last[1])
 
 
 def _array(numbers: range) -> UInts:

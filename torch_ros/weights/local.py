@@ -109,14 +109,11 @@ def build(
 
 def packed(layout: Layout) -> Layout:
     """The same chunks, each contiguous in memory of its own."""
-    chunks = (
-        msgspec.structs.replace(chunk, strides=_contiguous(chunk.sizes)) for chunk in layout.chunks
-    )
+    chunks = []
+    for chunk in layout.chunks:
+        strides = tuple(math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes)))
+        chunks.append(msgspec.structs.replace(chunk, strides=strides))
     return Layout(layout.tensors, tuple(chunks))
-
-
-def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -125,6 +125,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tensors: tuple[TensorRecord, ...]
     chunks: tuple[ChunkRecord, ...]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @cached_property
     def digest(self) -> str:
         """Equal for equal layouts; 32 hexadecimal digits."""
@@ -249,7 +255,7 @@ def logical(layouts: Sequence[Layout]) -> Logical:
     Raises:
         ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
     """
-    return _logical(tuple(map(_ByDigest, layouts)))
+    return _logical(tuple(layouts))
 
 
 def require_all(version: int, wanted: Logical, found: Logical) -> None:
@@ -265,22 +271,8 @@ def require_all(version: int, wanted: Logical, found: Logical) -> None:
         )
 
 
-class _ByDigest:
-    """A layout as a cache key: equal if the digests are."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByDigest) and self.layout.digest == other.layout.digest
-
-    def __hash__(self) -> int:
-        return hash(self.layout.digest)
-
-
 @lru_cache(maxsize=UNIONS_MAX)
-def _logical(keys: tuple[_ByDigest, ...]) -> Logical:
-    layouts = [key.layout for key in keys]
+def _logical(layouts: tuple[Layout, ...]) -> Logical:
     union = Logical(layouts)
     for rank, layout in enumerate(layouts):
         for record in layout.tensors:

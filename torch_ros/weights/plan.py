@@ -13,17 +13,10 @@ import numpy.typing as npt
 
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.spans import HOST, Spans
-from torch_ros.weights.columns import (
-    Columns,
-    Ints,
-    group_starts,
-    numbered,
-    sum_before,
-)
+from torch_ros.weights.columns import Columns, Ints, group_starts, numbered, sum_before
 from torch_ros.weights.manifest import Layout
 from torch_ros.weights.staging import StagedCopy, cheapest_cut, staged_copies
-from torch_ros.weights.strided import Strided, part_offsets, strided_pieces
-from torch_ros.weights.tiling import matched
+from torch_ros.weights.tiling import Strided, matched, part_offsets, strided_pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)

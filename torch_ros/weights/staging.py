@@ -12,7 +12,7 @@ import torch
 from torch_ros.costs import Costs
 from torch_ros.weights.columns import Columns, Floats, Ints, numbered, sum_after
 from torch_ros.weights.local import WORDS
-from torch_ros.weights.strided import Strided, part_offsets
+from torch_ros.weights.tiling import Strided, part_offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Matches parts of source chunks with the target chunks that they fill.
+"""Matches parts of source chunks with the target chunks that they fill, and places them in memory.
 
 All chunks are handled at once, as columns: a version can have 70,000 tensors. In a
 two-dimensional array the rows are chunks or pieces of them and the columns are dimensions, padded
@@ -286,3 +286,51 @@ def _raise_missing(targets: Layout, tensor: int, box: Box) -> NoReturn:
         f"no rank that holds the box from {list(offsets)} to {list(ends)}",
         "all ranks that hold a part of it must publish it",
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strided(Columns):
+    """Pieces as they lie in memory, in elements; offsets from the chunk's first element.
+
+    The dimensions of each are ordered by falling source stride.
+    """
+
+    source_rank: Ints
+    source_chunk: Ints
+    target_chunk: Ints
+    item_bytes: Ints
+    source_offset: Ints
+    target_offset: Ints
+    sizes: Ints
+    source_strides: Ints
+    target_strides: Ints
+
+
+def strided_pieces(offered: Chunks, wanted: Chunks, pieces: Pieces) -> Strided:
+    """Return where these pieces of source and target chunks lie."""
+    source, target = offered.take(pieces.source), wanted.take(pieces.target)
+    return Strided(
+        source.rank,
+        source.chunk,
+        target.chunk,
+        target.item_bytes,
+        ((pieces.offsets - source.offsets) * source.strides).sum(1),
+        ((pieces.offsets - target.offsets) * target.strides).sum(1),
+        *outermost_first(source.strides, pieces.sizes, source.strides, target.strides),
+    )
+
+
+def part_offsets(
+    strided: Strided, counts: Ints, step: Ints, owner: Ints, ordinal: Ints
+) -> tuple[Ints, Ints]:
+    """Return both offsets of the `ordinal`-th of the owner's ``counts.prod()`` parts."""
+    source, target = strided.source_offset[owner], strided.target_offset[owner]
+    for dim in reversed(range(counts.shape[1])):
+        if (counts[:, dim] == 1).all():
+            continue
+        count = counts[owner, dim]
+        index = ordinal % count * step[owner, dim]
+        ordinal = ordinal // count
+        source += index * strided.source_strides[owner, dim]
+        target += index * strided.target_strides[owner, dim]
+    return source, target
