@@ -62,7 +62,6 @@ def _behind(spans: Spans, count: int) -> Spans:
 
 
 def shares(spans: Spans, count: int) -> list[Spans]:
-    """Divide `spans` into at most `count` parts of about equal size."""
     ends = np.cumsum(spans[:, 2]).astype(np.int64)
     sizes = spans[:, 2].astype(np.int64)
     starts, total = ends - sizes, int(ends[-1]) if len(ends) else 0

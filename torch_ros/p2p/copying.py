@@ -35,25 +35,19 @@ def thread_count() -> int:
 
 
 def copy(spans: Spans) -> None:
-    """Copy within this process."""
     for source, target, size_bytes in spans.tolist():
         move = _move if size_bytes >= HOLD_BYTES else _move_at_once
         move(target, source, size_bytes)
 
 
 class CopyThreads:
-    """The threads that copy for a transport.
-
-    Args:
-        count: How many copy at the same time. 0: one, and only out of mapped memory.
-    """
+    """The threads that copy for a transport; `count` 0: one, and only out of mapped memory."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = ThreadPoolExecutor(max(1, count), "torch_ros copies")
 
     def shares(self, spans: Spans) -> list[Spans]:
-        """Divide `spans` among the threads."""
         wanted = int(spans[:, 2].sum()) // SHARE_BYTES
         return cma.shares(spans, max(1, min(self.count, wanted)))
 

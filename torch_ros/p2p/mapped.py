@@ -63,8 +63,6 @@ _File = tuple[int, int]  # device and inode: no two files that are there have th
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Addresses of a process behind which there is a file."""
-
     address: int
     size_bytes: int
     offset: int  # where it begins in the file
@@ -92,11 +90,7 @@ def allocate(size_bytes: int) -> mmap.mmap:
 
 
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
-    """The parts of these addresses that are files and may be mapped; in order of address.
-
-    Args:
-        starts: The regions' first addresses, in order; none overlap.
-        ends: Likewise.
+    """The parts of these disjoint regions, in order, that are files and may be mapped; in order.
 
     Raises:
         OSError: The process has ended, or the kernel does not allow it.
@@ -238,12 +232,7 @@ class MappedMemory:
     def map(
         self, process: Neighbour, starts: Uint64s, ends: Uint64s, of: bytes, *, elsewhere: int
     ) -> None:
-        """Map what can be mapped of these addresses.
-
-        Args:
-            of: The digest of the descriptor that names them.
-            elsewhere: How many mappings other peers have.
-        """
+        """Map what can be mapped of these addresses; other peers have `elsewhere` mappings."""
         agent = process.agent
         rows, refused = list(self.rows), list[OSError]()
         try:
@@ -284,7 +273,6 @@ class MappedMemory:
 
 
 def _open(stretch: Stretch) -> tuple[int, str]:
-    """A descriptor of the file, and the path that led there."""
     for path in stretch.paths:
         with suppress(FileNotFoundError):
             # To open something else than a file may block, or do something; to find it does not.

@@ -1,30 +1,7 @@
 """A transport that copies out of processes on the same host, and leaves the rest to another.
 
-The kernel reads another process's memory (cma) by looking up and holding each of its pages, at
-every read. Memory that is a file can be mapped instead, once; from then on a read is a copy. Either
-is done by several threads, which the other transport does not have.
-
-Nothing else changes for a reader, for these reasons:
-
-* Which bytes count. A read is copied inside `post`, before `is_done` can say that it has landed,
-  and with a lock held that is released after it. A reader then asks for the source's word through
-  the other transport, which takes locks, and the kernel's, before it looks. So the word is looked
-  at after the bytes, on processors that reorder loads too; and the other way round, a word that was
-  seen before `post` is older than the bytes.
-* Dead peers. The memory of a process that has ended can still be copied. So something of every
-  read, if only its last byte, goes by the other transport, which notices.
-* Reused addresses. An address may belong to a file now, to another one later, and then to none.
-  Descriptors say all that they register on the host, shared or not, and what they say replaces
-  what was known of those addresses.
-* Forged descriptors. They come from anybody who can write to etcd. Nothing is copied but what
-  the very process that a descriptor names vouches for (see `voucher`), and only while it does: that
-  is looked at before a copy and, with the lock still held, after it. A process that has ended, or
-  has let go of the memory, vouches no more; and one that does has had its number all the time.
-* Abandoned memory. A mapping keeps a file's memory allocated when its process has freed it, or
-  has ended. Whenever a peer is connected, or more is mapped, what was left like that is unmapped.
-
-A process that truncates a file which it has registered frees registered memory, which is not
-allowed; here that kills its readers (SIGBUS), as it would kill itself. torch never does.
+It maps memory that is a file, once, and reads other memory through the kernel (cma), with several
+threads. docs/PROTOCOL.md#the-bytes-that-a-process-shows says which copies count, and why.
 """
 
 from __future__ import annotations
@@ -274,7 +251,6 @@ class NearPeer:
         return self._base.prepare(spans, source_device=source_device, target_device=target_device)
 
     def _prepare_shared(self, spans: Spans) -> NearTransfer | None:
-        """A read of `spans`, if something of it can be copied."""
         transport, known = self.transport, self.mapped
         if not (len(spans) and (known.rows or self._covers)):
             return None
@@ -407,7 +383,6 @@ class NearTransport:
         return peer
 
     def unmap_abandoned(self) -> None:
-        """Let go of memory whose process has let go of it."""
         with self.lock:
             found = {
                 peer: [each for each in peer.mapped.mappings.values() if each.is_abandoned]

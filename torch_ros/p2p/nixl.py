@@ -1,18 +1,8 @@
 """The transport over NIXL and UCX: the only module that imports nixl.
 
-How it differs from what NIXL's Python wrapper would do, and why:
-
-* Progress. NIXL's progress thread spins by default, at the price of a core for as long as the
-  agent lives. Given a delay it sleeps on UCX's file descriptors instead and wakes when a peer
-  connects or reads. The wrapper sets the delay to zero, so this module uses the bindings below it.
-* Locks. One lock of ours around every call. NIXL's own locks are waited for by some bindings with
-  the GIL held, so a long copy in one thread would stop all threads.
-* Addresses. NIXL looks an address up in one sorted list per device and assumes that no two entries
-  overlap; on InfiniBand, attaching memory that was registered anew makes it forget the whole peer.
-  Its device number is only a part of that list's order for UCX, so every cover gets a number of
-  its own, and `regions.cut` decides which one a span belongs to.
-* Cancelling. NIXL cannot. To release a transfer in flight, or to disconnect its peer, gives up the
-  handle while bytes go on landing; only the end of the whole agent stops them.
+It uses the bindings below NIXL's Python wrapper: the progress thread sleeps, one lock of ours is
+around every call, each cover is a device to NIXL, and reads are waited for, since none can be
+cancelled. The reasons: docs/ARCHITECTURE.md#decisions-with-what-speaks-against-them.
 """
 
 from __future__ import annotations
@@ -380,7 +370,7 @@ class NixlTransport:
     """A `Transport` over NIXL with UCX: shared memory, RDMA, TCP, whichever connects two agents.
 
     A read on the same host may be copied inside `post`; calls in other threads wait for that long.
-    A peer that is alive but stuck can make `Transfer.close` close the whole transport: see above.
+    A peer that is alive but stuck can make `Transfer.close` close the whole transport.
 
     After `fork`, calls in the child raise `ClosedError`, and to close something does nothing. A
     child of a process with an open transport cannot make its own: UCX has one thread for all agents

@@ -50,11 +50,7 @@ def merge(device: int, regions: Sequence[Region], *, key: int) -> Cover:
 def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Cover]) -> Pieces:
     """`spans` in pieces of which each lies in one region at either end; in no special order.
 
-    Args:
-        agent: Whom the spans are read from; for the error.
-        sources: Attached memory of the agent. If two covers hold a byte, the longer one wins, then
-            the first one.
-        targets: Registered memory of this process; likewise.
+    `sources` are attached memory of the agent, `targets` registered memory of this process.
 
     Raises:
         TransferFailed: A byte that is not covered.

@@ -1,12 +1,8 @@
 """Ends UCX's TCP connections to a peer that does not answer, which neither NIXL nor UCX can.
 
-UCX waits for the answer to what it asked for, however long that takes, and would write it into
-memory that is somebody else's by then. A socket on which nothing can be received any more makes it
-end the connection, and every read of it with an error.
-
-The peer must not notice. UCX at a source that goes on after a pause may abort its whole process if
-what it sends meets a closed connection (`docs/OPERATIONS.md`). So the connection stays open behind
-UCX's back, and what still comes is thrown away.
+A socket on which nothing can be received any more makes UCX end the connection, and every read of
+it with an error. The connection stays open behind UCX's back, and what still comes is thrown away:
+docs/PROTOCOL.md#a-source-that-stands-still says why.
 """
 
 import contextlib
@@ -29,7 +25,6 @@ _ESTABLISHED = 1
 
 
 def epolls() -> set[int]:
-    """The descriptors of this process that are epolls."""
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -1,22 +1,8 @@
 """How a process on the same host is known to have made the descriptor that names it.
 
-A descriptor comes out of etcd: who can write there can name any process and any addresses. So each
-process keeps a *voucher* open, a file in memory with the digests of the descriptors that it has
-registered now, and a reader looks for it among the files of the process that a descriptor names.
-
-Why nobody else can have put it there:
-
-* It is sealed: what is in it does not change. Weights, which others choose, are never sealed, and a
-  file of somebody's own that is has another name.
-* A reader has a peer's voucher open for a moment, and for that moment among its own files: for
-  reading only, while the maker of a memfd has it open for writing too.
-* A forked child has its parent's, in which the number and the start of the process are others'.
-  On a clone of a machine the same number is another process, of another agent.
-* A process that can hand another an open file, and has the same user, could as well
-  read its memory as a debugger does. Another user is not believed.
-
-A socket on which the process answers, and the kernel says whose it is, would do as well, but only
-while a thread of the process runs; this way also serves one that is stopped, or busy.
+Each process keeps a voucher open, a sealed file in memory with the digests of its descriptors. A
+reader looks for it among the files of the process that a descriptor names:
+docs/PROTOCOL.md#the-bytes-that-a-process-shows.
 """
 
 import fcntl

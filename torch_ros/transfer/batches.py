@@ -31,8 +31,6 @@ def sources_max(bytes_total: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Target blocks that are read from one source, and begin to count, together."""
-
     supply: int  # the number of its source among those of the read
     blocks: Ints
     needs: Mapping[int, int]  # source rank -> how many of its blocks have to be there
@@ -42,15 +40,12 @@ class Batch:
 
 
 def close_batches(batches: Sequence[Batch]) -> None:
-    """Close all transfers of these batches."""
     direct = [transfer for batch in batches for transfer in batch.transfers]
     groups = [group for batch in batches for group in batch.staged]
     close_all(direct + [transfer for group in groups for transfer in group.transfers])
 
 
 class Preparation:
-    """Prepares the transfers that fill one phase."""
-
     def __init__(self, peers: Peers, staging: Staging, phase: Phase) -> None:
         self._peers, self._staging = peers, staging
         self._target, self._memory = phase.layout.blocks, phase.memory

@@ -1,10 +1,6 @@
 """The bytes that two processes agree on: `Card`, `Notice` and `Word`.
 
-No server and no listener is involved. The shard record in etcd holds a process's card: how to
-connect to it, and where its mailbox is. The mailbox is a small region at an address that never
-changes. In it the notice says where the manifest is now, and the manifest says where the tensors
-are. A reader takes all three steps by one-sided reads. Mailbox and manifest carry digests: a reader
-notices a read that a rewrite overlapped, and never believes it.
+Card, mailbox and manifest: docs/PROTOCOL.md#the-bytes-that-a-process-shows.
 """
 
 from __future__ import annotations
@@ -29,12 +25,10 @@ class Word:
     position: int = 0  # blocks that are there, in the order of the layout
 
     def pack(self) -> int:
-        """Return the word as the number that stands in the mailbox."""
         return self.mark << 32 | self.position
 
     @classmethod
     def unpack(cls, value: int) -> Word:
-        """Read the number that stood in a mailbox."""
         return cls(value >> 32, value & ALL_BLOCKS)
 
 
@@ -48,8 +42,6 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the manifest is."""
-
     address: int
     size_bytes: int
     digest: bytes

@@ -70,8 +70,6 @@ class FeedSource:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The processes of a source, connected, rank by rank."""
-
     source: FeedSource
     states: Sequence[PeerState]
 
@@ -86,8 +84,6 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supply:
-    """A source, and how a target is filled from it."""
-
     plan: ReadPlan
     feed: Feed
 
@@ -133,8 +129,7 @@ def _attend(
 class Following:
     """A source that is read from: asks it whether it still serves, and how much of it is there.
 
-    Args:
-        limit_s: After so long without an answer another source is better.
+    After `limit_s` without an answer another source is better.
     """
 
     def __init__(
@@ -190,7 +185,6 @@ class Following:
             raise SourceLost(lost.replica, lost.what, *self._so_far()) from lost
 
     def lost(self, rank: int, reason: str) -> SourceLost:
-        """Return the error that names a rank of this source."""
         return SourceLost(self.feed.source.replica, f"rank {rank}: {reason}", *self._so_far())
 
     def _so_far(self) -> tuple[int, int]:

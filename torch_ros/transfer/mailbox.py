@@ -1,10 +1,6 @@
 """The mailbox that this process shows to readers, and its word: how much may be read.
 
-I2: after `unpublish` has returned, no read from that memory counts. Each reader asks for the word
-before it reads and again after the bytes have landed; the bytes count only if the word still names
-the same mark. The process that takes its tensors back clears the word before it writes to them. So
-a read that overlaps a later write never counts, however long its reader was stopped and whatever
-became of its lease. (This is a seqlock whose sequence stands on the writer's side.)
+The word keeps I2, docs/PROTOCOL.md#invariants: after `unpublish` no read from that memory counts.
 
     word              is set by                        and means
     0                 void, withdraw, and at first     nothing may be read
@@ -44,14 +40,11 @@ class Digests:
 
 
 def region_of(buffer: npt.NDArray[np.uint8]) -> Region:
-    """Return the host memory of an array."""
     return Region(buffer.ctypes.data, buffer.nbytes)
 
 
 @dataclass(slots=True)
 class _ManifestBuffer:
-    """A manifest in registered memory."""
-
     manifest: Manifest
     buffer: npt.NDArray[np.uint8]
     registration: Registration
@@ -69,8 +62,7 @@ class _ManifestBuffer:
 class Mailbox:
     """This process's mailbox. Not safe for use by several threads at once.
 
-    Args:
-        before_withdraw: Called before registered tensors are let go, to close reads into them.
+    `before_withdraw` is called before registered tensors are let go, to close reads into them.
     """
 
     def __init__(
@@ -88,7 +80,6 @@ class Mailbox:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest that is shown."""
         return self._manifests[0].manifest if self._manifests else None
 
     def show(
@@ -163,6 +154,5 @@ class Mailbox:
         self._manifests, self._tensors, self._regions = [], None, ()
 
     def close(self) -> None:
-        """Withdraw, for good."""
         self.withdraw()
         self._own.close()

@@ -40,8 +40,6 @@ MANIFEST_BYTES_MAX = 1 << 30  # some million chunks
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """The state of a process, as its mailbox said."""
-
     agent: str
     mailbox_address: int
     word: Word
@@ -102,8 +100,7 @@ class PeerMailbox:
 class Peers:
     """The processes that this one reads from. Not safe for use by several threads at once.
 
-    Args:
-        before_forget: Called with an agent before it is disconnected, to close reads from it.
+    `before_forget` is called with an agent before it is disconnected, to close reads from it.
     """
 
     def __init__(
@@ -121,9 +118,7 @@ class Peers:
         """Connect to the process behind `card`, if need be, and see what it shows now.
 
         The state has no manifest if the process shows none, or rewrote it while it was read.
-
-        Args:
-            still: Called while an answer is waited for.
+        `still` is called while an answer is waited for.
 
         Raises:
             TransferFailed: The process is gone, or shows what cannot be read.
@@ -163,9 +158,6 @@ class Peers:
         self, where: Card | PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
     ) -> Word:
         """Read the word of that process, which is connected.
-
-        Args:
-            still: Called while the answer is waited for.
 
         Raises:
             TransferFailed: It is gone.

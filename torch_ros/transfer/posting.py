@@ -19,8 +19,7 @@ POLL_S = 0.0002
 class Watcher:
     """Follows the transfers of one `perform`. This one lets each be posted at once.
 
-    Args:
-        still: Called again and again while something is on its way.
+    `still` is called again and again while something is on its way.
     """
 
     def __init__(self, still: Callable[[], None] = lambda: None) -> None:
@@ -37,7 +36,6 @@ class Watcher:
         """Nothing is in flight and the next transfer may not be posted yet: wait a little."""
 
     def still(self, flying: Sequence[Transfer]) -> None:  # noqa: ARG002
-        """These are in flight."""
         self._still()
 
 
@@ -50,10 +48,6 @@ def perform(
     pause_s: float = POLL_S,
 ) -> None:
     """Post the transfers in order and see them through. After an error some may be in flight.
-
-    Args:
-        flight: How many are in flight at a time.
-        pause_s: Between two looks at those in flight.
 
     Raises:
         TransferFailed: A peer is gone.

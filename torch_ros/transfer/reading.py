@@ -1,13 +1,6 @@
 """Carries out read plans: posts the transfers, and asks at the right moments whether they count.
 
-Bytes count once their source, asked after they have landed, still serves the same content. So a
-source is asked before a read, whether the wanted blocks are there, and after it, whether it counts.
-
-    reading = Reading(transport, staging_bytes, costs)
-    feed = connect(reading.peers, cards, source, deadline)
-    for phase in registered.phases:
-        plan = reading.plan(feed.layouts, phase.layout, rank)
-        reading.read([Supply(plan, feed)], phase, progress, deadline)
+The steps are those of docs/PROTOCOL.md#reading.
 """
 
 from collections import OrderedDict
@@ -163,8 +156,6 @@ class Reading:
 
 
 class ReadPass(Watcher):
-    """One pass over the batches of a phase."""
-
     def __init__(
         self,
         peers: Peers,
@@ -183,7 +174,6 @@ class ReadPass(Watcher):
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
-        """See these batches through, in their order."""
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
         waiting: list[Batch] = []
@@ -199,7 +189,6 @@ class ReadPass(Watcher):
         self._post(waiting)
 
     def lost(self, error: TransferFailed) -> SourceLost:
-        """Return the error that names the source whose agent failed."""
         return next(
             source.lost(rank, error.reason)
             for source in self._sources

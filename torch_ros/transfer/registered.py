@@ -44,7 +44,6 @@ class LocalState:
 
     @property
     def bytes_total(self) -> int:
-        """Size of the tensors and objects of this rank."""
         if self.known is not None:
             return self.known.bytes_total
         chunks = (chunk.tensor for tensor in self.tensors for chunk in tensor.chunks)
@@ -228,7 +227,6 @@ def _phase(
 
 
 def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
-    """Return the numbers of all blocks of these chunks."""
     each = [np.arange(blocks.counts[chunk]) + blocks.starts[chunk] for chunk in chunks]
     return np.concatenate(each) if each else np.zeros(0, np.int64)
 

@@ -24,14 +24,11 @@ Places = Sequence[tuple[int, StagedCopy]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedGroup:
-    """Pieces in a buffer, and the transfers that bring them there."""
-
     buffer: torch.Tensor
     places: Places
     transfers: Sequence[Transfer]
 
     def copy_out(self, memory: Sequence[torch.Tensor]) -> None:
-        """Copy what has landed to where it belongs in the target's chunks."""
         for offset, piece in self.places:
             copy_staged(self.buffer[offset:], piece, memory[piece.target_chunk])
         if self.buffer.is_cuda:  # the next group overwrites the buffer copied from
@@ -48,11 +45,7 @@ class Staging:
     def placed(
         self, pieces: Sequence[StagedCopy], memory: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Places]]:
-        """Give the pieces places in the buffers of their targets' devices, one group after another.
-
-        Args:
-            memory: Of each target chunk.
-        """
+        """Give the pieces places in the buffers of their targets' devices, group after group."""
         for device in sorted({memory[piece.target_chunk].device for piece in pieces}, key=str):
             buffer = self._on(device)
             here = [piece for piece in pieces if memory[piece.target_chunk].device == device]

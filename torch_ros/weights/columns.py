@@ -13,8 +13,6 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Arrays with one row per thing."""
-
     def take(self, rows: Ints | Bools) -> Self:
         return type(self)(*(getattr(self, field.name)[rows] for field in fields(self)))
 

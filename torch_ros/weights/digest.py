@@ -1,21 +1,13 @@
 """Digests of the content of tensors that do not depend on how the tensors are sharded.
 
-A digest is a sum over elements modulo 2^64. An element's term depends on its bits, on its place in
-the *whole* tensor, and on nothing else. Therefore the digests of the chunks of any partition add up
-to the digest of the tensor, and a reader can check its bytes although it cuts the tensor in other
-ways than the trainer.
-
-**The sum.** A tensor is cut into *segments* of at most 1 KiB: its innermost dimensions, as many as
-fit, and a group of indices of the next one. They are counted in row-major order. With x[g, j] the
-j-th 32-bit word of segment g, the digest is
+**The sum** (docs/PROTOCOL.md#digests-of-tensors): with x[g, j] the j-th 32-bit word of segment g,
 
     sum over g of W[g] * (sum over j of T[j] * x[g, j])   modulo 2^64
 
-with fixed, random-looking, odd 64-bit numbers T and W. A smaller element is a part of a word. It
-counts with a shifted weight, because the form is linear, and a partition may cut a word in two.
-Only a linear form can multiply four bytes at a time: neither side of a cut could mix a word. The
-form is multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire
-and Kaser, "Strongly universal string hashing is fast", arXiv 1202.4961), on two levels so that few
+with fixed, random-looking, odd 64-bit numbers T and W. Only a linear form can multiply four bytes
+at a time: a partition may cut a word in two, and neither side of a cut could mix a word. The form
+is multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and
+Kaser, "Strongly universal string hashing is fast", arXiv 1202.4961), on two levels so that few
 random numbers do. Digests of parts that add up are from Bellare and Micciancio, "A new paradigm for
 collision-free hashing", 1997.
 
@@ -169,12 +161,7 @@ def first_difference(found: Mapping[str, int], expected: Mapping[str, int]) -> s
 
 
 def _dot_on_host(content: torch.Tensor, weights: UInts) -> UInts:
-    """The sums over the last dimensions of `content`, as unsigned integers, times `weights`.
-
-    Args:
-        content: uint8, int16 or int32.
-        weights: In the shape of the last dimensions.
-    """
+    """The sums over the last dimensions of `content`, as unsigned integers, times `weights`."""
     array = content.numpy().view(_UNSIGNED[content.element_size()])
     dims = list(range(array.ndim))
     outer, inner = dims[: -weights.ndim], dims[-weights.ndim :]

@@ -156,7 +156,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @cached_property
     def boxes(self) -> Boxes:
-        """`chunks` as arrays, a row per chunk."""
         width = max((len(record.shape) for record in self.tensors), default=0)
         chunks = self.chunks
         return Boxes(

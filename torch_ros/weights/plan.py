@@ -35,8 +35,6 @@ class DirectSpans(Columns):
 
 
 class Route(NamedTuple):
-    """Everything that the spans of one read have in common."""
-
     source_rank: int
     source_device: int = HOST
     target_device: int = HOST
@@ -65,11 +63,8 @@ class ReadPlan:
     ) -> dict[Route, Spans]:
         """The direct spans, by route, each in the order of `direct`.
 
-        Args:
-            source_addresses: Per source rank, the address of each chunk's first element.
-            target_addresses: Likewise for the target.
-            source_devices: Per source rank, the device of each chunk; HOST if not given.
-            target_devices: Likewise for the target.
+        Addresses are of each chunk's first element, and devices HOST if not given; those of the
+        sources per rank.
         """
         direct = self.direct
         ranks = [np.asarray(addresses, np.uint64) for addresses in source_addresses]

@@ -43,7 +43,6 @@ class RowCut(Columns):
 
 
 def cheapest_cut(strided: Strided, useful_bytes: Ints, staging_bytes: int, costs: Costs) -> RowCut:
-    """Return the cheapest cut of each piece into spans of at most `staging_bytes`."""
     sizes, strides = strided.sizes, strided.source_strides
     item_bytes = strided.item_bytes[:, None]
     inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
@@ -60,7 +59,6 @@ def cheapest_cut(strided: Strided, useful_bytes: Ints, staging_bytes: int, costs
 
 
 def staged_copies(strided: Strided, cut: RowCut) -> tuple[StagedCopy, ...]:
-    """Return the spans of all pieces, cut so, and the copies out of them."""
     dims, dim = np.arange(strided.sizes.shape[1]), cut.dim[:, None]
     group = np.where(dims == dim, cut.group[:, None], 1)
     counts = np.where(dims > dim, 1, -(-strided.sizes // group))
@@ -90,13 +88,10 @@ def staged_copies(strided: Strided, cut: RowCut) -> tuple[StagedCopy, ...]:
 
 
 def copy_staged(staging: torch.Tensor, staged: StagedCopy, target: torch.Tensor) -> None:
-    """Copy a staged span to the place where it belongs.
+    """Copy a staged span to the place where it belongs in `target`, its chunk's local tensor.
 
-    Args:
-        staging: 1-d uint8; starts with the span of `staged`. Its address is a multiple of the
-            element size.
-        staged: From the plan.
-        target: The local tensor of chunk `staged.target_chunk`, on the device of `staging`.
+    `staging`, on the same device, is 1-d uint8 and begins with the span, at a multiple of the
+    element size.
     """
     word = WORDS[target.element_size()]
     source = staging[: staged.size_bytes].view(word)

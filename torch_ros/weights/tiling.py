@@ -111,7 +111,6 @@ def _renamed(fqn: str, version: Mapping[str, LogicalTensor]) -> str:
 
 
 def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
-    """The chunks of tensors in `targets` that have elements."""
     numbers = {record.fqn: number for number, record in enumerate(targets.tensors)}
     items = np.array([item_bytes(record.dtype) for record in targets.tensors], np.int64)
     ranks = []
@@ -166,7 +165,6 @@ def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
 
 
 def _intersections(offered: Chunks, wanted: Chunks) -> Pieces:
-    """Every intersection of a source with a target chunk."""
     counts = np.bincount(offered.tensor, minlength=int(wanted.tensor.max(initial=-1)) + 1)
     target, ordinal = numbered(counts[wanted.tensor])
     source = sum_before(counts)[wanted.tensor[target]] + ordinal
@@ -184,11 +182,7 @@ def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
 
     Each corner of a box has a sign: along each dimension 1 for the lower end, -1 for the upper. The
     signs of a box determine it, and add up. Therefore pieces add up to the target, each element
-    once, if and only if their corners do.
-
-    Args:
-        wanted: Target chunks, none empty.
-        pieces: Each inside its target chunk.
+    once, if and only if their corners do. No chunk is empty, and each piece is inside its own.
     """
     count = len(wanted.tensor)
     target = np.concatenate([pieces.target, np.arange(count)])
@@ -307,7 +301,6 @@ class Strided(Columns):
 
 
 def strided_pieces(offered: Chunks, wanted: Chunks, pieces: Pieces) -> Strided:
-    """Return where these pieces of source and target chunks lie."""
     source, target = offered.take(pieces.source), wanted.take(pieces.target)
     return Strided(
         source.rank,
