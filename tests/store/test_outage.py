@@ -12,7 +12,8 @@ TTL_S = 10.0
 
 
 def outage(lost_s, *, alone_s=None, is_away=False, has_failed=False):
-    return Outage(TTL_S, lost_s, alone_s, is_away=is_away, has_failed=has_failed)
+    alone_since_s = None if alone_s is None else -alone_s
+    return Outage(TTL_S, -lost_s, alone_since_s, is_away=is_away, has_failed=has_failed)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def outage(lost_s, *, alone_s=None, is_away=False, has_failed=False):
     ],
 )
 def test_how_long_a_call_waits_for_its_seat(patience, found, called_s, left_s):
-    assert patience.left_s(found, called_s) == left_s
+    assert patience.left_s(found, -called_s, 0) == left_s
 
 
 def test_lines_become_seldom():

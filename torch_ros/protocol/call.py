@@ -279,7 +279,7 @@ class GroupCall(Attempt):
             partial(calls.await_outcome, seat=seat, call=call),
             self._seen,
         )
-        return run(ended, self.seating.kv, self.deadline, check=self.seating.check_open)
+        return run(ended, self.seating.kv, self.deadline, check=self._ledger.check_open)
 
     def unpublish(self, ref: VersionRef, copy: Callable[[str], ShardRecord]) -> None:
         """Returns once nobody reads `ref` from this replica.
@@ -328,7 +328,7 @@ class GroupCall(Attempt):
 
         The caller's transfers have terminated, and what it shows is void.
         """
-        if self.seating.is_closed:
+        if self._ledger.is_closed:
             return
         self._failure = Failure.of(
             error, replica=self.seat.replica, call=self.number, rank=self.seat.rank

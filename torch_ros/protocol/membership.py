@@ -331,11 +331,6 @@ def _sit_down(
     return Act(txn, lambda _: seated)
 
 
-def join_ranges(who: Applicant, nonce: str) -> tuple[Range, ...]:
-    shards = who.keys.shards(k.instance(who.replica, nonce))
-    return (one(who.group), shards, who.keys.runs(), who.keys.versions())
-
-
 def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """The knowledge of a group whose ranks come back: the calls that ended, and what it holds.
 

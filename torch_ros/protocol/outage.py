@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outage:
     """All that a process knows about the seat that it has lost."""
 
     ttl_s: float
-    lost_s: float  # for how long it has had no seat
-    alone_s: float | None  # for how long etcd has answered, and only peers are missing
-    is_away: bool  # etcd did not answer when it last tried to come back
-    has_failed: bool  # a call waited in vain
+    lost_since_s: float = 0.0
+    alone_since_s: float | None = None  # since when etcd answers, and only peers are missing
+    is_away: bool = False  # etcd did not answer when it last tried to come back
+    has_failed: bool = False  # a call waited in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,16 @@ class Patience:
         """Whether its process has no other way than to fail."""
         return not self.is_unpublish and self.store_wait_s is None and self.peers_s is None
 
-    def left_s(self, outage: Outage, called_s: float) -> float:
-        """How much longer to wait. Not above 0: not at all.
-
-        Args:
-            called_s: How long ago the call was made.
-        """
-        ttl_s = outage.ttl_s
+    def left_s(self, outage: Outage, called_s: float, now_s: float) -> float:
+        """How much longer to wait, at `now_s`, in a call made at `called_s`. Not above 0: not."""
+        ttl_s, lost_s = outage.ttl_s, now_s - outage.lost_since_s
         if self.store_wait_s is not None:
-            return self.store_wait_s - called_s
+            return self.store_wait_s - (now_s - called_s)
         if self.is_unpublish:
-            return 0.0 if outage.is_away else ttl_s - max(called_s, outage.lost_s)
-        if self.is_usual and outage.has_failed and outage.lost_s >= 2 * ttl_s:
+            return 0.0 if outage.is_away else ttl_s - max(now_s - called_s, lost_s)
+        if self.is_usual and outage.has_failed and lost_s >= 2 * ttl_s:
             return 0.0
-        if outage.alone_s is None:
+        if outage.alone_since_s is None:
             return math.inf
-        return (2 * ttl_s if self.peers_s is None else self.peers_s) - outage.alone_s
+        alone_s = now_s - outage.alone_since_s
+        return (2 * ttl_s if self.peers_s is None else self.peers_s) - alone_s

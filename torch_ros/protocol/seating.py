@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -21,7 +21,7 @@ from torch_ros.errors import (
     TorchRosError,
 )
 from torch_ros.protocol import membership
-from torch_ros.protocol.keys import family
+from torch_ros.protocol.keys import family, instance
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
 from torch_ros.protocol.membership import Applicant, Joined
 from torch_ros.protocol.outage import Outage, Patience
@@ -49,13 +49,9 @@ class Seating:
     """
 
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
-        self.kv, self._applicant, self.session = kv, applicant, session
+        self.kv, self.applicant, self.session = kv, applicant, session
         self.ledger = Ledger(seat, applicant.retain)
-        self._alone_since_s: float | None = None  # etcd answers, peers are missing
-        self._lost_since_s = 0.0
-        self._is_away = False  # etcd did not answer when it last tried to come back
-        self._has_failed = False  # a call waited for the seat in vain
-        self._outage = Reminder()
+        self._outage, self._reminder = Outage(applicant.ttl_s), Reminder()
         self._surprises: set[type[Exception]] = set()
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good
         self._calling = threading.Lock()  # held while this rank makes a call
@@ -74,28 +70,25 @@ class Seating:
         """
         left_behind = ""
         while True:
-            lease = _Lease(kv, applicant)
+            taking = _Taking(kv, applicant, deadline)
             try:
-                seat = _take_seat(
-                    kv, lease.of(applicant), deadline, left_behind=left_behind, check=lease.check
-                )
+                seat = taking.take(applicant, left_behind)
             except BaseException as error:
-                lease.session.close()
+                taking.session.close()
                 # Without its lease it loses all races, perhaps before the session notices.
-                if error is not lease.lost and not isinstance(error, Contention):
+                if error is not taking.lost and not isinstance(error, Contention):
                     raise
-                reason = lease.lost.reason if lease.lost else "its lease ended"
+                reason = taking.lost.reason if taking.lost else "its lease ended"
                 deadline.check(f"replica {applicant.replica!r} starts over: {reason}")
                 # Peers may have seen all ranks in their seats, and gone on.
                 left_behind = applicant.shared_nonce
             else:
                 break
-        seating = cls(kv, applicant, lease.session, seat)
-        lease.fence = seating.fence
-        if not lease.session.is_valid():  # lost before there was anybody to tell
+        seating = cls(kv, applicant, taking.session, seat)
+        taking.fence = seating.fence
+        if not taking.session.is_valid():  # lost before there was anybody to tell
             reason = "its lease ended while it joined"
-            lost = SeatLost(applicant.replica, reason)
-            seating.fence(lost, lease.session)
+            seating.fence(SeatLost(applicant.replica, reason), taking.session)
         return seating
 
     # Having a seat
@@ -105,34 +98,14 @@ class Seating:
         return self.ledger.seat
 
     @property
-    def retain(self) -> tuple[str, ...]:
-        return self._applicant.retain
-
-    @property
-    def ttl_s(self) -> int:
-        return self._applicant.ttl_s
-
-    @property
-    def is_closed(self) -> bool:
-        return self.ledger.is_closed
-
-    @property
     def state(self) -> SeatState:
         return self.ledger.standing.state
-
-    def check(self) -> None:
-        """Raises: SeatLost, ClosedError: This seat is lost, or given up."""
-        self.ledger.check()
-
-    def check_open(self) -> None:
-        """Raises: ClosedError: This seat was given up."""
-        self.ledger.check_open()
 
     def check_final(self) -> None:
         """Raises: SeatLost, ClosedError: This seat is lost for good, or given up."""
         if self.state != "away":
-            self.check()
-        self.check_open()
+            self.ledger.check()
+        self.ledger.check_open()
 
     def pause(self) -> None:
         """Between tries; ends early when the seat is given up."""
@@ -144,18 +117,18 @@ class Seating:
         Raises:
             SeatLost, ClosedError: It is lost, or given up.
         """
-        return run(steps, self.kv, deadline, check=self.check)
+        return run(steps, self.kv, deadline, check=self.ledger.check)
 
     def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
         """A question of this rank alone, seated or not; nothing is written down."""
         steps = settle(deadline.what, ranges, rule)
-        return run(steps, self.kv, deadline, check=self.check_open)
+        return run(steps, self.kv, deadline, check=self.ledger.check_open)
 
     def follow(
         self, ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait], deadline: Deadline
     ) -> T:
         """As `ask`, of a question that every change may answer."""
-        return run(follow(ranges, rule), self.kv, deadline, check=self.check_open)
+        return run(follow(ranges, rule), self.kv, deadline, check=self.ledger.check_open)
 
     def await_seat(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Wait until this rank has its seat, if it lost it and may come back.
@@ -164,33 +137,24 @@ class Seating:
             SeatLost: It does not come back, or not in time.
         """
         patience = patience or Patience()
-        while not self.is_closed:
+        while not self.ledger.is_closed:
             settled = self._settled
             with self.ledger.lock:
-                standing, now_s, outage = self.ledger.standing, time.monotonic(), self._outage_now()
+                standing, now_s = self.ledger.standing, time.monotonic()
+                left_s = patience.left_s(self._outage, deadline.started_s, now_s)
             if standing.state == "seated":
                 break
-            left_s = min(deadline.left_s(), patience.left_s(outage, now_s - deadline.started_s))
+            left_s = min(deadline.left_s(), left_s)
             if standing.state == "away" and left_s > 0:
                 settled.wait(min(left_s, RETRY_S))
                 continue
             if standing.state == "away" and patience.is_usual:
                 # A caller that tries again at once shall not keep a core busy.
-                if self._has_failed and settled.wait(RETRY_S):
+                if self._outage.has_failed and settled.wait(RETRY_S):
                     continue
-                self._has_failed = True
+                self._outage.has_failed = True
             raise standing.error(self.seat.replica)
-        self.check_open()
-
-    def _outage_now(self) -> Outage:
-        now_s, alone_since_s = time.monotonic(), self._alone_since_s
-        return Outage(
-            self.ttl_s,
-            now_s - self._lost_since_s,
-            None if alone_since_s is None else now_s - alone_since_s,
-            is_away=self._is_away,
-            has_failed=self._has_failed,
-        )
+        self.ledger.check_open()
 
     # Watching over a neighbour
 
@@ -210,7 +174,7 @@ class Seating:
 
         def ask(ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
             def check() -> None:
-                self.check()
+                self.ledger.check()
                 if self.seat is not seat:
                     raise ClosedError("an earlier seat")
 
@@ -245,7 +209,7 @@ class Seating:
 
     def fence(self, lost: SeatLost, session: Session | None = None) -> None:
         """Lose the seat. The records that this rank still has in the store go."""
-        if self.state != "seated" or self.is_closed:
+        if self.state != "seated" or self.ledger.is_closed:
             return
         # By the thread that sees to what follows: or Ctrl-C might come between, and nobody would.
         is_done = Latch()
@@ -257,27 +221,24 @@ class Seating:
     def _leave_seat(self, lost: SeatLost, session: Session | None, is_done: Latch) -> None:
         try:
             with self.ledger.lock:
-                if self.state != "seated" or self.is_closed:
+                if self.state != "seated" or self.ledger.is_closed:
                     return
                 if session is not None and session is not self.session:
                     return  # of an earlier seat
                 self._settled = Latch()
                 self.ledger.lose(lost)
-                self._lost_since_s, self._outage = time.monotonic(), Reminder()
-                self._outage.is_due()  # that the seat is lost is said at once
-                self._alone_since_s, self._is_away, self._has_failed = None, False, False
+                self._outage = Outage(self.applicant.ttl_s, time.monotonic())
+                self._reminder = Reminder()
+                self._reminder.is_due()  # that the seat is lost is said at once
         finally:
             is_done.set()
         is_gone = isinstance(lost, Fenced)
         level = logging.INFO if isinstance(lost, Fenced) and lost.is_orderly else logging.WARNING
         outlook = "this handle is fenced" if is_gone else "it takes its seat again"
         log.log(level, "replica %r: %s; %s", self.seat.replica, lost.reason, outlook)
-        if is_gone:
-            self._let_go()
-        else:
+        if not is_gone:
             self._come_back()
-
-    def _let_go(self) -> None:
+            return
         with self._calling:  # its ready record says to this rank how the running call ended
             self.session.close()
 
@@ -297,12 +258,12 @@ class Seating:
                     log.warning("%s", lost)
                     return
             except (BackendError, NotAvailable) as error:
-                self._is_away = True
-                if self._outage.is_due():
+                self._outage.is_away = True
+                if self._reminder.is_due():
                     log.warning(
                         "replica %r cannot take its seat, for %.0f s now: %s",
                         self.seat.replica,
-                        self._outage.lasts_s,
+                        self._reminder.lasts_s,
                         error,
                     )
             except ClosedError:
@@ -313,46 +274,40 @@ class Seating:
                 return
 
     def _take_seat_again(self) -> None:
-        old, applicant = self.seat, self._applicant
-        self._alone_since_s = None
-        lease = _Lease(self.kv, applicant, self.fence)
+        old, applicant, outage = self.seat, self.applicant, self._outage
+        outage.alone_since_s = None
+        what = f"taking the seat of replica {applicant.replica!r} again"
+        deadline = Deadline(what, math.inf, check_open=self.ledger.check_open)
+        taking = _Taking(self.kv, applicant, deadline, self.fence)
         with self.ledger.lock:
-            self._alone_since_s, self._is_away = time.monotonic(), False
+            outage.alone_since_s, outage.is_away = time.monotonic(), False
             shard, told = self.ledger.brought(applicant.shard)
-
-        def check() -> None:
-            self.check_open()
-            lease.check()
-
         try:
-            what = f"taking the seat of replica {applicant.replica!r} again"
             back = dataclasses.replace(
-                lease.of(applicant), shard=shard, run=old.run, run_number=old.run_number
+                applicant, shard=shard, run=old.run, run_number=old.run_number
             )
-            seat = _take_seat(
-                self.kv, back, Deadline(what, math.inf), left_behind=old.nonce, check=check
-            )
+            seat = taking.take(back, left_behind=old.nonce)
         except BaseException:
-            lease.session.close()
+            taking.session.close()
             raise
         with self.ledger.lock:
-            if self.ledger.has_changed(told) and lease.lost is None:
+            if self.ledger.has_changed(told) and taking.lost is None:
                 reason = "it made calls meanwhile"
-                lease.lost = SeatLost(applicant.replica, reason)
-                self._lost_since_s, self._has_failed = time.monotonic(), False  # it is back soon
-            is_seated = not (self.is_closed or lease.lost)
+                taking.lost = SeatLost(applicant.replica, reason)
+                outage.lost_since_s, outage.has_failed = time.monotonic(), False  # it is back soon
+            is_seated = not (self.ledger.is_closed or taking.lost)
             if is_seated:
-                self.session = lease.session
+                self.session = taking.session
                 self.ledger.regain(seat)
                 self._settled.set()
         if not is_seated:
-            lease.session.close()
-            check()
+            taking.session.close()
+            taking.check()
         log.warning(
             "replica %r has its seat again, as %s, after %.1f s",
             applicant.replica,
             seat.inst,
-            self._outage.lasts_s,
+            self._reminder.lasts_s,
         )
         self._watch()
 
@@ -366,7 +321,7 @@ class Seating:
         Args:
             last: Done before that, when calls raise already. Whether the group has left by it.
         """
-        if self.is_closed:
+        if self.ledger.is_closed:
             return
         with self.ledger.lock:
             self.ledger.is_closed = True
@@ -398,32 +353,88 @@ class Seating:
         run(steps, self.kv, Deadline("close", LEAVE_S))
 
 
-class _Lease:
-    """A lease for a seat. Before the seat is taken, losing the lease only ends the taking."""
+class _Taking:
+    """A seat that is taken on a new lease. Until it is, losing the lease only ends the taking."""
 
     def __init__(
         self,
         kv: KV,
         applicant: Applicant,
+        deadline: Deadline,
         fence: Callable[[SeatLost, Session], None] = lambda *_: None,
     ) -> None:
         self.lost: SeatLost | None = None
-        self.fence, self._replica = fence, applicant.replica
+        self.fence, self._kv, self._deadline = fence, kv, deadline
+        self._replica = applicant.replica
         self.session = Session(
             kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
         )
 
-    def of(self, applicant: Applicant) -> Applicant:
-        return dataclasses.replace(applicant, lease_id=self.session.lease_id)
-
     def check(self) -> None:
-        """Raises: SeatLost: The lease ended."""
+        """Raises: ClosedError, SeatLost: The handle was closed, or the lease ended."""
+        self._deadline.check_open()
         if self.lost is not None:
             raise self.lost
 
     def _on_lost(self, reason: str) -> None:
         self.lost = SeatLost(self._replica, reason)
         self.fence(self.lost, self.session)
+
+    def take(self, applicant: Applicant, left_behind: str = "") -> Seat:
+        """The seat of this rank in a complete group.
+
+        Args:
+            left_behind: The nonce under which it had one before, or may have had.
+        """
+        shared = applicant.shared_nonce
+        while True:
+            nonce = shared or secrets.token_hex(4)
+            if left_behind:
+                nonce = f"{family(left_behind)}.{secrets.token_hex(4)}"
+            who = dataclasses.replace(
+                applicant,
+                lease_id=self.session.lease_id,
+                nonce=nonce,
+                left_behind=left_behind,
+                fresh_run=f"run-{secrets.token_hex(4)}",
+            )
+            find = partial(membership.find_group, who=who)
+            found = self._ask((one(who.group),), find) or self._create(who)
+            if found and (joined := self._join(who, found)) is not None:
+                return membership.seat_of(who, joined)
+            left_behind = left_behind or shared
+
+    def _ask(self, ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
+        steps = settle(self._deadline.what, ranges, rule)
+        return run(steps, self._kv, self._deadline, check=self.check)
+
+    def _create(self, who: Applicant) -> str:
+        """The nonce of the group that was made, or that a peer made; "": another is needed."""
+        create: Callable[[View], Step[bool | None]] = partial(membership.create_group, who=who)
+        if not who.is_shared or who.left_behind:
+            create = _at_most_once(create)  # with this nonce: there are others
+        is_replaced = self._ask(membership.open_ranges(who), create)
+        if is_replaced:
+            there = self._ask((who.keys.shards_of(who.replica),), membership.processes)
+            log.warning(
+                "replica %r was already there, in %s, and is replaced by %s:%d; if both are "
+                "wanted, give them different names",
+                who.replica,
+                ", ".join(there) or "a process that has ended since",
+                who.shard.host,
+                who.shard.pid,
+            )
+        return "" if is_replaced is None else who.nonce
+
+    def _join(self, who: Applicant, nonce: str) -> Joined | None:
+        """This rank's seat, once all ranks have theirs; None: that group is gone."""
+        shards = who.keys.shards(instance(who.replica, nonce))
+        ranges = (one(who.group), shards, who.keys.runs(), who.keys.versions())
+        rule = partial(membership.join, who=who, nonce=nonce)
+        joined = self._ask(ranges, rule)
+        while joined is not None and not joined.is_complete:
+            joined = self._ask(ranges, rule)
+        return joined
 
 
 def _at_most_once(
@@ -447,71 +458,3 @@ def _at_most_once(
         return step
 
     return once
-
-
-def _take_seat(
-    kv: KV,
-    applicant: Applicant,
-    deadline: Deadline,
-    *,
-    left_behind: str = "",
-    check: Callable[[], None],
-) -> Seat:
-    """The seat of this rank in a complete group.
-
-    Args:
-        left_behind: The nonce under which it had one before, or may have had.
-    """
-
-    def ask(ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
-        return run(settle(deadline.what, ranges, rule), kv, deadline, check=check)
-
-    shared = applicant.shared_nonce
-    while True:
-        nonce = shared or secrets.token_hex(4)
-        if left_behind:
-            nonce = f"{family(left_behind)}.{secrets.token_hex(4)}"
-        fresh_run = f"run-{secrets.token_hex(4)}"
-        who = dataclasses.replace(
-            applicant, nonce=nonce, left_behind=left_behind, fresh_run=fresh_run
-        )
-        found = ask((one(who.group),), partial(membership.find_group, who=who)) or _created(
-            who, ask
-        )
-        joined = _joined(who, found, ask) if found else None
-        if joined is not None:
-            return membership.seat_of(who, joined)
-        left_behind = left_behind or shared
-
-
-class _Ask(Protocol):
-    def __call__(self, ranges: Ranges, rule: Callable[[View], Step[T]], /) -> T: ...
-
-
-def _created(who: Applicant, ask: _Ask) -> str:
-    """The nonce of the group that was made, or that a peer made; "": another is needed."""
-    create: Callable[[View], Step[bool | None]] = partial(membership.create_group, who=who)
-    if not who.is_shared or who.left_behind:
-        create = _at_most_once(create)  # with this nonce: there are others
-    is_replaced = ask(membership.open_ranges(who), create)
-    if is_replaced:
-        there = ask((who.keys.shards_of(who.replica),), membership.processes)
-        log.warning(
-            "replica %r was already there, in %s, and is replaced by %s:%d; if both are "
-            "wanted, give them different names",
-            who.replica,
-            ", ".join(there) or "a process that has ended since",
-            who.shard.host,
-            who.shard.pid,
-        )
-    return "" if is_replaced is None else who.nonce
-
-
-def _joined(who: Applicant, nonce: str, ask: _Ask) -> Joined | None:
-    """This rank's seat, once all ranks have theirs; None: that group is gone."""
-    ranges = membership.join_ranges(who, nonce)
-    rule = partial(membership.join, who=who, nonce=nonce)
-    joined = ask(ranges, rule)
-    while joined is not None and not joined.is_complete:
-        joined = ask(ranges, rule)
-    return joined

@@ -115,7 +115,7 @@ class Beginnings:
             self._group.pause()
             with self._lock:
                 self._all = [one for one in self._all if one.state != "over"]
-                if not self._all or self._group.is_closed:
+                if not self._all or self._group.ledger.is_closed:
                     self._is_minded = False
                     return
                 minded = list(self._all)

@@ -160,7 +160,7 @@ class Shard:
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         arguments.seconds("timeout_s", timeout_s)
         group = self.group
-        return Deadline(what, timeout_s, check_open=group.check_open, hint=group.hint)
+        return Deadline(what, timeout_s, check_open=group.ledger.check_open, hint=group.hint)
 
     def require_nothing_held(self, call: str) -> None:
         """Raises: UsageError: A version is held."""
@@ -414,7 +414,7 @@ class Shard:
         if group.ledger.held is not None and not group.ledger.unfinished:
             made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, self.mailbox))
         return [
-            Leaving(seat.keys, ref, call, inst, shard_of(mailbox), group.retain)
+            Leaving(seat.keys, ref, call, inst, shard_of(mailbox), group.applicant.retain)
             for ref, call, inst, mailbox in made
         ]
 

@@ -58,7 +58,7 @@ class Closing:
             if isinstance(step, Awaited):
                 log.info("%s: waiting up to %.0f s for %s", self._who, self._linger_s, step.reason)
                 self._lease = Session(
-                    group.kv, ttl_s=group.ttl_s, on_lost=lambda _: None, name=self._who
+                    group.kv, ttl_s=group.applicant.ttl_s, on_lost=lambda _: None, name=self._who
                 )
                 step = self._come()
             if isinstance(step, Gone):

@@ -155,7 +155,7 @@ class Copies:
             except (SeatLost, ClosedError):
                 break
             seat = group.seat
-        if group.is_closed:  # it may linger, until `close`
+        if group.ledger.is_closed:  # it may linger, until `close`
             return
         del self._copies[number]
         copy.close()

@@ -220,7 +220,7 @@ class Replication:
                 source.is_full,
                 is_there=partial(claimed.is_there, source),
                 has_other=partial(claimed.has_other, source),
-                check=self._shard.group.check,
+                check=self._shard.group.ledger.check,
             ),
             self._deadline,
         )
