@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ContractBroken, PeerError, UsageError
+from torch_ros.errors import CallAborted, ContractBroken, PeerError, SeatLost, UsageError
 from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
@@ -161,12 +161,17 @@ class Checkpoints:
             return Done((offer.ref, record.layout, sources[0]))
 
         while True:
-            ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
+            session = group.session
             try:
+                ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
                 layouts = self._shard.manifests.layouts(source, deadline)
                 if logical(layouts).digest == layout:
                     return PinnedVersion(ref, layouts, source == group.seat.inst)
                 reason = "it shows other tensors by now"
+            except SeatLost as lost:  # this replica's own peers, where it is the only holder
+                group.fence(lost, session)
+                group.await_seat(deadline)
+                continue
             except PeerError as error:
                 reason = str(error)
             refused.add(source)

@@ -58,10 +58,10 @@ class HostCopy:
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             copy_bits(chunk, tensor)
-        self.mailbox = Mailbox(transport)
         regions = {Region(chunk.data_ptr(), chunk.nbytes) for chunk in self._chunks}
         ordered = sorted(regions, key=lambda region: region.address)
         addresses = [chunk.data_ptr() for chunk in self._chunks]
+        self.mailbox = Mailbox(transport)
         try:
             self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
             self.mailbox.show_digests(digests)

@@ -1,5 +1,6 @@
 """The layouts that the ranks of a replica show, this one's included."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -90,19 +91,23 @@ class Manifests:
 
         def rule(view: View) -> Step[list[ShardRecord]]:
             own_group(view, seat)
-            shards = _records(view, seat.inst, within)
+            shards = _records(view, seat.inst, within, seat.world_size)
             if len(shards) == seat.world_size:
                 return Done(shards)
             # A rank has lost its seat. What the others show is not what the group holds.
-            reason = f"{seat.world_size - len(shards)} ranks of this replica to be back"
+            reason = (
+                f"{len(shards)} of {seat.world_size} ranks of {seat.replica!r} have their seats"
+            )
             return Wait(reason, (*seat.own, within))
 
         return self._group.ask((*seat.own, within), rule, deadline)
 
 
-def _records(view: View, inst: str, within: Range) -> list[ShardRecord]:
+def _records(
+    view: View, inst: str, within: Range, world_size: float = math.inf
+) -> list[ShardRecord]:
     found = keyed(view.within(within), parse_rank)
     try:
-        return [ShardRecord.decode(entry.value, key) for key, _, entry in found]
+        return [ShardRecord.decode(e.value, key) for key, rank, e in found if rank < world_size]
     except BackendError as error:
         raise SourceLost(replica_of(inst), str(error), 0, 0) from error

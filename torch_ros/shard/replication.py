@@ -199,8 +199,9 @@ class Replication:
         try:
             supplies = [[self._plan(feed, phase.layout) for feed in feeds] for phase in phases]
         except SourceLost:
-            if not progress.bytes_read:
-                self.start(call.ref)  # the names and digests that it told go with it
+            if not progress.bytes_read:  # the names and digests that it told go with it
+                self._shard.word.void()
+                self.start(call.ref)
             raise
         self._watch.lap("plan")
         progress.serve(call.mark)
