@@ -125,10 +125,16 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 # The calls, as ShardHandle makes them
 
 
+def end(call: GroupCall) -> None:
+    with call.ending():
+        if call.finish(LAYOUT):
+            call.complete(LAYOUT)
+
+
 def publish(group: Group, version: int) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
         call.decide_to_publish(version)
-        call.finish(LAYOUT, lambda _: LAYOUT)
+        end(call)
         return call.ref
 
     asked = f"publish {version}"
@@ -139,7 +145,7 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
     def body(call: GroupCall) -> VersionRef:
         call.decide_to_read(LATEST, is_relay=True)
         ClaimedSources(call).read(lambda _: reading())
-        call.finish(LAYOUT, lambda _: LAYOUT)
+        end(call)
         return call.ref
 
     return group.make(

@@ -32,7 +32,7 @@ from torch_ros.protocol.records import Call, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect
 from torch_ros.store.loops import Done
-from torch_ros.store.txn import Delete, Read, Txn, one, under
+from torch_ros.store.txn import Delete, Put, Read, Txn, one, under
 
 
 class Store:
@@ -122,19 +122,21 @@ def at_once(*calls):
         return list(pool.map(attempt, calls))
 
 
-def finish(call, layout, *whole):
-    if said := call.finish(layout):
-        call.complete("+".join(sorted(set(said.values()))), *whole)
+def finish(call, layout, *whole, summing_up=lambda: None):
+    with call.ending():
+        if said := call.finish(layout):
+            summing_up()
+            call.complete("+".join(sorted(set(said.values()))), *whole)
 
 
-def publish(group, version, layout="L", timeout_s=5):
+def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
     keys, run, uid = group.seat.keys, group.seat.run, uuid.uuid4().hex
 
     def body(call):
         effects = partial(calls.publish, version=version, fresh_uid=uid)
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         if not call.has_ended:
-            finish(call, layout)
+            finish(call, layout, summing_up=summing_up)
         return call.ref
 
     return group.make(
@@ -430,6 +432,48 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert isinstance(second[1], RuntimeError)
     assert listing(group[0]) == {}
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
+
+
+@pytest.mark.parametrize("late", [DeadlineExceeded("sum", 5, "a peer"), SourceLost("r", "", 0, 0)])
+def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
+    """The reply to its ready record was lost: it sees all readies, and sums up too."""
+    first, second = store.replica("r", 2)
+    is_ready, is_last, has_ended = (threading.Event() for _ in range(3))
+    commit, lost = second.kv.commit, []
+
+    def loses_a_reply(txn, *, timeout_s):
+        reply = commit(txn, timeout_s=timeout_s)
+        if not lost and any(isinstance(op, Put) and "/ready/" in op.key for op in txn.ops):
+            lost.append(reply)
+            is_ready.set()
+            assert is_last.wait(5)
+            raise StoreUnavailable("memory", timeout_s, "no answer")
+        return reply
+
+    def too_late():
+        summing.set()
+        assert has_ended.wait(5)
+        raise late
+
+    def ends(group, version):
+        ref = publish(group, version, summing_up=sums_up)
+        has_ended.set()
+        return ref
+
+    def sums_up():
+        is_last.set()
+        assert summing.wait(5)
+
+    summing = threading.Event()
+    second.kv.commit = loses_a_reply
+
+    def comes_last():
+        assert is_ready.wait(5)
+        return ends(first, 7)
+
+    refs = at_once(comes_last, partial(publish, second, 7, timeout_s=10, summing_up=too_late))
+    assert [ref.version for ref in refs] == [7, 7]
+    assert all(group.ledger.held for group in (first, second))
 
 
 def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(store):

@@ -1,13 +1,14 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, CallMismatch, DeadlineExceeded, SeatLost, TorchRosError
+from torch_ros.errors import CallAborted, CallMismatch, SeatLost, TorchRosError
 from torch_ros.protocol import calls, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
@@ -205,6 +206,21 @@ class GroupCall(Attempt):
                 self._finish(claimed.outcome)
             return
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """This rank finishes within, and completes if it is the last.
+
+        A rank whose reply was lost may sum up beside the last one. Its error counts only if the
+        call has not ended well meanwhile.
+        """
+        try:
+            yield
+        except SeatLost:
+            raise
+        except TorchRosError as error:
+            if self.has_ended or self._abort(error).failure is not None:
+                raise
+
     def finish(self, value: str) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
 
@@ -215,7 +231,11 @@ class GroupCall(Attempt):
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        return self._ended(partial(self._say, value))
+        found = self._say(value)
+        if not isinstance(found, Outcome):
+            return found
+        self._finish(found)
+        return None
 
     def complete(self, layout: str, whole: SourceTerms = SourceTerms()) -> None:  # noqa: B008  # a frozen value
         """End the call, of which this rank knows that all are ready.
@@ -231,21 +251,7 @@ class GroupCall(Attempt):
         rule = partial(
             calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
         )
-        ranges = calls.end_ranges(seat, call)
-        self._ended(lambda: self.settle(ranges, rule, first=self._seen))
-
-    def _ended(self, step: Callable[[], Outcome | Mapping[int, str]]) -> Mapping[int, str] | None:
-        """Learn the end, if it came; this rank may be too late when its group is not."""
-        try:
-            found = step()
-        except DeadlineExceeded as error:
-            found = self._abort(error)
-            if found.failure is not None:
-                raise
-        if not isinstance(found, Outcome):
-            return found
-        self._finish(found)
-        return None
+        self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided

@@ -257,10 +257,12 @@ class Replication:
         watch.lap("read")
         if verification.digest(registered):
             watch.lap("digest")
-        if said := call.finish(registered.digest):
-            verification.verify(self.source)
-            layout = verification.layout_of(registered, said, is_required=self._terms.is_required)
-            call.complete(layout, self._terms)
+        with call.ending():
+            if said := call.finish(registered.digest):
+                verification.verify(self.source)
+                required = self._terms.is_required
+                layout = verification.layout_of(registered, said, is_required=required)
+                call.complete(layout, self._terms)
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> ReadReport:

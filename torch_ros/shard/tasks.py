@@ -38,8 +38,9 @@ def publication(
         registered = tensors()
         call.decide_to_publish(check_version(version))
         shard.offer_all(call, registered)
-        if not call.has_ended and (said := call.finish(registered.digest)):
-            call.complete(shard.manifests.together(registered, said, deadline).digest)
+        with call.ending():
+            if not call.has_ended and (said := call.finish(registered.digest)):
+                call.complete(shard.manifests.together(registered, said, deadline).digest)
         log.info("published version %d of %r", version, shard.model)
         return True
 
@@ -70,8 +71,9 @@ def agreement(
         answer = check()
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
-        if not call.has_ended and (said := call.finish(answer)):
-            call.complete(unanimous(said.values()))
+        with call.ending():
+            if not call.has_ended and (said := call.finish(answer)):
+                call.complete(unanimous(said.values()))
         return call.said
 
     # A rank that is cut off asks itself.
