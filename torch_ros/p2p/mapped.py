@@ -1,11 +1,7 @@
 """Memory that is a file: found in another process on the same host, and mapped from there.
 
-To the kernel, torch's shared memory, a memfd and a file in /dev/shm are all files. Two
-processes that map one see the same bytes, and no system call is needed to read them.
-
-Which file is behind which addresses of a process, the kernel says, and not the process: a path that
-a peer names might lead to anything that the reader's user can open. The kernel lets nobody map what
-he could not read. Files that he has mapped are taken if they are on tmpfs: a memfd is on one too.
+To the kernel, torch's shared memory, a memfd and a file in /dev/shm are all files. The kernel says
+which of them is behind which addresses: docs/PROTOCOL.md#the-bytes-that-a-process-shows.
 """
 
 import ctypes

@@ -17,7 +17,6 @@ class Registration(Protocol):
 
     def close(self) -> None:
         """Idempotent. Reads by peers that are still running get an error or undefined bytes."""
-        ...
 
 
 class Transfer(Protocol):
@@ -31,7 +30,6 @@ class Transfer(Protocol):
         Raises:
             TransferFailed: The peer is gone.
         """
-        ...
 
     def is_done(self) -> bool:
         """Whether every byte has landed; makes progress, so call it until it says so.
@@ -39,11 +37,9 @@ class Transfer(Protocol):
         Raises:
             TransferFailed: The peer is gone, or the read failed. It has then terminated.
         """
-        ...
 
     def close(self) -> None:
         """Release it. No byte lands after this returns: a read in flight is ended first."""
-        ...
 
 
 class Peer(Protocol):
@@ -54,7 +50,6 @@ class Peer(Protocol):
     @property
     def is_near(self) -> bool:
         """Whether its memory is copied by this process, as far as is known: a span costs little."""
-        ...
 
     def attach(self, descriptor: bytes) -> None:
         """Learn of a registration of this peer, so that its memory can be read.
@@ -62,7 +57,6 @@ class Peer(Protocol):
         Raises:
             TransferFailed: The peer cannot be reached, or the descriptor is not of this peer.
         """
-        ...
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
@@ -78,7 +72,6 @@ class Peer(Protocol):
         Raises:
             TransferFailed: Memory that is not attached or not registered, or the peer is gone.
         """
-        ...
 
     def cut(self) -> None:
         """Have reads in flight end, if there is a way: it does not answer.
@@ -86,14 +79,12 @@ class Peer(Protocol):
         The connection may be of no use afterwards: close it. Others of this process on which an
         answer is due may end too.
         """
-        ...
 
     def close(self) -> None:
         """Disconnect, so that the peer does not keep state for this process. Idempotent.
 
         Close every read of this peer first.
         """
-        ...
 
 
 class Transport(Protocol):
@@ -108,7 +99,6 @@ class Transport(Protocol):
         Raises:
             UsageError: An empty region, or memory that cannot be registered.
         """
-        ...
 
     def connect(self, connection: bytes) -> Peer:
         """Know a peer. The same peer may be connected again after its `close`.
@@ -116,8 +106,6 @@ class Transport(Protocol):
         Raises:
             TransferFailed: The peer is gone, or these are not a peer's connection bytes.
         """
-        ...
 
     def close(self) -> None:
         """End every registration and peer. Idempotent."""
-        ...

@@ -37,6 +37,9 @@ PEERS_MAX = 4096  # connections kept; the least recently used is closed first
 ATTACHED_MAX = 256  # registrations known of one peer
 MANIFEST_BYTES_MAX = 1 << 30  # some million chunks
 
+# Errors of whoever takes a card, notice or manifest at its word.
+_UNUSABLE = (msgspec.MsgspecError, UsageError, ValueError, ArithmeticError, TypeError, MemoryError)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
@@ -311,12 +314,5 @@ def _believing(agent: str, what: str) -> Iterator[None]:
     """Make any error about a card, notice or manifest a failure of the peer that made it."""
     try:
         yield
-    except (
-        msgspec.MsgspecError,
-        UsageError,
-        ValueError,
-        ArithmeticError,
-        TypeError,
-        MemoryError,
-    ) as error:
+    except _UNUSABLE as error:
         raise TransferFailed(agent, f"{what} cannot be used: {error}") from error

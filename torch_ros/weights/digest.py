@@ -91,7 +91,8 @@ def digest(
     units = _units(chunk.detach(), tuple(global_shape), tuple(offsets))
     for part, axes, weights in _parts(*units):
         for window in _windows([len(axis) for axis in axes]):
-            places = [_array(axis[span]) for axis, span in zip(axes, window, strict=True)]
+            cut = (axis[span] for axis, span in zip(axes, window, strict=True))
+            places = [np.arange(at.start, at.stop, at.step, dtype=np.uint64) for at in cut]
             numbers: UInts = reduce(np.add.outer, places)
             content = part[window]
             if depth == "sampled":
@@ -240,10 +241,6 @@ def _units(
         return chunk.view(_UNITS[item_bytes]), shape, offsets
     last = shape[-1] // packed, offsets[-1] // packed
     return chunk.view(torch.int32), (*shape[:-1], last[0]), (*offsets[:-1], last[1])
-
-
-def _array(numbers: range) -> UInts:
-    return np.arange(numbers.start, numbers.stop, numbers.step, dtype=np.uint64)
 
 
 def _windows(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
