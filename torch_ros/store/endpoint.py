@@ -32,11 +32,7 @@ TLS_OPTIONS = ("ca", "cert", "key")
 def connect(endpoint: str, *, timeout_s: float) -> KV:
     """The store at `endpoint`; it has answered, and knows the user if there is one.
 
-    Args:
-        endpoint: "etcd://host:port[,host:port]", members of one cluster, or "etcds://..." with
-            TLS; "local", an etcd on this host, started if need be; "memory://[name]", the same
-            for all of this process. Behind the hosts, "?name=value[&name=value]" with the names
-            in `OPTIONS`; what is not there is taken from the environment.
+    `docs/OPERATIONS.md` ("Endpoints") has the forms of `endpoint`.
 
     Raises:
         UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no

@@ -489,7 +489,6 @@ def _denial(error: Any) -> str:
 
 
 def _reason(error: Any) -> str:
-    """The part of a grpc error that a person should know."""
     details = error.details() or ""
     if found := re.search(r"(?:VERIFY_FAILED: |_ALERT_)([\w ]+)", details):
         return found[1].replace("_", " ").lower()

@@ -90,7 +90,6 @@ def ensure(timeout_s: float = START_S) -> str:
 
 
 def find(directory: Path) -> Running | None:
-    """The etcd in `directory`, if it runs and answers."""
     running = _read_state(directory)
     if running and _is_alive(running, directory) and _is_healthy(running.host):
         return running
@@ -98,7 +97,6 @@ def find(directory: Path) -> Running | None:
 
 
 def stop(directory: Path) -> Running | None:
-    """End what runs in `directory`, and say what it was."""
     stopped = _read_state(directory)
     if stopped is None or not _is_any_left(stopped, directory):
         return None
@@ -265,7 +263,6 @@ def _start(directory: Path, deadline: float) -> str:
 
 
 def _why_not(directory: Path) -> str:
-    """Why an etcd that has a supervisor does not answer."""
     running = _read_state(directory)
     if running and _is_alive(running, directory):
         return (

@@ -80,8 +80,7 @@ def settle(
     own effects when it sees them: repeating it changes nothing (I5). Watching from the revision
     of the view leaves no gap in which a change could be missed (I6).
 
-    Where `ranges` are samples, the rule may ask for others (`Unseen`), or for everything: a rule
-    that is right about whole ranges cannot be wrong about samples.
+    Where `ranges` are samples, the rule may ask for others (`Unseen`), or for everything.
 
     Args:
         first: A view from before. If it shows all of `ranges` they are not read, unless the rule

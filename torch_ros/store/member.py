@@ -51,7 +51,6 @@ class Member:
         self._leases, self._watches = rpc.LeaseStub(channel), rpc.WatchStub(channel)
 
     def authenticate(self, user: tuple[str, str], **call: Any) -> str:
-        """A token for the user with this name and password."""
         request = rpc.AuthenticateRequest(name=user[0], password=user[1])
         token: str = self._auth.Authenticate(request, **call).token
         return token

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
 from torch_ros.errors import ClosedError, UsageError
 from torch_ros.store.aside import Aside
 from torch_ros.store.txn import (
@@ -117,18 +119,15 @@ class Space:
         return ttl_s
 
     def expire(self, lease_id: int) -> None:
-        """End a lease: its keys vanish, all at one revision."""
         self._leases.pop(lease_id, None)
         held = [key for key, entry in self._entries.items() if entry.lease_id == lease_id]
         self._delete(held, self.rev + 1)
 
     def expire_due(self) -> None:
-        """End the leases whose time has come."""
         while self._leases and self.next_end_s() <= 0:
             self.expire(min(self._leases, key=self._leases.__getitem__))
 
     def next_end_s(self) -> float:
-        """Seconds until the next lease ends."""
         ends = min((ends for ends, _ in self._leases.values()), default=math.inf)
         return ends - self._clock()
 
@@ -180,13 +179,9 @@ class Space:
 
     def _get(self, range_: Range | Sample, *, keys_only: bool = False) -> dict[str, Entry]:
         keys = self._sample(range_) if isinstance(range_, Sample) else self._keys_in(range_)
-        entries = {key: self._entries[key] for key in keys}
-        if not keys_only:
-            return entries
-        return {
-            key: Entry(b"", entry.create_rev, entry.mod_rev, entry.lease_id)
-            for key, entry in entries.items()
-        }
+        if keys_only:
+            return {key: replace(self._entries[key], value=b"") for key in keys}
+        return {key: self._entries[key] for key in keys}
 
     def _sample(self, sample: Sample) -> list[str]:
         keys = self._keys_in(sample.range)
@@ -250,7 +245,6 @@ class MemoryKV:
         self.expire(lease_id)
 
     def expire(self, lease_id: int) -> None:
-        """End a lease now, as when its time is over."""
         self._ask(lambda space: space.expire(lease_id))
 
     def close(self) -> None:

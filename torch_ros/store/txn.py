@@ -41,8 +41,7 @@ SAMPLE_MAX = 32  # more records than these are many
 class Sample(Struct, frozen=True):
     """In a `Read`: a few records of `range`, those created last (`is_oldest`: first).
 
-    A question to which a few records are an answer should cost as much among ten thousand. Watched,
-    it is the whole range.
+    Watched, it is the whole range. `docs/PROTOCOL.md` ("Samples") tells why.
     """
 
     range: Range
@@ -96,8 +95,6 @@ class Created(Struct, frozen=True):
 
 
 class Empty(Struct, frozen=True):
-    """No key is in `range`."""
-
     range: Range
 
 

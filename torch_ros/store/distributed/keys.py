@@ -67,7 +67,6 @@ def inline(value: bytes) -> bytes:
 
 
 def parsed(record: bytes) -> bytes | Blob:
-    """The value, or where it is."""
     if record[:1] == b"=":
         return record[1:]
     name, pieces = record[1:].decode().split()

@@ -45,9 +45,7 @@ class Plan(Generic[T]):
 
 @dataclass(slots=True)
 class _Slot:
-    """The mark of one write at a time."""
-
-    key: str
+    key: str  # the mark of one write at a time
     rev: int = 0  # of the mark, as far as is known
     attempts: int = 0
 
