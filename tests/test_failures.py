@@ -634,7 +634,7 @@ def test_a_replica_whose_lease_ended_offers_again_what_it_holds(opened, endpoint
     other, got = reader(opened, "other")
     kv = memory.named(endpoint.removeprefix("memory://"))
     before = trainer._shard.group.seat.inst
-    kv.expire(trainer._shard.group.session.lease_id)
+    kv.revoke(trainer._shard.group.session.lease_id, timeout_s=1)
     wait_for(lambda: trainer._shard.group.seat.inst != before)
     assert trainer.version == 1
     assert other.list() == {1: {"trainer"}}
@@ -697,7 +697,7 @@ def test_a_replica_of_two_ranks_comes_back_when_one_of_them_was_away(opened, end
         each.result(10)
     kv = memory.named(endpoint.removeprefix("memory://"))
     before = first._shard.group.seat.inst
-    kv.expire(second._shard.group.session.lease_id)
+    kv.revoke(second._shard.group.session.lease_id, timeout_s=1)
     wait_for(lambda: first._shard.group.seat.inst != before != second._shard.group.seat.inst)
     wait_for(lambda: first.list() == {1: {"trainer"}})
     for each in [pool.submit(handle.unpublish) for handle in (first, second)]:

@@ -61,7 +61,7 @@ def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
     trainer.publish(1)
     monkeypatch.setattr(group, "_take_seat_again", take_seat_when_told)
     monkeypatch.setattr(group.ledger, "forget", forget_after_the_return)
-    memory.named(endpoint.removeprefix("memory://")).expire(group.session.lease_id)
+    memory.named(endpoint.removeprefix("memory://")).revoke(group.session.lease_id, timeout_s=1)
     wait_for(lambda: group.state != "seated")
     trainer.unpublish(timeout_s=0.1)
     assert trainer.version is None

@@ -130,7 +130,7 @@ def test_it_renews_three_times_within_the_ttl(open_session, etcd):
 def test_a_lease_that_ended_is_lost_once(open_session, etcd):
     session = open_session()
     assert session.is_valid()
-    etcd.expire(session.lease_id)
+    etcd.revoke(session.lease_id, timeout_s=1)
     assert session.lost.get(timeout=5) == "its lease has ended"
     assert is_over(session)
     session.close()
@@ -212,7 +212,7 @@ def test_on_lost_may_close(open_session, etcd):
         told.put(reason)
 
     session = open_session(on_lost=on_lost)
-    etcd.expire(session.lease_id)
+    etcd.revoke(session.lease_id, timeout_s=1)
     told.get(timeout=5)
     assert is_over(session)
 

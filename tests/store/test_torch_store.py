@@ -767,7 +767,7 @@ def test_a_client_whose_lease_has_ended_says_so_and_writes_nothing(opened):
     store = opened(endpoint, "s")
     store.set("k", "v")
     space = memory.named(endpoint.removeprefix("memory://"))
-    space.expire(store._lease.id)
+    space.revoke(store._lease.id, timeout_s=1)
     successor = opened(endpoint, "s")
     successor.set("k", "new")
     started_s = time.monotonic()
@@ -788,7 +788,7 @@ def test_who_only_waits_learns_too_that_its_lease_has_ended(opened):
     endpoint = f"memory://{unique()}"
     store = opened(endpoint, "s", ttl_s=1)
     future = in_thread(lambda: store.get("k"))
-    memory.named(endpoint.removeprefix("memory://")).expire(store._lease.id)
+    memory.named(endpoint.removeprefix("memory://")).revoke(store._lease.id, timeout_s=1)
     with pytest.raises(dist.DistNetworkError, match="lease has ended"):
         future.result(20)
 

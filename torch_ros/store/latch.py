@@ -6,9 +6,7 @@ import queue
 class Latch:
     """Set by any thread, for good; waited for by any.
 
-    Python runs signal handlers in the main thread, between any two steps. Where one raises within
-    `Event.set`, as that of Ctrl-C does, the event's own lock may stay taken, and who waits for the
-    event, to renew a lease, say, waits for ever. Here each step that others see is one call into C.
+    Each step that others see is one call into C: `docs/OPERATIONS.md` ("Ctrl-C") tells why.
     """
 
     def __init__(self) -> None:

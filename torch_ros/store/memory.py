@@ -242,9 +242,6 @@ class MemoryKV:
         return self._ask(lambda space: space.keep_alive(lease_id))
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
-        self.expire(lease_id)
-
-    def expire(self, lease_id: int) -> None:
         self._ask(lambda space: space.expire(lease_id))
 
     def close(self) -> None:

@@ -9,14 +9,12 @@ from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.store.distributed.once import look
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
-from torch_ros.store.run import run
+from torch_ros.store.run import REQUEST_TIMEOUT_S, RETRY_S, run
 from torch_ros.store.txn import UNKNOWN, Commit, Get, Put, Reply, Steps, Txn, View, one
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
-RETRY_S = 0.2
 
 
 class SharedLease:

@@ -6,7 +6,7 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -138,7 +138,9 @@ class Writer:
                 losses += 1
                 _back_off(losses, deadline)
             planned = None
-        yield from _tidied(applied, attempts.values())
+        garbage = {made for attempt in attempts.values() for made in attempt.made}
+        for made in garbage - {*applied.made}:  # those attempts can apply no more
+            yield Commit(Txn(ops=(Delete(made),)))
         return applied.answer
 
     def _marked(self, slot: _Slot, planned: Plan[T], attempts: dict[bytes, Plan[T]]) -> Txn:
@@ -154,10 +156,3 @@ def _back_off(losses: int, deadline: Deadline) -> None:
     deadline.check("other clients were always faster")
     longest_s = min(BACK_OFF_S_MAX, BACK_OFF_S_MIN * 2 ** min(losses, 10))
     time.sleep(random.uniform(0, longest_s))  # noqa: S311  # no secret
-
-
-def _tidied(applied: Plan[T], attempts: Iterable[Plan[T]]) -> Steps[None]:
-    """Remove what was made for attempts that can apply no more."""
-    garbage = {made for attempt in attempts for made in attempt.made} - {*applied.made}
-    for made in garbage:
-        yield Commit(Txn(ops=(Delete(made),)))

@@ -29,11 +29,11 @@ from torch_ros.errors import (
     UsageError,
 )
 from torch_ros.store.distributed.keys import Blob, StoreKeys, inline, parsed
-from torch_ros.store.distributed.lease import SharedLease
+from torch_ros.store.distributed.lease import CLOSE_S, SharedLease
 from torch_ros.store.distributed.once import Plan, Writer, ask, look
 from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
-from torch_ros.store.run import run
+from torch_ros.store.run import RETRY_S, run
 from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
@@ -59,8 +59,6 @@ TIMEOUT = timedelta(seconds=300)  # TCPStore's
 TTL_S = 30
 PIECE_BYTES_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB
 KEYS_PER_TXN = 40  # each takes up to three of the 128 operations that etcd allows
-CLOSE_S = 2.0
-RETRY_S = 0.2
 
 NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")  # what C's strtoll reads of a text
 INT64_MAX = 2**63 - 1
