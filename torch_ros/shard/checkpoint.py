@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -10,15 +10,17 @@ from typing import Protocol, TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ContractBroken, PeerError, SeatLost, UsageError
 from torch_ros.protocol import calls
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
-from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.records import Call, VersionRecord, VersionRef
+from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tasks import agreement, publication
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
@@ -214,6 +216,46 @@ class Checkpoints:
         return self._shard.busy(whole if begun is None else partial(begun.come, whole))
 
 
+def agree(
+    shard: Shard,
+    asked: str,
+    deadline: Deadline,
+    check: Callable[[], str],
+    effects: Callable[[View, Seat, Call], Step[Call]] = calls.agree,
+    store_wait_s: float | None = None,
+) -> str:
+    """Go on with `asked` only if a check passes on every rank.
+
+    Args:
+        check: This rank's own; a rank that is cut off from etcd asks nobody else.
+        effects: Decides by the records of the run's versions whether the ranks may go on.
+
+    Returns:
+        What all ranks say; "" if they differ.
+    """
+
+    def perform(call: GroupCall) -> str:
+        answer = check()
+        keys, run = call.seat.keys, call.seat.run
+        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        with call.ending():
+            if not call.has_ended and (said := call.finish(answer)):
+                call.complete(unanimous(said.values()))
+        return call.said
+
+    def unseated(_: GroupCall) -> str:
+        return check()
+
+    checked = calls.CHECK + asked
+    return shard.make(GroupTask("agree", checked, deadline, perform, store_wait_s, unseated))
+
+
+def unanimous(answers: Iterable[str]) -> str:
+    """The answer of all; "" if they differ."""
+    distinct = set(answers)
+    return distinct.pop() if len(distinct) == 1 else ""
+
+
 class _Save:
     """One save on its way.
 
@@ -239,10 +281,10 @@ class _Save:
         shard, request = self._shard, self._request
         self._registered = None
         self._give_way()
-        asked, deadline, store_wait_s = self.asked, self._deadline, request.store_wait_s
+        store_wait_s = request.store_wait_s
         try:
-            is_offered = shard.make(
-                publication(shard, request.version, self._register, asked, deadline, store_wait_s)
+            is_offered = shard.publish(
+                request.version, self._register, self.asked, self._deadline, store_wait_s
             )
             assert self._state is not None
             self.memory = memory_of(self._state) if request.from_stager else set()
@@ -263,9 +305,8 @@ class _Save:
         if shard.held is None and counted is None:
             return
         effects = partial(calls.check_publishable, version=self._request.version)
-        check = agreement(calls.CHECK + asked, self._deadline, self._check, effects, store_wait_s)
         try:
-            shard.make(check)
+            agree(shard, asked, self._deadline, self._check, effects, store_wait_s)
         except ContractBroken:
             shard.unpublish(self._deadline, counted=counted)
             raise
@@ -329,8 +370,7 @@ class _Load(Target):
             return self._request.target.answer
         if self._shard.is_alone:
             return self._check_now()
-        asked = calls.CHECK + self._request.asked
-        return self._shard.make(agreement(asked, self._deadline, self._check_now))
+        return agree(self._shard, self._request.asked, self._deadline, self._check_now)
 
     def _check_now(self) -> str:
         self._checked = self.check()

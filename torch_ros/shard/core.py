@@ -22,6 +22,7 @@ from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
+from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
@@ -101,7 +102,6 @@ class Shard:
 
     @property
     def is_alone(self) -> bool:
-        """This is the replica's only rank."""
         return self.group.seat.world_size == 1
 
     @property
@@ -163,7 +163,6 @@ class Shard:
         return Deadline(what, timeout_s, check_open=group.ledger.check_open, hint=group.hint)
 
     def require_nothing_held(self, call: str) -> None:
-        """Raises: UsageError: A version is held."""
         if self.held is not None:
             raise UsageError(
                 f"{call}: this handle holds version {self.held.version}; unpublish() it first"
@@ -176,7 +175,6 @@ class Shard:
         return self.tensors.current(call)
 
     def withdraw_unless_held(self) -> None:
-        """Show nothing, if nothing is held."""
         if self.held is None:
             self.tensors.withdraw()
 
@@ -253,7 +251,44 @@ class Shard:
                 self.group.pass_over(kind, asked, deadline)
                 raise
 
-    def offer_all(self, call: GroupCall, registered: Registered) -> None:
+    # Offering tensors
+
+    def publish(
+        self,
+        version: int,
+        tensors: Callable[[], Registered],
+        asked: str,
+        deadline: Deadline,
+        store_wait_s: float | None,
+    ) -> bool:
+        """Offer tensors as a version; the answer is whether they are offered now.
+
+        Args:
+            tensors: Registers them, or says where the registered ones are. Called within the call.
+        """
+
+        def perform(call: GroupCall) -> bool:
+            if call.may_hold is None:
+                self.word.void_unless_held()  # the last call may have ended badly
+            registered = tensors()
+            call.decide_to_publish(check_version(version))
+            self._offer_all(call, registered)
+            with call.ending():
+                if not call.has_ended and (said := call.finish(registered.digest)):
+                    call.complete(self.manifests.together(registered, said, deadline).digest)
+            log.info("published version %d of %r", version, self.model)
+            return True
+
+        def unseated(call: GroupCall) -> bool:
+            registered = tensors()
+            call.go_on_without(check_version(version), registered.digest)
+            self._offer_all(call, registered)
+            log.info("version %d of %r is held, and offered when etcd is back", version, self.model)
+            return False
+
+        return self.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
+
+    def _offer_all(self, call: GroupCall, registered: Registered) -> None:
         """Digest the tensors, and say that all of them are there as the call's version."""
         finish_kernels(registered)
         depth = self.settings.depth

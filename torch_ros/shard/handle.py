@@ -15,7 +15,6 @@ from torch_ros.shard import replication
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tasks import publication
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import View, whole
 from torch_ros.transfer.copy_buffers import Copying
@@ -189,8 +188,8 @@ class ShardHandle:
         shard, asked = self._shard, f"publish {version}"
         deadline = shard.deadline(asked, timeout_s)
         tensors = partial(shard.ready, "publish")
-        task = publication(shard, version, tensors, asked, deadline, store_wait_s)
-        return shard.busy(lambda: shard.as_one(asked, lambda: shard.make(task)))
+        flow = partial(shard.publish, version, tensors, asked, deadline, store_wait_s)
+        return shard.busy(lambda: shard.as_one(asked, flow))
 
     def publish_copy(
         self,
