@@ -25,14 +25,7 @@ BUFFERS = 2  # one is filled while readers are still at the other
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """How a state dict is published as a copy.
-
-    Args:
-        dtype: The dtype that floating-point tensors are cast to; None: nothing is cast.
-        keep_dtype: Patterns of names, as in a shell, of tensors that are not.
-        copy_bytes: Bound on the memory of this process that copies may take, all buffers
-            together; None: what they need, which is twice the shard.
-    """
+    """How a state dict is published as a copy: the options of `ShardHandle.publish_copy`."""
 
     dtype: torch.dtype | None = None
     keep_dtype: Sequence[str] = ()
