@@ -24,9 +24,7 @@ class StateDict:
     """One state dict that is loaded into: between dcp's read items and local chunks.
 
     Args:
-        kept: The memos of the handle.
         contents: The version's, as it was when dcp began to plan.
-        trust_objects: Whether objects may use all of pickle.
     """
 
     def __init__(

@@ -26,8 +26,6 @@ ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """A chunk, as a view of a local tensor."""
-
     offsets: tuple[int, ...]
     leaf: int
     skip: int  # elements from the local tensor's first to the chunk's first
@@ -81,11 +79,7 @@ class Memo:
 
     @classmethod
     def of(
-        cls,
-        seen: Outline,
-        flat: Mapping[str, object],
-        state: LocalState,
-        source: tuple[str, ...],
+        cls, seen: Outline, flat: Mapping[str, object], state: LocalState, source: tuple[str, ...]
     ) -> Memo | None:
         """Remember a state that was made of the state dict the long way.
 
@@ -166,7 +160,6 @@ class Memo:
         }
 
     def pickled(self, seen: Outline) -> dict[str, torch.Tensor]:
-        """Each object as dcp pickles it."""
         return {fqn: self._pickled(fqn, seen.leaves[leaf]) for fqn, leaf in self.objects}
 
     def _pickled(self, fqn: str, value: Any) -> torch.Tensor:

@@ -108,7 +108,6 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def put(self, fqn: str, value: Any) -> None:
-        """Set an object of the state dict."""
         inner: Any = self.original_state_dict
         *path, last = self.mappings[fqn]
         for key in path:
@@ -142,7 +141,6 @@ def add_chunks(
 
 
 def described(found: LogicalTensor | None) -> str:
-    """A tensor or object of a version, for people."""
     if found is None:
         return "nothing of that name"
     return "an object" if found.dtype == OBJECT else f"{found.dtype} {list(found.shape)}"

@@ -51,7 +51,6 @@ class Beginning:
             self.touch()
 
     def touch(self) -> None:
-        """Note that dcp is alive."""
         self.left_s = time.monotonic()
 
     def come(self, call: Callable[[], T]) -> T:

@@ -105,8 +105,6 @@ class LoadRequest:
 
 
 class Checkpoints:
-    """The saves and loads of one handle."""
-
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._buffers = CopyBuffers()

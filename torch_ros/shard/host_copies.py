@@ -32,17 +32,14 @@ CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handl
 
 
 def shard_of(mailbox: Mailbox) -> ShardRecord:
-    """The record that says where this process shows what `offer` shows."""
     return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card)
 
 
 class HostCopy:
-    """One rank's part: contiguous chunks, shown by an offer of their own, until `close`.
+    """One rank's part: contiguous chunks, shown in a mailbox of their own, until `close`.
 
     Args:
         memory: Of each chunk of `layout`; copied before this returns.
-        call: The number of the group's call that made it, which readers see.
-        digests: Of the same content.
     """
 
     def __init__(
@@ -71,14 +68,11 @@ class HostCopy:
         self.mailbox.serve(mark(kept.ref.uid, call), ALL_BLOCKS)
 
     def close(self) -> None:
-        """Show it no more, and free it."""
         self.mailbox.close()
         self._chunks.clear()
 
 
 class Copies:
-    """The copies that this process has made of versions of its replica."""
-
     def __init__(self, group: Group, transport: Transport) -> None:
         self._group, self._transport = group, transport
         # By the call that made it: under each seat that is taken again it has another name.
@@ -90,15 +84,10 @@ class Copies:
 
     @property
     def made(self) -> list[HostCopy]:
-        """The copies that are there now."""
         return list(self._copies.values())
 
     def make(self, number: int, registered: Registered, digests: Digests) -> ShardRecord:
-        """This rank's part of a copy in host memory, of the last that counts of a version.
-
-        Args:
-            number: The call's that gives the version up.
-        """
+        """This rank's part of a copy of the held version, which call `number` gives up."""
         if number not in self._copies:
             kept = self._group.ledger.holds
             assert kept is not None

@@ -54,12 +54,7 @@ class Manifests:
     def together(
         self, registered: Registered, digests: Mapping[int, str], deadline: Deadline
     ) -> Logical:
-        """The content that the ranks of this replica hold together, once all are ready.
-
-        Args:
-            registered: This rank's part.
-            digests: Each rank's own digest.
-        """
+        """The content that the ranks of this replica hold together, once all are ready."""
         layouts = [registered.layout]
         if len(set(digests.values())) > 1:
             # Ranks with different tensors (pipeline stages) hold the union together.

@@ -44,7 +44,6 @@ class Target:
 
     @property
     def bytes_total(self) -> int:
-        """Their size, roughly."""
         registered = self._shard.tensors.registered
         return registered.bytes_total if registered else 0
 

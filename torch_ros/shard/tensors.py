@@ -44,12 +44,10 @@ class Tensors:
         return registered
 
     def withdraw(self) -> None:
-        """Show nothing, and let go of the tensors."""
         self._mailbox.withdraw()
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the tensors; the mailbox is closed already."""
         self.registered = self._named = None
 
     def require(self, call: str) -> Registered:
@@ -73,11 +71,9 @@ class Tensors:
         return self.show_named(named.tensors)
 
     def are(self, state: LocalState, layout: Layout, *, is_alone: bool) -> bool:
-        """Whether `state` is registered. Objects are ignored: they have a new buffer each time.
+        """Whether `state`, of that layout, is registered; objects, always in new buffers, aside.
 
-        Args:
-            layout: The layout of `state`.
-            is_alone: This is the replica's only rank: marks of what is spread do not matter.
+        Marks of what is spread do not matter to a replica of one rank.
         """
         known = self.registered
         if state.known is not None:

@@ -113,9 +113,6 @@ class Verification:
     def verify(self, source: str) -> None:
         """Compare the digests of all ranks with the version's. Called by the last to be ready.
 
-        Args:
-            source: The replicas that were read, for people.
-
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self._ref.version
@@ -135,11 +132,7 @@ class Verification:
     ) -> str:
         """The digest of what the ranks hold together. Called by the last to be ready.
 
-        Args:
-            answers: Each rank's own digest.
-            is_required: Whether that has to be the whole version.
-
-        Raises: ManifestMismatch: It is not.
+        Raises: ManifestMismatch: The whole version is required, and they lack a part of it.
         """
         held = self._shard.manifests.together(registered, answers, self._deadline)
         wanted = self._wanted if is_required else None
