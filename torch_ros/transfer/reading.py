@@ -37,11 +37,8 @@ _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...
 class Reading:
     """The reads of this process: its peers, plans, staging and prepared batches.
 
-    One thread at a time.
-
-    Args:
-        staging_bytes: Size of the buffer on each device.
-        costs: Those of memory that this process copies itself, and those of all other memory.
+    One thread at a time. `staging_bytes` is the size of each device's buffer; `costs` are those
+    of memory that this process copies itself, and those of all other memory.
     """
 
     def __init__(
