@@ -23,6 +23,7 @@ from torch_ros.protocol.records import (
     VersionRef,
     mark,
 )
+from torch_ros.protocol.retention import keeping_ranges
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.versions import Spec, first_holders, spec_ranges
@@ -301,13 +302,15 @@ class GroupCall(Attempt):
             return step
 
         seat = self.seat
+        readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
+        ranges = (*seat.own, one(seat.holding(ref)), *keeping_ranges(seat.keys, ref), readers)
         next_ready = one(seat.keys.ready(seat.inst, self.number + 1, seat.rank))
         ahead: tuple[Range, ...] = ()
         if (kept := self._ledger.holds) is not None and kept.is_original:
             # A trainer publishes next: its decision need not read.
             ahead = (*seat.own, next_ready, *calls.publish_ranges(seat))
         while True:
-            result = self.settle(unpublish.unpublish_ranges(self.seat, ref), rule, ahead)
+            result = self.settle(ranges, rule, ahead)
             if isinstance(result, Outcome):
                 if ahead and self._seen is not None and all(map(self._seen.has, ahead)):
                     self._ledger.keep_sight(seat, self._seen)

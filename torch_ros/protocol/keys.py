@@ -266,11 +266,9 @@ def _version(run: str, version: str) -> tuple[str, int] | None:
 
 def _unquoted(text: str) -> str | None:
     name = unquote(text)
-    return name if name and _is_name(name) and _name(name) == text else None
-
-
-def _is_name(text: str) -> bool:
-    return not re.search("[\ud800-\udfff]", text)  # lone surrogates, of bytes that are no UTF-8
+    if re.search("[\ud800-\udfff]", name):  # lone surrogates, of bytes that are no UTF-8
+        return None
+    return name if name and _name(name) == text else None
 
 
 def _number(text: str, digits: int) -> int | None:

@@ -19,7 +19,7 @@ import msgspec
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
 from torch_ros.protocol.records import Call, Failure, Kept, Kind, Outcome, ShardRecord, VersionRef
-from torch_ros.protocol.retention import as_spec, may_cover, retentions
+from torch_ros.protocol.retention import as_spec, retentions
 from torch_ros.protocol.seat import CALLS_KEPT, Seat
 from torch_ros.protocol.versions import Spec
 from torch_ros.store.session import Session
@@ -271,9 +271,10 @@ class Ledger:
                 return None
             if self.held is None and unfinished is not None and not unfinished.was_ready:
                 return None
-            seen = self._retained
-            if seen is not None and not may_cover(self._retain | seen, kept.ref.version):
-                return None
+            if self._retained is not None:
+                specs = self._retain | self._retained
+                if not any(spec.absolute in (None, kept.ref.version) for spec in specs):
+                    return None
             if unfinished is not None and unfinished.kind == "unpublish":
                 return unfinished.number
             return self.calls_made + 1

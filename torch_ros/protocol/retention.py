@@ -70,11 +70,6 @@ def keeping(
     return Keeping(is_needed=False, guards=tuple(guards))
 
 
-def may_cover(specs: Iterable[Spec], version: int) -> bool:
-    """Whether one of these may mean `version`, if nothing else is known."""
-    return any(spec.absolute in (None, version) for spec in specs)
-
-
 def as_spec(text: str) -> int | str:
     return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
 

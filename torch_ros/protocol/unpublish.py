@@ -22,7 +22,7 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.retention import keeping, keeping_ranges
 from torch_ros.protocol.seat import Seat, calls_of, find, holding_put, own_group, recall, recorded
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost, settle
-from torch_ros.store.txn import Delete, Op, Put, Ranges, Steps, Txn, View, one
+from torch_ros.store.txn import Delete, Op, Put, Steps, Txn, View, one
 
 
 def unpublish(
@@ -70,11 +70,6 @@ def unpublish(
     reason = f"version {ref.version} is still read by {', '.join(who)} ({len(reading)} records)"
     wait = Wait(reason, (*seat.own, readers))
     return WaitAtMost(wait, seat.drain_s, conclude(view, seat, call, Outcome(), guards, gone))
-
-
-def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
-    readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-    return (*seat.own, one(seat.holding(ref)), *keeping_ranges(seat.keys, ref), readers)
 
 
 def copied(
