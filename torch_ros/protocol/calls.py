@@ -170,11 +170,6 @@ def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
 # effects: what a decision writes besides itself
 
 
-def agree(view: View, seat: Seat, call: Call) -> Step[Call]:
-    """A call of which only the outcome matters: did every rank pass its checks?"""
-    return recorded(view, seat, call)
-
-
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
     """Would `publish` be refused, once this replica has given up what it holds?"""
     _refuse_old(view, seat, version)
@@ -197,7 +192,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     _refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
-    there = VersionRecord.decode(entry.value, key) if (entry := view.get(key)) else None
+    there = VersionRecord.at(view, key)
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
     record = there if there is not None and (is_again or fellow) else VersionRecord(fresh_uid)
@@ -453,8 +448,7 @@ def complete(
     ref, read = current.ref, tuple(map(Delete, reads))
     assert ref is not None
     key = seat.keys.version(ref.run, ref.version)
-    version, own = view.get(key), view.get(seat.holding(ref))
-    record = VersionRecord.decode(version.value, key) if version else None
+    record, own = VersionRecord.at(view, key), view.get(seat.holding(ref))
     if record is None or own is None or record.uid != ref.uid:
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
         raise CallAborted(seat.replica, call.number, seat.rank, reason)

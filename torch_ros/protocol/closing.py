@@ -111,12 +111,8 @@ def give_up(
     if lease_id and any(view.get(each.lingers) for each in leaving):
         return Done(Moved())
     own_group(view, seat)
-    there = {
-        each: Holding.decode(entry.value, each.held)
-        for each in leaving
-        if (entry := view.get(each.held))
-    }
-    there = {each: held for each, held in there.items() if held.uid == each.ref.uid}
+    held = {each: Holding.at(view, each.held) for each in leaving}
+    there = {each: own for each, own in held.items() if own and own.uid == each.ref.uid}
     keeps = {each: keeping(view, keys, each.ref, seat.inst, is_leaving=True) for each in there}
     own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     needed = [e for e in there if keeps[e].is_needed and there[e].state == "full"]

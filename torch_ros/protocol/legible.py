@@ -1,6 +1,6 @@
 """Records of others, as far as they can be read (docs/PROTOCOL.md#records-that-cannot-be-read).
 
-One's own records, which nothing can be done without, are read with `Record.decode`, which raises.
+One's own records, which nothing can be done without, are read with `Record.at`, which raises.
 """
 
 import logging

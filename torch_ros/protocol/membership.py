@@ -120,8 +120,7 @@ def find_group(view: View, who: Applicant) -> Step[str]:
     Raises:
         SeatLost: It comes back, and another start of the replica has taken its name.
     """
-    entry = view.get(who.group)
-    group = GroupRecord.decode(entry.value, who.group) if entry else None
+    group = GroupRecord.at(view, who.group)
     if group and who.left_behind:
         require_own(group, who)
     return Done(group.nonce if group and _is_open_to(group, who) else "")
@@ -150,8 +149,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
 
     None: peers have had seats under this nonce, which must not be used again.
     """
-    entry = view.get(who.group)
-    old = GroupRecord.decode(entry.value, who.group) if entry else None
+    old = GroupRecord.at(view, who.group)
     if old and who.left_behind:
         require_own(old, who)
     is_own = old is not None and who.is_shared and not who.left_behind
@@ -241,9 +239,8 @@ def _restored_run(
 
 def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     """Take the seat of this rank in group `nonce`. None: that group is gone, look again."""
-    entry = view.get(who.group)
-    group = GroupRecord.decode(entry.value, who.group) if entry else None
-    if entry is None or group is None or group.nonce != nonce:
+    group = GroupRecord.at(view, who.group)
+    if group is None or group.nonce != nonce:
         return Done(None)
     if group.refusal is not None:
         raise group.refusal.error()
@@ -414,8 +411,8 @@ def _adopt(
         return ops, guards
     ref = kept.ref
     key = who.keys.version(ref.run, ref.version)
-    record = view.get(key)
-    if record is not None and VersionRecord.decode(record.value, key).uid != ref.uid:
+    record = VersionRecord.at(view, key)
+    if record is not None and record.uid != ref.uid:
         return ops, guards
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
@@ -447,10 +444,8 @@ def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:
     if newer:
         return f"it is already at {max(newer)}"
     key = keys.version(ref.run, ref.version)
-    if (entry := view.get(key)) is None:
-        return ""
-    record = VersionRecord.decode(entry.value, key)
-    is_same = record.uid == ref.uid and record.layout in ("", layout)
+    record = VersionRecord.at(view, key)
+    is_same = record is None or (record.uid == ref.uid and record.layout in ("", layout))
     return "" if is_same else "another replica has published it meanwhile"
 
 
@@ -507,10 +502,8 @@ def leave_ranges(seat: Seat) -> tuple[Range, ...]:
 
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     """This rank closes its handle, so the replica ends; say so, or it looks like a crash."""
-    entry = view.get(seat.group)
-    group = GroupRecord(seat.nonce, seat.world_size, seat.run)
-    if entry:
-        group = GroupRecord.decode(entry.value, seat.group)
+    found = GroupRecord.at(view, seat.group)
+    group = found or GroupRecord(seat.nonce, seat.world_size, seat.run)
     if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
         return Done(None)
     # Perhaps another one than this rank knows: it may close while it takes its seat again.

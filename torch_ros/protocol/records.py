@@ -14,6 +14,7 @@ import msgspec
 
 from torch_ros import errors
 from torch_ros.errors import BackendError, TorchRosError
+from torch_ros.store.txn import View
 
 REASON_MAX = 500  # characters; the record is kept for many calls
 NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again
@@ -47,6 +48,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                 f"{value[:200]!r}; use one release of torch_ros for all processes of a model, and "
                 f"delete what none of them wrote: {deletion(key)}"
             ) from error
+
+    @classmethod
+    def at(cls, view: View, key: str) -> Self | None:
+        """Raises: BackendError: As `decode`."""
+        return cls.decode(entry.value, key) if (entry := view.get(key)) else None
 
 
 class Failure(Record, frozen=True):

@@ -81,8 +81,8 @@ def copied(
     key, version = keys.holding(ref.run, ref.version, copy), keys.version(ref.run, ref.version)
     if view.get(key):
         return Done(value=True)
-    record, unpublishing = view.get(version), find(view, seat, call)
-    if record is not None and VersionRecord.decode(record.value, version).uid != ref.uid:
+    record, unpublishing = VersionRecord.at(view, version), find(view, seat, call)
+    if record is not None and record.uid != ref.uid:
         return Done(value=False)
     is_over = unpublishing is not None and unpublishing.outcome is not None
     if is_over and unpublishing is not None and unpublishing.copy == copy:

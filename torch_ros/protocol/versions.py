@@ -130,9 +130,7 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     numbers = run_numbers(view, keys)
     newest_run = max(numbers, key=lambda run: (numbers[run], run), default="")
     run = newest[0].ref.run if newest else newest_run
-    asked = keys.version(run, spec.absolute)
-    if entry := view.get(asked):
-        VersionRecord.decode(entry.value, asked)  # what is asked for cannot be passed over
+    VersionRecord.at(view, keys.version(run, spec.absolute))  # it cannot be passed over
     there = published(view, keys, run)
     holders = view.within(keys.holdings_of(run, spec.absolute))
     filling = [

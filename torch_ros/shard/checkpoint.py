@@ -15,7 +15,7 @@ from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
 from torch_ros.protocol.records import Call, VersionRecord, VersionRef
-from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
@@ -219,7 +219,7 @@ def agree(
     asked: str,
     deadline: Deadline,
     check: Callable[[], str],
-    effects: Callable[[View, Seat, Call], Step[Call]] = calls.agree,
+    effects: Callable[[View, Seat, Call], Step[Call]] = recorded,
     store_wait_s: float | None = None,
 ) -> str:
     """Go on with `asked` only if a check passes on every rank.
