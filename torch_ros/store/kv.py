@@ -25,7 +25,6 @@ class KV(Protocol):
         Raises:
             UsageError: It is larger than etcd allows, or changes a key twice.
         """
-        ...
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         """Block until something in the ranges may have changed; False: not within `timeout_s`.
@@ -34,7 +33,6 @@ class KV(Protocol):
         when the store is behind `after_rev` because it was wiped, it returns True, so that the
         caller looks again. It does not raise for those.
         """
-        ...
 
     def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
         """Block until something in the ranges has changed; then all that has, as of one revision.
@@ -42,18 +40,14 @@ class KV(Protocol):
         Without entries: nothing has, within `timeout_s`. None where `wait` would be early: what
         has changed cannot be told, so the caller reads. It does not raise for that.
         """
-        ...
 
     def grant(self, ttl_s: int, *, timeout_s: float) -> tuple[int, int]:
         """A new lease: its id, and the seconds really granted."""
-        ...
 
     def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
         """Renew a lease. Seconds granted from when this was sent; 0: the lease has ended."""
-        ...
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         """End a lease now; its keys vanish at one revision. Ended already: nothing happens."""
-        ...
 
     def close(self) -> None: ...

@@ -248,11 +248,8 @@ def _start(directory: Path, deadline: float) -> str:
         return f"another process holds {directory / 'supervisor.lock'}"
     if status:
         words = (directory / "etcd.log").read_text(errors="replace")[-2000:]
-        raise StoreUnavailable(
-            "local",
-            round(time.monotonic() - began, 1),
-            f"it was started, and its log ends with: {words}",
-        )
+        reason = f"it was started, and its log ends with: {words}"
+        raise StoreUnavailable("local", round(time.monotonic() - began, 1), reason)
     if running := _read_state(directory):
         log.info(
             "started etcd %s at %s, with its records in %s; it serves this user until "
@@ -377,9 +374,8 @@ class _Supervisor:
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, WAKERS)
         try:
-            self._keep_running(tell)
-        except _ToldToEnd:
-            pass
+            with contextlib.suppress(_ToldToEnd):
+                self._keep_running(tell)
         finally:
             self._end_etcd()
 

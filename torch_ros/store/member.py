@@ -86,7 +86,9 @@ class Member:
         self, starts: Sequence[tuple[Range, int]], *, timeout: float, metadata: Metadata
     ) -> Any:
         """The stream of replies about ranges, each from a revision on."""
-        requests = [_watch(range_, rev) for range_, rev in starts]
+        create = rpc.WatchCreateRequest
+        created = (create(**_bounds(range_), start_revision=rev) for range_, rev in starts)
+        requests = [rpc.WatchRequest(create_request=each) for each in created]
         metadata = (*WATCH_METADATA, *metadata)
         return self._watches.Watch(iter(requests), timeout=timeout, metadata=metadata)
 
@@ -177,11 +179,6 @@ def _get(range_: Range | Sample, *, keys_only: bool = False) -> Any:
             max_create_revision=max(0, range_.before - 1),
         )
     return rpc.RequestOp(request_range=get)
-
-
-def _watch(range_: Range, start_rev: int) -> Any:
-    create = rpc.WatchCreateRequest(**_bounds(range_), start_revision=start_rev)
-    return rpc.WatchRequest(create_request=create)
 
 
 def _bounds(range_: Range) -> dict[str, bytes]:
