@@ -6,6 +6,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import msgspec
 import pytest
 
 from torch_ros.deadline import Deadline
@@ -384,6 +385,14 @@ def test_unpublish_waits_for_its_readers(store):
         assert reader.result(5) == ref
         again.result(5)
     assert listing(trainer) == {7: {"rollout"}}
+
+
+def test_an_unpublish_of_other_content_leaves_the_holding(store):
+    """A rank that went on without etcd takes back what nobody offers; its peer offers another."""
+    trainer = store.join("trainer")
+    ref = publish(trainer, 7)
+    unpublish(trainer, msgspec.structs.replace(ref, uid="0" * 16))
+    assert listing(trainer) == {7: {"trainer"}}
 
 
 def test_a_source_with_a_dead_process_is_refused(store):

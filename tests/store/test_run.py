@@ -79,6 +79,20 @@ def test_nobody_races_for_ever():
         run(settle("w", KEY, write_once), kv, Deadline("w", 5))
 
 
+def test_a_lease_that_has_ended_is_no_race():
+    kv, tries = memory.MemoryKV(), []
+    lease_id, _ = kv.grant(60, timeout_s=5)
+    kv.revoke(lease_id, timeout_s=5)
+
+    def put(view):
+        tries.append(view.rev)
+        return Act(Txn(ops=(Put("k", b"", lease_id),)), None)
+
+    with pytest.raises(DeadlineExceeded, match="a lease that has ended"):
+        run(settle("w", KEY, put), kv, Deadline("w", 1.2))
+    assert 1 < len(tries) < 8
+
+
 def test_a_wait_ends_by_its_deadline_with_its_reason():
     rule = lambda view: Wait("for the moon", KEY)
     started = time.monotonic()

@@ -43,8 +43,8 @@ def unpublish(
         return Done(call)
     fresh = call is None
     call = call or Call(number, "unpublish", asked, seat.rank, ref)
-    own = view.get(own_key)
-    if own is None:
+    holding = Holding.at(view, own_key)
+    if holding is None or holding.uid != ref.uid:  # this content is not offered
         return conclude(view, seat, call, Outcome())
     keep = keeping(view, seat.keys, ref, seat.inst)
     is_last = keep.is_needed and not seat.spot
@@ -62,7 +62,6 @@ def unpublish(
     gone = (Delete(one(own_key)),)
     if not reading:
         return conclude(view, seat, call, Outcome(), (*guards, nobody(view, readers)), gone)
-    holding = Holding.decode(own.value, own_key)
     if fresh or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (holding_put(view, seat, ref, draining),))

@@ -33,6 +33,7 @@ from torch_ros.store.txn import (
 
 T_co = TypeVar("T_co", covariant=True)
 ATTEMPTS_MAX = 64  # a race is lost only when another process won it
+LEASE_LOOK_S = 0.5  # between two tries to put a record under a lease that has ended
 LOOKS_MAX = 3  # at samples, before everything is read
 
 
@@ -106,8 +107,12 @@ def settle(
                 reply: Reply = yield Commit(replace(txn, otherwise=ranges))
                 if reply.applied and then is not None:
                     return then(reply)
-                losses += not reply.applied and reply is not UNKNOWN
                 first = reply.view
+                if first is None and not reply.applied and reply is not UNKNOWN:
+                    # A lease has ended, and whoever renews it learns of that any moment.
+                    yield Watch(whole(ranges), view.rev, "a lease that has ended", LEASE_LOOK_S)
+                elif not reply.applied:
+                    losses += reply is not UNKNOWN
     raise Contention(what, ATTEMPTS_MAX)
 
 
