@@ -528,6 +528,8 @@ class Checks:
                 continue
             if process.is_hindered or world.down_until_s > world.now_s:
                 continue
+            if actor.waiting.reason == "a lease that has ended":
+                continue  # for half a second, whatever changes
             if "has ranks" in actor.waiting.reason and any(
                 peer.is_gone
                 for peer in world.processes

@@ -157,13 +157,14 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     with ExitStack() as undo:
-        kv = connect_store(endpoint, timeout_s=timeout_s)
-        undo.callback(kv.close)
+        # First: in a child that was forked beside a handle it refuses, and grpc would be at a loss.
         is_here = endpoint.startswith("memory:")
         ways = choose_transport(
             way, replica=place.replica, rank=place.rank, in_process=is_here, reason=reason
         )
         undo.callback(ways.close)
+        kv = connect_store(endpoint, timeout_s=timeout_s)
+        undo.callback(kv.close)
         reading = Reading(ways, staging_bytes, (costs, costs) if costs else COSTS[way])
         mailbox = Mailbox(ways, reading.forget)
         seat = Applicant(
