@@ -14,6 +14,7 @@ from torch_ros.errors import (
     CallAborted,
     CallMismatch,
     ClosedError,
+    CorruptWeights,
     DeadlineExceeded,
     ManifestMismatch,
     SeatLost,
@@ -443,11 +444,14 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
 
 
-@pytest.mark.parametrize("late", [DeadlineExceeded("sum", 5, "a peer"), SourceLost("r", "", 0, 0)])
-def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
-    """The reply to its ready record was lost: it sees all readies, and sums up too."""
+def two_last(store, late, found=None):
+    """What two ranks get that both sum up: the second, whose reply was lost, raises `late`.
+
+    Args:
+        found: The error with which the first ends the call meanwhile; None: it ends well.
+    """
     first, second = store.replica("r", 2)
-    is_ready, is_last, has_ended = (threading.Event() for _ in range(3))
+    is_ready, is_last, is_summing, has_ended = (threading.Event() for _ in range(4))
     commit, lost = second.kv.commit, []
 
     def loses_a_reply(txn, *, timeout_s):
@@ -459,30 +463,41 @@ def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
             raise StoreUnavailable("memory", timeout_s, "no answer")
         return reply
 
-    def too_late():
-        summing.set()
-        assert has_ended.wait(5)
-        raise late
-
-    def ends(group, version):
-        ref = publish(group, version, summing_up=sums_up)
-        has_ended.set()
-        return ref
-
     def sums_up():
         is_last.set()
-        assert summing.wait(5)
-
-    summing = threading.Event()
-    second.kv.commit = loses_a_reply
+        assert is_summing.wait(5)
+        if found is not None:
+            raise found
 
     def comes_last():
         assert is_ready.wait(5)
-        return ends(first, 7)
+        try:
+            return publish(first, 7, summing_up=sums_up)
+        finally:
+            has_ended.set()
 
-    refs = at_once(comes_last, partial(publish, second, 7, timeout_s=10, summing_up=too_late))
-    assert [ref.version for ref in refs] == [7, 7]
-    assert all(group.ledger.held for group in (first, second))
+    def too_late():
+        is_summing.set()
+        assert has_ended.wait(5)
+        raise late
+
+    second.kv.commit = loses_a_reply
+    ends = at_once(comes_last, partial(publish, second, 7, timeout_s=10, summing_up=too_late))
+    return ends, [first.ledger.held, second.ledger.held]
+
+
+@pytest.mark.parametrize("late", [DeadlineExceeded("sum", 5, "a peer"), SourceLost("r", "", 0, 0)])
+def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
+    ends, held = two_last(store, late)
+    assert [ref.version for ref in ends] == [7, 7]
+    assert all(held)
+
+
+def test_a_rank_that_sums_up_beside_the_last_one_has_its_error(store):
+    found = CorruptWeights("m", 7, "w", "trainer")
+    ends, held = two_last(store, SourceLost("r", "", 0, 0), found)
+    assert [str(error) for error in ends] == [str(found)] * 2
+    assert not any(held)
 
 
 def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(store):

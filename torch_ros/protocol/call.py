@@ -8,7 +8,14 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, CallMismatch, SeatLost, TorchRosError
+from torch_ros.errors import (
+    CallAborted,
+    CallMismatch,
+    DeadlineExceeded,
+    SeatLost,
+    StoreUnavailable,
+    TorchRosError,
+)
 from torch_ros.protocol import calls, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
@@ -216,11 +223,22 @@ class GroupCall(Attempt):
         """
         try:
             yield
-        except SeatLost:
+        except (SeatLost, StoreUnavailable):
             raise
         except TorchRosError as error:
-            if self.has_ended or self._abort(error).failure is not None:
+            if self.has_ended:
                 raise
+            seat = self.seat
+            failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
+            try:
+                outcome = self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
+            except (StoreUnavailable, DeadlineExceeded):
+                raise error from None
+            if outcome.failure == failure:
+                raise
+            if outcome.failure is not None:
+                raise outcome.failure.error() from error
+            log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
 
     def finish(self, value: str) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
@@ -327,7 +345,8 @@ class GroupCall(Attempt):
             if not result.copy:
                 continue
             kept = self._ledger.holds
-            assert kept is not None
+            if kept is None:  # of other content than the peers', who have it copied
+                raise CallMismatch(seat.replica, self.number, self.asked, result.asked)
             made = copy(result.copy)
             steps = unpublish.copying(self.seat, kept, result.copy, self.number, made)
             self.seating.run(steps, self.deadline)

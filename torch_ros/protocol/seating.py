@@ -75,7 +75,7 @@ class Seating:
                 seat = taking.take(applicant, left_behind)
             except BaseException as error:
                 taking.session.close()
-                # Without its lease it loses all races, perhaps before the session notices.
+                # Others won all races, or its lease ended: it starts over with another.
                 if error is not taking.lost and not isinstance(error, Contention):
                     raise
                 reason = taking.lost.reason if taking.lost else "its lease ended"

@@ -44,7 +44,7 @@ def unpublish(
     fresh = call is None
     call = call or Call(number, "unpublish", asked, seat.rank, ref)
     holding = Holding.at(view, own_key)
-    if holding is None or holding.uid != ref.uid:  # this content is not offered
+    if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
         return conclude(view, seat, call, Outcome())
     keep = keeping(view, seat.keys, ref, seat.inst)
     is_last = keep.is_needed and not seat.spot
