@@ -20,8 +20,9 @@ from torch_ros.errors import (
     SeatLost,
     TorchRosError,
 )
+from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
-from torch_ros.protocol.keys import family, instance
+from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
 from torch_ros.protocol.membership import Applicant, Joined
 from torch_ros.protocol.outage import Outage, Patience
@@ -428,7 +429,7 @@ class _Taking:
 
     def _join(self, who: Applicant, nonce: str) -> Joined | None:
         """This rank's seat, once all ranks have theirs; None: that group is gone."""
-        shards = who.keys.shards(instance(who.replica, nonce))
+        shards = who.keys.shards(k.instance(who.replica, nonce))
         ranges = (one(who.group), shards, who.keys.runs(), who.keys.versions())
         rule = partial(membership.join, who=who, nonce=nonce)
         joined = self._ask(ranges, rule)
