@@ -11,7 +11,6 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     CallAborted,
     CallMismatch,
-    DeadlineExceeded,
     SeatLost,
     StoreUnavailable,
     TorchRosError,
@@ -230,10 +229,7 @@ class GroupCall(Attempt):
                 raise
             seat = self.seat
             failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
-            try:
-                outcome = self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
-            except (StoreUnavailable, DeadlineExceeded):
-                raise error from None
+            outcome = self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
             if outcome.failure == failure:
                 raise
             if outcome.failure is not None:
