@@ -313,7 +313,7 @@ def test_the_first_read_from_an_idle_source_is_fast(spawn):
 FIRST = """
 connection, descriptor, address, size = sys.argv[1:]
 best_s = 9.0
-for _ in range(3):
+for _ in range(8):
     transport = nixl.NixlTransport()
     target = np.zeros(int(size), np.uint8)
     transport.register([region(target)])
