@@ -1,4 +1,4 @@
-"""What torchrun runs in test_torchrun.py, which imports `push` and `pop`:
+"""The program that torchrun runs in test_torchrun.py, which imports `push` and `pop`:
 
 python elastic_worker.py train|fail|once ETCD NAME
 

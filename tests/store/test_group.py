@@ -445,7 +445,7 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
 
 
 def two_last(store, late, found=None):
-    """What two ranks get that both sum up: the second, whose reply was lost, raises `late`.
+    """The ends for two ranks that both sum up: the second, whose reply was lost, raises `late`.
 
     Args:
         found: The error with which the first ends the call meanwhile; None: it ends well.

@@ -256,7 +256,7 @@ class NearPeer:
             return None
         owners = {each.cover: each for each in reversed(transport.registrations) if each.cover}
         keys, there = room(spans[:, 1], spans[:, 2], tuple(owners))
-        # What is empty, or not registered, is refused where all else is.
+        # Spans that are empty, or not registered, are refused where all others are.
         is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
         is_copied, row, sources = known.find(spans[:, 0], spans[:, 2])
         is_copied &= is_sound

@@ -227,10 +227,8 @@ class GroupCall(Attempt):
         except TorchRosError as error:
             if self.has_ended:
                 raise
-            seat = self.seat
-            failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
-            outcome = self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
-            if outcome.failure == failure:
+            outcome = self._abort(error)
+            if outcome.failure == self._failure_of(error):
                 raise
             if outcome.failure is not None:
                 raise outcome.failure.error() from error
@@ -354,9 +352,7 @@ class GroupCall(Attempt):
         """
         if self._ledger.is_closed:
             return
-        self._failure = Failure.of(
-            error, replica=self.seat.replica, call=self.number, rank=self.seat.rank
-        )
+        self._failure = self._failure_of(error)
         # Nobody can have completed it without this rank, and peers that still make it should know.
         is_done_with = self.kind != "unpublish" and not self.was_ready
         if not self.has_ended and is_done_with and self._ledger.gave_up(self):
@@ -405,9 +401,12 @@ class GroupCall(Attempt):
         return self._end(self._failure, deadline)
 
     def _abort(self, error: BaseException) -> Outcome:
+        deadline = Deadline(f"giving up {self.asked}", CLEAN_UP_S)
+        return self._end(self._failure_of(error), deadline)
+
+    def _failure_of(self, error: BaseException) -> Failure:
         seat = self.seat
-        failure = Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
-        return self._end(failure, Deadline(f"giving up {self.asked}", CLEAN_UP_S))
+        return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(

@@ -85,7 +85,7 @@ class Ledger:
         self.pending = 0  # the number of the call that is under way; 0: none
         self.ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self.held: Kept | None = None
-        """What this replica holds, as far as this rank knows the ends of its calls."""
+        """The version that this replica holds, as far as this rank knows the ends of its calls."""
         self.unfinished: Attempt | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller = ""
@@ -143,7 +143,7 @@ class Ledger:
         """The seat is taken again. The caller has the lock."""
         self.seat, self.standing = seat, Standing()
 
-    # What this rank holds
+    # The version that this rank holds
 
     @property
     def holds(self) -> Kept | None:
@@ -279,7 +279,7 @@ class Ledger:
                 return unfinished.number
             return self.calls_made + 1
 
-    # What one call leaves for the next
+    # Left by one call for the next
 
     def look_around(self, view: View) -> None:
         self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
