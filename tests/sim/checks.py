@@ -70,6 +70,7 @@ class Checks:
         self.decided: dict[tuple, object] = {}
         self.groups: dict[str, GroupRecord] = {}
         self.holdings: dict[str, Holding] = {}
+        self.offered: set[str] = set()  # the uids that anybody could read
         self.numbers: dict[str, int] = {}  # of runs
         self.root = under("/torch-ros/m/")
 
@@ -138,6 +139,9 @@ class Checks:
         if answer == "":
             return  # a peer closed its handle, and took along what was said
         known = self.answers.setdefault(where, (answer, process, error))
+        given_up = {ref.uid for ref in (known[0], answer) if kind == "unpublish" and ref}
+        if given_up and not given_up & self.offered:
+            return  # ranks out of step: each gives up its own part of what came to nothing
         demand(
             known[0] == answer,
             f"I3: call {where} was {known[0] or known[2]!r} to {known[1]}, "
@@ -396,6 +400,8 @@ class Checks:
         if entry is None:
             return
         new = self.holdings[key] = Holding.decode(entry.value, key)
+        if new.state != "filling" or not new.is_original:
+            self.offered.add(new.uid)
         inst = k.parse_holding(key).inst
         self._anchored(key, inst, entry)
         if old is None:
