@@ -5,6 +5,8 @@ INTERRUPTS=1000 INTERRUPTS_TRANSPORT=auto is the long form, and FIRST_SEED anoth
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -29,3 +31,23 @@ def test_ctrl_c_at_any_moment_costs_neither_the_replica_nor_an_end(etcd_server, 
     assert found["there"] == ["rollout", "trainer"]
     assert found["kept"], "a lease was lost"
     assert found["slowest_close_s"] < CLOSE_S
+
+
+LOADS = """
+import sys, threading
+from importlib.abc import MetaPathFinder
+
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "nixl":
+            print(threading.current_thread() is threading.main_thread())
+
+sys.meta_path.insert(0, Watch())
+from torch_ros.p2p.choose import choose_transport
+choose_transport("ucx", replica="r", rank=0, in_process=False, reason="").close()
+"""
+
+
+def test_nixl_is_loaded_where_ctrl_c_does_not_come():
+    loading = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True)
+    assert loading.stdout == "False\n", loading.stderr

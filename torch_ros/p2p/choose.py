@@ -3,6 +3,8 @@
 import logging
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Literal
 
 from torch_ros.costs import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
@@ -36,7 +38,10 @@ def choose_transport(
     if name == "memory" or (name == "auto" and in_process):
         log.info("transport: within this process")
         return MemoryTransport()
-    # Importing nixl loads UCX and takes a second; a store in memory can do without.
+    # Importing nixl loads UCX and takes a second; a store in memory can do without. Ctrl-C must not
+    # reach it: C++ classes that are half made cannot be made again in this process.
+    with ThreadPoolExecutor(1, "torch_ros loads NIXL") as aside:
+        aside.submit(import_module, "torch_ros.p2p.nixl").result()
     from torch_ros.p2p.near import NearTransport  # noqa: PLC0415
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
