@@ -15,7 +15,7 @@ from torch_ros.transfer.feed import Feed, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import close_all
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.staging import StagedGroup, Staging, routes
+from torch_ros.transfer.staging_buffers import StagedGroup, Staging, routes
 from torch_ros.weights.columns import Ints, distinct, numbered, sum_before
 from torch_ros.weights.manifest import BLOCK_BYTES, Blocks
 from torch_ros.weights.plan import DirectSpans, ReadPlan, Route

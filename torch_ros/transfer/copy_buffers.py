@@ -12,7 +12,7 @@ from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p import mapped
 from torch_ros.transfer.registered import LocalState
-from torch_ros.transfer.staging import aligned
+from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
 
 OPTIONS: Mapping[str, arguments.Check] = {

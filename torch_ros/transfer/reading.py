@@ -18,7 +18,7 @@ from torch_ros.transfer.feed import Following, Progress, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.staging import Staging
+from torch_ros.transfer.staging_buffers import Staging
 from torch_ros.transfer.stall import SILENCE_S
 from torch_ros.weights.manifest import Layout
 from torch_ros.weights.plan import ReadPlan, plan

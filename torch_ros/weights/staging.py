@@ -1,7 +1,7 @@
 """Short strided runs: which pieces are read by whole rows, and how these are copied out again.
 
-`transfer.staging` has the buffer between. Further out a cut reads more in vain, further in it needs
-more spans; `Costs` estimates what is faster.
+`transfer.staging_buffers` has the buffer between. Further out a cut reads more in vain, further in
+it needs more spans; `Costs` estimates what is faster.
 """
 
 from dataclasses import dataclass
