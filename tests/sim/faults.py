@@ -1074,6 +1074,22 @@ def _(goes_on_without):
 
 
 @fault(
+    "what was given up before a publication without etcd stays open",
+    (ledger.Ledger, "goes_on_without"),
+    scenario="given up before",
+)
+def _(goes_on_without):
+    def faulty(self, call):
+        before, self.unfinished = self.unfinished, None
+        is_done = goes_on_without(self, call)
+        if not is_done:
+            self.unfinished = before
+        return is_done
+
+    return faulty
+
+
+@fault(
     "who did not wait for a call is waited for",
     (seat.Seat, "done_by"),
     scenario="does not wait",

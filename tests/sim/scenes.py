@@ -19,6 +19,7 @@ from torch_ros.errors import (
     DeadlineExceeded,
     SeatLost,
     SourceLost,
+    StoreUnavailable,
     TorchRosError,
     VersionConflict,
 )
@@ -1322,6 +1323,45 @@ def does_not_wait(scene: Scene) -> None:
     scene.play()
 
 
+def given_up_before(scene: Scene) -> None:
+    """What a rank gave up before it published without etcd keeps neither it nor its peers."""
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        scene.reach(f"{me} holds 1")
+        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        unpublish(me)
+        scene.reach(f"{me} holds nothing")
+        scene.until("t.0/0 holds nothing", "t.0/1 holds nothing")
+        if me.rank == 0:
+            scene._cut(me, 1.5 * TTL_S)
+            with suppress(DeadlineExceeded, StoreUnavailable):  # and cannot tell its peer
+                publish(me, 2, 12, timeout_s=1)
+                raise Broken("I6: etcd is away, and offers it")
+            demand(not publish(me, 3, 13, store_wait_s=0), "I6: etcd is away, and offers it")
+            scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+        else:
+            began_s = scene.now_s
+            with suppress(CallAborted):
+                publish(me, 2, 12, timeout_s=200)
+                raise Broken("I7: it is offered without one rank")
+            took_s = scene.now_s - began_s
+            demand(took_s < 100, f"I6: a rank gave up, and was waited for {took_s:.0f} s")
+            with suppress(CallAborted):  # if its peer has seen meanwhile that it waits in vain
+                publish(me, 3, 13)
+        try:
+            unpublish(me)
+            publish(me, 4, 14, timeout_s=20)
+        except TorchRosError as error:
+            raise Broken(f"I6: what was given up is in the way: {error!r}") from error
+        scene.checks.returned(me, 4)
+        scene.reach(f"{me} holds 4")
+        scene.until("t.0/0 holds 4", "t.0/1 holds 4")
+
+    scene.start("t", train)
+    scene.play()
+
+
 def came_to_nothing(scene: Scene) -> None:
     """A publication that etcd refused when it was back is unpublished on all ranks alike.
 
@@ -1981,6 +2021,7 @@ SCENES = {
     "published again": published_again,
     "only on spot": only_on_spot,
     "does not wait": does_not_wait,
+    "given up before": given_up_before,
     "came to nothing": came_to_nothing,
     "copied meanwhile": copied_meanwhile,
     "replaced meanwhile": replaced_meanwhile,

@@ -205,6 +205,8 @@ class Ledger:
             if call.ready is None:
                 self._note_given_up(call)
                 return True
+            if self.unfinished is not None and self.unfinished.kind != "unpublish":
+                self._end_without(self.unfinished)  # or peers that make it would wait for this rank
             self.unfinished, self.calls_made, self.pending = call, call.number, 0
             self._given_up = ("", "")
             self._changes += 1
