@@ -263,8 +263,8 @@ def test_a_rank_that_lost_its_seat_before_it_heard_of_the_end_reports_what_it_re
     ranks = list(pool.map(lambda r: reader(opened, "r", rank=r, world_size=2), range(2)))
     lost, await_outcome = [], calls.await_outcome
 
-    def losing(view, seat, call):
-        step = await_outcome(view, seat, call)
+    def losing(view, seat, call, **told):
+        step = await_outcome(view, seat, call, **told)
         if call.kind == "replicate" and isinstance(step, Done) and not lost:
             lost.append(seat.rank)
             raise SeatLost(seat.replica, "its lease ended")

@@ -444,13 +444,18 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
     assert not isinstance(at_once(*(partial(publish, rank, 3) for rank in group))[0], Exception)
 
 
-def two_last(store, late, found=None):
+def two_last(store, late, found=None, closes=""):
     """The ends for two ranks that both sum up: the second, whose reply was lost, raises `late`.
 
     Args:
+        late: None: it does not raise, and would complete the call.
         found: The error with which the first ends the call meanwhile; None: it ends well.
+        closes: The first closes its handle after the end, and is "the anchor" or "another"; "": it
+            does not.
     """
     first, second = store.replica("r", 2)
+    if closes:
+        first, second = anchor_first(store, (first, second))[:: 1 if closes == "the anchor" else -1]
     is_ready, is_last, is_summing, has_ended = (threading.Event() for _ in range(4))
     commit, lost = second.kv.commit, []
 
@@ -474,12 +479,15 @@ def two_last(store, late, found=None):
         try:
             return publish(first, 7, summing_up=sums_up)
         finally:
+            if closes:
+                first.close()
             has_ended.set()
 
     def too_late():
         is_summing.set()
         assert has_ended.wait(5)
-        raise late
+        if late is not None:
+            raise late
 
     second.kv.commit = loses_a_reply
     ends = at_once(comes_last, partial(publish, second, 7, timeout_s=10, summing_up=too_late))
@@ -491,6 +499,50 @@ def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
     ends, held = two_last(store, late)
     assert [ref.version for ref in ends] == [7, 7]
     assert all(held)
+
+
+@pytest.mark.parametrize("closes", ["the anchor", "another"])
+@pytest.mark.parametrize("late", [None, SourceLost("r", "", 0, 0)])
+def test_a_rank_that_sums_up_beside_the_last_one_has_its_end_though_that_closes(
+    store, late, closes
+):
+    ends, _ = two_last(store, late, closes=closes)
+    assert [ref.version for ref in ends] == [7, 7]
+
+
+@pytest.mark.parametrize("is_put", [True, False])
+def test_a_rank_that_does_not_know_of_its_ready_record_believes_only_what_was_decided(
+    store, is_put
+):
+    """Its peer closes meanwhile; as the anchor, with all that the group has decided."""
+    anchor, other = anchor_first(store, store.replica("r", 2))
+    late, first = (anchor, other) if is_put else (other, anchor)
+    commit, is_ready, is_closed = late.kv.commit, threading.Event(), threading.Event()
+
+    def loses_one(txn, *, timeout_s):
+        if is_ready.is_set() or not any("/ready/" in getattr(op, "key", "") for op in txn.ops):
+            return commit(txn, timeout_s=timeout_s)
+        if is_put:
+            commit(txn, timeout_s=timeout_s)
+        is_ready.set()
+        assert is_closed.wait(5)
+        raise StoreUnavailable("memory", timeout_s, "no answer")
+
+    def publish_and_close():
+        assert is_ready.wait(5)
+        try:
+            return publish(first, 7, timeout_s=5 if is_put else 0.5)
+        finally:
+            first.close()
+            is_closed.set()
+
+    late.kv.commit = loses_one
+    end, closed = at_once(partial(publish, late, 7, timeout_s=10), publish_and_close)
+    if is_put:
+        assert (end.version, closed.version) == (7, 7)
+    else:
+        assert isinstance(end, SeatLost)
+        assert isinstance(closed, DeadlineExceeded)
 
 
 def test_a_rank_that_sums_up_beside_the_last_one_has_its_error(store):

@@ -11,6 +11,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     CallAborted,
     CallMismatch,
+    Fenced,
     SeatLost,
     StoreUnavailable,
     TorchRosError,
@@ -76,6 +77,7 @@ class GroupCall(Attempt):
         """It is made from this seat; again, if that was lost."""
         self.seat, self.session = seat, session
         self._seen: View | None = None  # what the next step may begin with: one that is guarded
+        self._was_counted = False  # this rank knows that its ready record was put
 
     @property
     def decided(self) -> Call:
@@ -218,21 +220,26 @@ class GroupCall(Attempt):
         """This rank finishes within, and completes if it is the last.
 
         A rank whose reply was lost may sum up beside the last one. Its error counts only if the
-        call has not ended well meanwhile.
+        call has not ended well meanwhile, after which the last one may have closed.
         """
         try:
-            yield
-        except (SeatLost, StoreUnavailable):
-            raise
-        except TorchRosError as error:
+            try:
+                yield
+            except (SeatLost, StoreUnavailable):
+                raise
+            except TorchRosError as error:
+                if self.has_ended:
+                    raise
+                outcome = self._abort(error)
+                if outcome.failure == self._failure_of(error):
+                    raise
+                if outcome.failure is not None:
+                    raise outcome.failure.error() from error
+                log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
+        except Fenced:
             if self.has_ended:
                 raise
-            outcome = self._abort(error)
-            if outcome.failure == self._failure_of(error):
-                raise
-            if outcome.failure is not None:
-                raise outcome.failure.error() from error
-            log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
+            self._finish(self._await_outcome(Deadline(self.asked, CLEAN_UP_S)))
 
     def finish(self, value: str) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
@@ -286,19 +293,20 @@ class GroupCall(Attempt):
         count = self.settle((*seat.own, mine), ready, ahead, self._seen)
         if isinstance(count, Outcome):
             return count
+        self._was_counted = True
         if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(calls.readies, seat=seat, call=call)
             said = self.settle(everyone, all_ready, first=self._seen)
             if said is not None:
                 return said
-        # Not `settle`: if a peer closed after the call's good end, that end still counts.
-        ended = settle(
-            self.asked,
-            calls.outcome_ranges(seat, call),
-            partial(calls.await_outcome, seat=seat, call=call),
-            self._seen,
-        )
-        return run(ended, self.seating.kv, self.deadline, check=self._ledger.check_open)
+        return self._await_outcome(self.deadline, self._seen)
+
+    def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
+        seat, call = self.seat, self.decided
+        rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
+        ended = settle(self.asked, calls.outcome_ranges(seat, call), rule, first)
+        # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
+        return run(ended, self.seating.kv, deadline, check=self._ledger.check_open)
 
     def unpublish(self, ref: VersionRef, copy: Callable[[str], ShardRecord]) -> None:
         """Returns once nobody reads `ref` from this replica.

@@ -382,8 +382,12 @@ def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
     raise forgotten(seat, call.number)
 
 
-def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
-    """Wait for the ranks that are not ready yet."""
+def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> Step[Outcome]:
+    """Wait for the ranks that are not ready yet.
+
+    Args:
+        was_counted: This rank's ready record was there.
+    """
     current = find(view, seat, call.number)
     if current is not None and current.outcome is not None:
         return Done(current.outcome)
@@ -393,7 +397,7 @@ def await_outcome(view: View, seat: Seat, call: Call) -> Step[Outcome]:
         ready = seat.keys.ready(seat.inst, call.number, seat.rank)
         # Both records hang on this rank's lease, and only a good end deletes the readies.
         is_alive = view.get(seat.keys.shard(seat.inst, seat.rank)) is not None
-        if isinstance(lost, Fenced) and is_alive and view.get(ready) is None:
+        if was_counted and isinstance(lost, Fenced) and is_alive and view.get(ready) is None:
             return Done(Outcome())
         raise
     if current is None:
