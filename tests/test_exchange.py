@@ -9,6 +9,7 @@ import torch
 
 import torch_ros
 from torch_ros.deadline import Deadline
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard import host_copies as copies
@@ -90,7 +91,7 @@ def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
 
     monkeypatch.setattr(copies.Mailbox, "show_digests", pressed)
     with pytest.raises(KeyboardInterrupt):
-        HostCopy(transport, target.layout, target.memory, kept, 1, Digests())
+        HostCopy(transport, target.layout, target.memory, kept, 1, Digests(), HugePages())
     assert len(transport.registrations) == before
     transport.close()
 

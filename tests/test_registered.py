@@ -1,6 +1,7 @@
 """Which memory is registered for tensors that share it, and in how many spans it is read."""
 
 import itertools
+import time
 import uuid
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.spans import Region
 from torch_ros.transfer import reading
@@ -278,3 +280,51 @@ def test_a_change_of_memory_or_shape_or_strides_is_noticed(mesh, kind, tensor, c
     with torch.no_grad():
         change(mine)
     assert named.moved == ["b"]
+
+
+def test_pinned_and_empty_memory_is_kept_from_huge_pages(monkeypatch):
+    tensors = {"a": torch.zeros(8), "pinned": torch.zeros(16), "none": torch.zeros(0)}
+    tensors["tied"] = tensors["a"].view(2, 4)
+    pinned = tensors["pinned"].data_ptr()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() == pinned)
+    found = registered(tensors).unpinned()
+    assert found == ([Region(tensors["a"].data_ptr(), 32)], {"a device has pinned it": 64})
+
+
+def settled(handle):
+    deadline = time.monotonic() + 20.0
+    while (report := handle.huge_pages).bytes_waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return report
+
+
+def test_a_handle_brings_its_tensors_onto_huge_pages_once(etcd_endpoint, monkeypatch):
+    calls = []
+    monkeypatch.setattr(HugePages.__init__, "__defaults__", ("", lambda *a: calls.append(a) or 0))
+    tensors = {f"t{n}": torch.full((1 << 20,), float(n)) for n in range(4)}
+    with torch_ros.open("huge", endpoint=etcd_endpoint, transport="auto") as handle:
+        assert handle.huge_pages == torch_ros.HugePageReport()
+        handle.register(tensors)
+        assert handle.huge_pages.bytes_huge == 0  # not within the call
+        report = settled(handle)
+        assert 12 << 20 <= report.bytes_huge == len(calls) << 21
+        handle.publish(1)
+        handle.unpublish()
+        handle.unregister()
+        assert handle.huge_pages == torch_ros.HugePageReport()
+        handle.register(tensors)
+        assert settled(handle) == report
+    assert len(calls) << 21 == report.bytes_huge
+
+
+@pytest.mark.parametrize("way", ["option", "environment", "transport"])
+def test_huge_pages_are_turned_off(etcd_endpoint, monkeypatch, way):
+    if way == "environment":
+        monkeypatch.setenv("TORCH_ROS_HUGE_PAGES", "0")
+    options = {"huge_pages": way != "option", "transport": "ucx" if way == "transport" else "auto"}
+    with torch_ros.open(way, endpoint=etcd_endpoint, **options) as handle:
+        handle.register({"t": torch.ones(1 << 20)})
+        said = {"option": "huge_pages=False", "environment": "TORCH_ROS_HUGE_PAGES=0"}
+        assert said.get(way, "no memory is read through") in handle.huge_pages.off_because
+        assert not handle._shard.pages._has_thread

@@ -49,6 +49,7 @@ class Part:
     spot: bool
     ttl_s: int
     drain_s: float
+    huge_pages: bool
 
     @property
     def tensors(self):
@@ -136,6 +137,7 @@ class Player:
                 spot=part.spot,
                 ttl_s=part.ttl_s,
                 drain_s=part.drain_s,
+                huge_pages=part.huge_pages,
                 timeout_s=OPEN_S,
             )
 

@@ -107,6 +107,7 @@ class Stage:
             "spot": process.who in SPOT,
             "ttl_s": TTL_S,
             "drain_s": DRAIN_S,
+            "huge_pages": (process.rank + process.lives) % 2 == 1,
         }
         name = f"{process.who}-{process.rank}"
         process.puppet = self.puppets.start(PLAYER, json.dumps(part), name=name)

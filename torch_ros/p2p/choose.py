@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Literal
 
+from torch_ros import environment
 from torch_ros.costs import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.p2p.copying import thread_count
+from torch_ros.p2p.huge_pages import HugePages, obstacle
 from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,6 @@ def choose_transport(
     # reach it: C++ classes that are half made cannot be made again in this process.
     with ThreadPoolExecutor(1, "torch_ros loads NIXL") as aside:
         aside.submit(import_module, "torch_ros.p2p.nixl").result()
-    from torch_ros.p2p.near import NearTransport  # noqa: PLC0415
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
     how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
@@ -51,3 +53,13 @@ def choose_transport(
     nixl = NixlTransport(agent, tcp_only=name == "ucx-tcp")
     # Both ends can talk, whether they copy or not.
     return NearTransport(nixl, is_used=name == "auto", threads=thread_count())
+
+
+def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
+    """What brings memory onto huge pages where peers copy it through the kernel."""
+    is_copied = isinstance(transport, NearTransport) and transport.host and transport.threads.count
+    if not is_wanted:
+        return HugePages("open(huge_pages=False)")
+    if environment.value(environment.HUGE_PAGES) == "0":
+        return HugePages(f"{environment.HUGE_PAGES}=0")
+    return HugePages(obstacle() if is_copied else "no memory is read through the kernel here")

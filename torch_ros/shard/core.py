@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 from torch_ros import arguments
 from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
 from torch_ros.protocol.closing import Leaving
@@ -73,13 +74,14 @@ class Shard:
         mailbox: Mailbox,
         reading: Reading,
         settings: Settings,
+        pages: HugePages,
     ) -> None:
-        self.model, self.group, self.settings = model, group, settings
+        self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading = mailbox, reading
         self.word = OwnWord(group, mailbox)
-        self.tensors = Tensors(mailbox)
+        self.tensors = Tensors(mailbox, pages)
         self.manifests = Manifests(group, mailbox, reading.peers)
-        self.copies = Copies(group, transport)
+        self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
         self.last_read: ReadReport | None = None

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
+from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.versions import listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
@@ -96,6 +97,11 @@ class ShardHandle:
     def last_read(self) -> ReadReport | None:
         """The report of the handle's last replicate, update or dcp.load."""
         return self._shard.last_read
+
+    @property
+    def huge_pages(self) -> HugePageReport:
+        """How much of the registered memory is on huge pages by now; see `open(huge_pages=...)`."""
+        return self._shard.pages.report
 
     @property
     def state(self) -> State:

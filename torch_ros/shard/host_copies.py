@@ -11,6 +11,7 @@ import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, ClosedError, SeatLost
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
@@ -50,13 +51,15 @@ class HostCopy:
         kept: Kept,
         call: int,
         digests: Digests,
+        pages: HugePages,
     ) -> None:
         self.kept, self.call = kept, call
         self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
-        for chunk, tensor in zip(self._chunks, memory, strict=True):
-            copy_bits(chunk, tensor)
         regions = {Region(chunk.data_ptr(), chunk.nbytes) for chunk in self._chunks}
         ordered = sorted(regions, key=lambda region: region.address)
+        pages.ask(ordered)
+        for chunk, tensor in zip(self._chunks, memory, strict=True):
+            copy_bits(chunk, tensor)
         addresses = [chunk.data_ptr() for chunk in self._chunks]
         self.mailbox = Mailbox(transport)
         try:
@@ -73,8 +76,8 @@ class HostCopy:
 
 
 class Copies:
-    def __init__(self, group: Group, transport: Transport) -> None:
-        self._group, self._transport = group, transport
+    def __init__(self, group: Group, transport: Transport, pages: HugePages) -> None:
+        self._group, self._transport, self._pages = group, transport, pages
         # By the call that made it: under each seat that is taken again it has another name.
         self._copies: dict[int, HostCopy] = {}
         self._keepers: dict[int, threading.Thread] = {}  # which offer them while they are needed
@@ -91,8 +94,9 @@ class Copies:
         if number not in self._copies:
             kept = self._group.ledger.holds
             assert kept is not None
+            layout, memory = registered.layout, registered.memory
             self._copies[number] = HostCopy(
-                self._transport, registered.layout, registered.memory, kept, number, digests
+                self._transport, layout, memory, kept, number, digests, self._pages
             )
         return shard_of(self._copies[number].mailbox)
 

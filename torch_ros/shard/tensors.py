@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from torch_ros.errors import ContractBroken, UsageError
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
 from torch_ros.weights.local import build, local_chunks, span_of
@@ -17,8 +19,8 @@ log = logging.getLogger(__name__)
 class Tensors:
     """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, pages: HugePages) -> None:
+        self._mailbox, self._pages = mailbox, pages
         self.registered: Registered | None = None
         self._named: NamedTensors | None = None  # as `register` got them, not a save or load
 
@@ -27,6 +29,7 @@ class Tensors:
         registered = Registered.of(state)
         if registered is self.registered:
             return registered
+        before = self._mailbox.regions
         try:
             self._mailbox.show(
                 registered.layout, registered.addresses, registered.devices, registered.regions
@@ -35,6 +38,8 @@ class Tensors:
             self.withdraw()
             raise
         self.registered, self._named = registered, None
+        if self._mailbox.regions is not before:
+            self._pages.follow(partial(Registered.unpinned, registered))
         return registered
 
     def show_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
@@ -49,6 +54,7 @@ class Tensors:
 
     def forget(self) -> None:
         self.registered = self._named = None
+        self._pages.follow(None)
 
     def require(self, call: str) -> Registered:
         """Raises: UsageError: Nothing is registered."""

@@ -75,7 +75,7 @@ class Mailbox:
         where = self._own.descriptor, self._memory.ctypes.data
         self.card = msgspec.msgpack.encode(Card(transport.agent, transport.connection, *where))
         self._tensors: Registration | None = None
-        self._regions: tuple[Region, ...] = ()
+        self.regions: tuple[Region, ...] = ()  # of what is shown; the same until it changes
         self._manifests: list[_ManifestBuffer] = []  # the first one is shown
 
     @property
@@ -93,10 +93,10 @@ class Mailbox:
 
         The memory must stay allocated until `withdraw`, or the next `show`, has returned.
         """
-        if self._tensors is None or self._regions != tuple(regions):
+        if self._tensors is None or self.regions != tuple(regions):
             self.withdraw()
             self._tensors = self._transport.register(regions)
-            self._regions = tuple(regions)
+            self.regions = tuple(regions)
         manifest = Manifest(layout, tuple(addresses), tuple(devices), self._tensors.descriptor)
         if self.manifest != manifest:
             self._post(manifest)
@@ -151,7 +151,7 @@ class Mailbox:
         if self._tensors is not None:
             self._before_withdraw()
             self._tensors.close()
-        self._manifests, self._tensors, self._regions = [], None, ()
+        self._manifests, self._tensors, self.regions = [], None, ()
 
     def close(self) -> None:
         self.withdraw()

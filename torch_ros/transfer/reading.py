@@ -12,6 +12,7 @@ import numpy as np
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import Batch, Preparation, close_batches
 from torch_ros.transfer.feed import Following, Progress, Supply
@@ -42,10 +43,14 @@ class Reading:
     """
 
     def __init__(
-        self, transport: Transport, staging_bytes: int, costs: tuple[Costs, Costs]
+        self,
+        transport: Transport,
+        staging_bytes: int,
+        costs: tuple[Costs, Costs],
+        pages: HugePages,
     ) -> None:
         self.peers = Peers(transport, self.forget)
-        self._staging = Staging(transport, staging_bytes)
+        self._staging = Staging(transport, staging_bytes, pages)
         self._near_costs, self._far_costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()

@@ -149,6 +149,13 @@ class Registered:
         regions = {r for r in regions if not any(_is_inside(r, pool) for pool in pools)} | pools
         return sorted(regions, key=lambda r: (r.device, r.address, r.size_bytes))
 
+    def unpinned(self) -> tuple[list[Region], Mapping[str, int]]:
+        """The host memory that no device has pinned; and how many bytes are."""
+        spans = {(*span_of(t), t.is_pinned()) for t in self.memory if t.is_cpu and t.numel()}
+        free = [Region(start, size) for start, size, is_pinned in spans if not is_pinned]
+        pinned = sum(size for _, size, is_pinned in spans if is_pinned)
+        return free, {"a device has pinned it": pinned} if pinned else {}
+
     @cached_property
     def bytes_total(self) -> int:
         return sum(tensor.nbytes for tensor in self.memory)

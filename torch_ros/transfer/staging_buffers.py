@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Registration, Transfer, Transport
-from torch_ros.spans import Region, Spans
+from torch_ros.spans import HOST, Region, Spans
 from torch_ros.weights.manifest import Manifest
 from torch_ros.weights.plan import Route
 from torch_ros.weights.staging import StagedCopy, copy_staged
@@ -38,8 +39,8 @@ class StagedGroup:
 class Staging:
     """The staging buffers of a process, kept until `close`."""
 
-    def __init__(self, transport: Transport, size_bytes: int) -> None:
-        self._transport, self.size_bytes = transport, size_bytes
+    def __init__(self, transport: Transport, size_bytes: int, pages: HugePages) -> None:
+        self._transport, self.size_bytes, self._pages = transport, size_bytes, pages
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
 
     def placed(
@@ -58,6 +59,8 @@ class Staging:
                 self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device
             )
             region = Region(buffer.data_ptr(), buffer.nbytes, buffer.get_device())
+            if region.device == HOST:
+                self._pages.ask([region])
             self._buffers[device] = (buffer, self._transport.register([region]))
         return self._buffers[device][0]
 
