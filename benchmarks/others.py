@@ -20,13 +20,14 @@ CONNECT_S = 30.0
 
 
 class Copy:
-    """torch's copy within one process."""
+    """torch's copy within one process, between tensors that were copied a moment ago."""
 
     def __init__(self, sources: contents.Tensors, targets: contents.Tensors) -> None:
         self._sources, self._targets = sources, targets
 
     def copy(self, version: int) -> float:
         contents.write(self._sources, version)
+        self._copy()
         return seconds(self._copy)
 
     def _copy(self) -> None:

@@ -9,6 +9,7 @@ from harness import Setup, seconds
 
 import torch_ros
 
+SETTLE_S = 60.0
 ALONE = {"rank": 0, "world_size": 1}  # whatever process group the process is in
 
 
@@ -22,11 +23,23 @@ def opened(
     return handle
 
 
+def settle(handle: torch_ros.ShardHandle) -> torch_ros.HugePageReport:
+    """Wait until the registered tensors are on as many huge pages as they will be."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while (report := handle.huge_pages).bytes_waiting:
+        assert time.monotonic() < deadline_s, report
+        time.sleep(0.1)
+    return report
+
+
 class Trainer:
     def __init__(self, setup: Setup, model: str, tensors: contents.Tensors, **options: Any) -> None:
         self.tensors = tensors
         self._handle = opened(setup, model, "trainer", tensors, **options)
         self._version = 0
+
+    def settle(self) -> torch_ros.HugePageReport:
+        return settle(self._handle)
 
     def size_bytes(self) -> int:
         return contents.size_bytes(self.tensors)
@@ -64,6 +77,9 @@ class Rollout:
     ) -> None:
         self.tensors = tensors
         self._handle = opened(setup, model, name, tensors, **options)
+
+    def settle(self) -> torch_ros.HugePageReport:
+        return settle(self._handle)
 
     def replicate(self, version: int) -> dict[str, Any]:
         return self._read(lambda: self._handle.replicate(version))
