@@ -184,9 +184,22 @@ class GroupCall(Attempt):
         self.decide((), effects)
         raise error
 
-    def decide_to_publish(self, version: int) -> None:
+    def decide_to_publish(self, version: int, layout: str = "") -> None:
+        """Decide to publish; a rank that is alone may end the call with that.
+
+        Args:
+            layout: The layout that this rank, the only one, shows already as `fresh_uid`.
+        """
         keys, run = self.seat.keys, self.seat.run
-        effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
+        uid = self.fresh_uid
+
+        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+            ends = layout and calls.may_end_at_once(view, seat, version, uid)
+            step = calls.publish(view, seat, call, version, uid, layout if ends else "")
+            if ends:
+                self._is_ready(seat.ref(version, uid), layout)
+            return step
+
         own = keys.holding(run, version, self.seat.inst)
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
@@ -273,12 +286,15 @@ class GroupCall(Attempt):
         )
         self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
+    def _is_ready(self, ref: VersionRef, value: str) -> None:
+        # From here on the call may end well, also by a peer, without this rank hearing of it.
+        self.may_hold = Kept(ref, self.number, value, self.kind == "publish")
+        self._value, self.was_ready = value, True
+
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided
         if call.ref is not None:
-            # From here on a peer may complete the call without this rank hearing of it.
-            self.may_hold = Kept(call.ref, call.number, value, call.kind == "publish")
-            self._value, self.was_ready = value, True
+            self._is_ready(call.ref, value)
         if seat.world_size == 1:
             return {seat.rank: value}
         reads = calls.own_records(seat, call, self.read_from)[1:]
@@ -395,7 +411,7 @@ class GroupCall(Attempt):
             raise CallMismatch(seat.replica, self.number, self.asked, self._call.asked)
         ref = self._call.ref if self._call else None
         if ref is None:
-            ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
+            ref = seat.ref(version, self.fresh_uid)
             self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
         layout = self._ledger.layout_of(value)
         self.may_hold = Kept(ref, self.number, layout, is_original=True)
