@@ -275,7 +275,8 @@ class _Link:
     def cut(self) -> None:
         """End the connection below reads that are in flight, and so these; over TCP only."""
         with self.transport.lock:
-            flying = [read for read in self.reads if read.is_landing()]
+            # A copy: another thread may prepare its next read meanwhile.
+            flying = [read for read in tuple(self.reads) if read.is_landing()]
             if not flying:
                 return
             asked_s = time.monotonic() - max(read.posted_s for read in flying)

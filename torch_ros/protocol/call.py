@@ -71,7 +71,6 @@ class GroupCall(Attempt):
         self.reroutes = 0  # how often a source was lost
         self.said = ""  # agree: by all ranks, once it has ended
         self._refuses = False
-        self._value = ""  # what this rank said
 
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
@@ -197,7 +196,7 @@ class GroupCall(Attempt):
             ends = layout and calls.may_end_at_once(view, seat, version, uid)
             step = calls.publish(view, seat, call, version, uid, layout if ends else "")
             if ends:
-                self._is_ready(seat.ref(version, uid), layout)
+                self.may_end_well(seat.ref(version, uid), layout)
             return step
 
         own = keys.holding(run, version, self.seat.inst)
@@ -244,7 +243,7 @@ class GroupCall(Attempt):
                 if self.has_ended:
                     raise
                 outcome = self._abort(error)
-                if outcome.failure == self._failure_of(error):
+                if outcome.failure == self.failure_of(error):
                     raise
                 if outcome.failure is not None:
                     raise outcome.failure.error() from error
@@ -286,15 +285,10 @@ class GroupCall(Attempt):
         )
         self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
-    def _is_ready(self, ref: VersionRef, value: str) -> None:
-        # From here on the call may end well, also by a peer, without this rank hearing of it.
-        self.may_hold = Kept(ref, self.number, value, self.kind == "publish")
-        self._value, self.was_ready = value, True
-
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided
         if call.ref is not None:
-            self._is_ready(call.ref, value)
+            self.may_end_well(call.ref, value)
         if seat.world_size == 1:
             return {seat.rank: value}
         reads = calls.own_records(seat, call, self.read_from)[1:]
@@ -376,7 +370,7 @@ class GroupCall(Attempt):
         """
         if self._ledger.is_closed:
             return
-        self._failure = self._failure_of(error)
+        self._failure = self.failure_of(error)
         # Nobody can have completed it without this rank, and peers that still make it should know.
         is_done_with = self.kind != "unpublish" and not self.was_ready
         if not self.has_ended and is_done_with and self._ledger.gave_up(self):
@@ -426,11 +420,7 @@ class GroupCall(Attempt):
 
     def _abort(self, error: BaseException) -> Outcome:
         deadline = Deadline(f"giving up {self.asked}", CLEAN_UP_S)
-        return self._end(self._failure_of(error), deadline)
-
-    def _failure_of(self, error: BaseException) -> Failure:
-        seat = self.seat
-        return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
+        return self._end(self.failure_of(error), deadline)
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
         rule = partial(
@@ -450,8 +440,8 @@ class GroupCall(Attempt):
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
         self._ledger.learn(call, outcome, self.seat)
-        if call.kind == "publish" and self._value and outcome.failure is None:
-            self._ledger.published(self._value, outcome.said)
+        if call.kind == "publish" and self.value and outcome.failure is None:
+            self._ledger.published(self.value, outcome.said)
         self.has_ended, self.may_hold, self.said = True, None, outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:

@@ -57,12 +57,21 @@ class Attempt(ABC):
         self.ready: Call | None = None  # a publication that was not waited for, as it would end
         self.may_hold: Kept | None = None
         """The version that the group may hold because of this call, for all that is known."""
+        self.value = ""  # of this rank's part: what it said, or says with the decision
+
+    def may_end_well(self, ref: VersionRef, value: str) -> None:
+        """Note that from here on it may, also by a peer, without this rank hearing of it."""
+        self.may_hold = Kept(ref, self.number, value, self.kind == "publish")
+        self.value, self.was_ready = value, True
 
     @property
     def abandoned(self) -> Failure:
         """How it ends for the peers when this rank does not wait for it."""
         seat = self.seat
-        error = CallAborted(seat.replica, self.number, seat.rank, DOES_NOT_WAIT)
+        return self.failure_of(CallAborted(seat.replica, self.number, seat.rank, DOES_NOT_WAIT))
+
+    def failure_of(self, error: BaseException) -> Failure:
+        seat = self.seat
         return Failure.of(error, replica=seat.replica, call=self.number, rank=seat.rank)
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """Copies of versions in host memory, that outlive the tensors they were made from."""
 
+import itertools
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import torch
 from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
@@ -24,6 +26,7 @@ from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import copy_bits, packed
 from torch_ros.weights.manifest import Layout
 
@@ -54,16 +57,21 @@ class HostCopy:
         pages: HugePages,
     ) -> None:
         self.kept, self.call = kept, call
-        self._chunks = [torch.empty(t.shape, dtype=t.dtype) for t in memory]
-        regions = {Region(chunk.data_ptr(), chunk.nbytes) for chunk in self._chunks}
-        ordered = sorted(regions, key=lambda region: region.address)
-        pages.ask(ordered)
+        ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
+        self._memory = LastingMemory(ends[-1])
+        room = torch.from_numpy(self._memory.bytes)
+        self._chunks = [
+            room[start : start + t.nbytes].view(t.dtype).view(t.shape)
+            for start, t in zip(ends, memory, strict=False)
+        ]
+        regions = [Region(room.data_ptr(), room.nbytes)] if room.nbytes else []
+        pages.ask(regions)
         for chunk, tensor in zip(self._chunks, memory, strict=True):
             copy_bits(chunk, tensor)
-        addresses = [chunk.data_ptr() for chunk in self._chunks]
+        addresses = [room.data_ptr() + start for start in ends[:-1]]
         self.mailbox = Mailbox(transport)
         try:
-            self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), ordered)
+            self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), regions)
             self.mailbox.show_digests(digests)
         except BaseException:
             self.close()
@@ -73,6 +81,7 @@ class HostCopy:
     def close(self) -> None:
         self.mailbox.close()
         self._chunks.clear()
+        self._memory.close()
 
 
 class Copies:

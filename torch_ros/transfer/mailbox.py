@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
 from torch_ros.transfer.card import MAILBOX_BYTES, WORD_BYTES, Card, Notice, Word, digest
@@ -46,7 +47,7 @@ def region_of(buffer: npt.NDArray[np.uint8]) -> Region:
 @dataclass(slots=True)
 class _ManifestBuffer:
     manifest: Manifest
-    buffer: npt.NDArray[np.uint8]
+    memory: LastingMemory
     registration: Registration
     notice: bytes = b""  # as it goes into the mailbox; empty: the manifest is not written
 
@@ -54,9 +55,14 @@ class _ManifestBuffer:
         """Overwrite it. A reader that got the old bytes notices: their digest does not match."""
         self.notice = b""  # should Ctrl-C come before the next one is there
         self.manifest = manifest
-        self.buffer[: len(content)] = np.frombuffer(content, np.uint8)
-        where = self.buffer.ctypes.data, len(content), digest(content)
+        buffer = self.memory.bytes
+        buffer[: len(content)] = np.frombuffer(content, np.uint8)
+        where = buffer.ctypes.data, len(content), digest(content)
         self.notice = Notice(*where, self.registration.descriptor).pack()
+
+    def close(self) -> None:
+        self.registration.close()
+        self.memory.close()
 
 
 class Mailbox:
@@ -69,7 +75,8 @@ class Mailbox:
         self, transport: Transport, before_withdraw: Callable[[], None] = lambda: None
     ) -> None:
         self._transport, self._before_withdraw = transport, before_withdraw
-        self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
+        self._lasting = LastingMemory(MAILBOX_BYTES)
+        self._memory = self._lasting.bytes
         self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
         self._own = transport.register([region_of(self._memory)])
         where = self._own.descriptor, self._memory.ctypes.data
@@ -125,13 +132,13 @@ class Mailbox:
         """Write it into the buffer that is not shown, if it fits, else into a new one."""
         content = manifest.encode()
         spare = self._manifests[-1] if len(self._manifests) == MANIFESTS_KEPT else None
-        if spare is None or spare.buffer.nbytes < len(content):
-            buffer = np.zeros(len(content) + len(content) // 8, np.uint8)  # digests vary in size
-            registration = self._transport.register([region_of(buffer)])
+        if spare is None or spare.memory.bytes.nbytes < len(content):
+            memory = LastingMemory(len(content) + len(content) // 8)  # digests vary in size
+            registration = self._transport.register([region_of(memory.bytes)])
             if spare is not None:
                 self._manifests.remove(spare)
-                spare.registration.close()
-            spare = _ManifestBuffer(manifest, buffer, registration)
+                spare.close()
+            spare = _ManifestBuffer(manifest, memory, registration)
         spare.write(manifest, content)
         return spare
 
@@ -147,7 +154,7 @@ class Mailbox:
         """Show nothing. Afterwards the memory may be freed. Idempotent."""
         self._memory[:] = 0
         for each in self._manifests:
-            each.registration.close()
+            each.close()
         if self._tensors is not None:
             self._before_withdraw()
             self._tensors.close()
@@ -156,3 +163,7 @@ class Mailbox:
     def close(self) -> None:
         self.withdraw()
         self._own.close()
+        # Its place may become another's: who still holds this one writes elsewhere.
+        self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
+        self._word = self._memory[:WORD_BYTES].view(np.uint64)
+        self._lasting.close()

@@ -1,0 +1,100 @@
+"""Memory that stays mapped after use, and the mailboxes and copies that lie in it."""
+
+import ctypes
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.lasting import LastingMemory
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.protocol.records import Kept, VersionRef
+from torch_ros.shard.host_copies import HostCopy
+from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.weights.local import build, local_chunks
+
+MIB = 1 << 20
+
+
+def resident_bytes(address):
+    """Of the mapping that this address lies in. It has to be mapped."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    pytest.fail(f"{address:#x} is not mapped")
+
+
+def test_addresses_stay_and_pages_go():
+    memory = LastingMemory(8 * MIB)
+    memory.bytes.fill(7)
+    address = memory.bytes.ctypes.data
+    assert resident_bytes(address) >= 8 * MIB
+    memory.close()
+    memory.close()
+    del memory
+    gc.collect()
+    assert resident_bytes(address) < MIB
+    assert ctypes.string_at(address, 16) == bytes(16)
+
+
+def test_the_smallest_that_fits_is_used_again():
+    large, small = LastingMemory(9 * MIB), LastingMemory(5 * MIB)
+    where = small.bytes.ctypes.data
+    large.close()
+    small.close()
+    again = LastingMemory(4 * MIB + 1)
+    assert again.bytes.ctypes.data == where
+    assert again.bytes.nbytes == 4 * MIB + 1
+    assert not again.bytes.any()
+    again.close()
+
+
+def test_a_closed_mailbox_leaves_its_successor_alone():
+    transport = MemoryTransport()
+    old = Mailbox(transport)
+    old.close()
+    new = Mailbox(transport)
+    new.serve(5, ALL_BLOCKS)
+    shown = new._word.copy()
+    old.void()
+    old.serve(6, ALL_BLOCKS)
+    old.close()
+    assert np.array_equal(new._word, shown)
+    new.close()
+    transport.close()
+
+
+def test_a_copy_that_is_let_go_stays_mapped_for_who_asks_late():
+    """Readers that are not waited for ask UCX at the source for it, which would end there."""
+    tensors = {
+        "a": torch.arange(300_000.0),
+        "b": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.tensor(True),
+        "d": torch.zeros(0, 4),
+    }
+    layout, memory = build(local_chunks(tensors), {})
+    transport = MemoryTransport()
+    kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, layout.digest, is_original=True)
+    copy = HostCopy(transport, layout, memory, kept, 1, Digests(), HugePages("no"))
+    manifest = copy.mailbox.manifest
+    for chunk, tensor in zip(copy._chunks, memory, strict=True):
+        assert torch.equal(chunk, tensor)
+    assert [chunk.data_ptr() for chunk in copy._chunks if chunk.numel()] == [
+        address
+        for address, chunk in zip(manifest.addresses, copy._chunks, strict=True)
+        if chunk.numel()
+    ]
+    copy.close()
+    for address in manifest.addresses:
+        assert ctypes.string_at(address, 1) == bytes(1)
+    assert resident_bytes(max(manifest.addresses)) < MIB
+    transport.close()
