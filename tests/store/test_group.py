@@ -620,6 +620,31 @@ def test_a_group_that_lost_its_seats_takes_them_again_and_makes_its_call_again(s
     assert store.there("readers/") == []
 
 
+def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
+    """Its bytes are overwritten next; who takes it for held would keep and offer a copy of them."""
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    first, before = publish(trainer, 7), rollout.seat.inst
+    may_hold = []
+
+    def body(call):
+        call.decide_to_read(Spec.parse("latest"), is_relay=True)
+        may_hold.append(call.may_hold)
+        if len(may_hold) == 1:
+            call.finish("L")
+            may_hold.append(call.may_hold)
+            store.kv.commit(Txn(ops=(Delete(one(call.seat.group)),)), timeout_s=5)
+            until(lambda: rollout.state == "seated" and rollout.seat.inst != before)
+            unpublish(trainer, first)
+            publish(trainer, 8)
+            raise SeatLost("rollout", "its group record is gone")
+        finish(call, "L")
+        return call.ref.version
+
+    task = GroupTask("replicate", "replicate latest", Deadline("replicate", 20), body)
+    assert rollout.make(task) == 8
+    assert [kept and kept.ref.version for kept in may_hold] == [None, 7, None]
+
+
 def test_close_makes_everything_vanish_at_once(store):
     trainer, other = store.join("trainer"), store.join("other")
     publish(trainer, 7)

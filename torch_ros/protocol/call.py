@@ -156,6 +156,7 @@ class GroupCall(Attempt):
             case _:
                 self.is_recorded = True
                 self._call = call  # also if it is another one: its end is learned
+                self.brings(call.ref)
         match met:
             case "missed":
                 assert call.outcome is not None

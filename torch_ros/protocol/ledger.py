@@ -59,6 +59,11 @@ class Attempt(ABC):
         """The version that the group may hold because of this call, for all that is known."""
         self.value = ""  # of this rank's part: what it said, or says with the decision
 
+    def brings(self, ref: VersionRef | None) -> None:
+        """Note what it is decided to bring; not, then, what an earlier decision would have."""
+        if self.may_hold and ref != self.may_hold.ref:
+            self.may_hold, self.was_ready = None, False
+
     def may_end_well(self, ref: VersionRef, value: str) -> None:
         """Note that from here on it may, also by a peer, without this rank hearing of it."""
         self.may_hold = Kept(ref, self.number, value, self.kind == "publish")
