@@ -114,7 +114,6 @@ class _Job:
     def end(self) -> None:
         """Let go of whatever the memory is found by: it may be freed."""
         self.is_over, self.find = True, lambda: ((), {})
-        vars(self).pop("found", None)
 
 
 class HugePages:
