@@ -1,7 +1,7 @@
 """How fast weights get from process to process, beside what else people use on one host.
 
 Runs all parts, writes docs/benchmarks: results.json, README.md and its pictures; prints what was
-aimed at and what was found. Progress goes to stderr. Some 8 GiB of memory at the default size.
+aimed at and what was found. Progress goes to stderr. Some 9 GiB of memory at the default size.
 """
 
 import argparse
@@ -21,6 +21,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import checkpoint
 import fanout
 import footprint
+import huge_pages
 import one_to_one
 import planning
 import plots
@@ -36,6 +37,7 @@ PARTS = {
     "planning": planning,
     "fanout": fanout,
     "steady": steady,
+    "huge-pages": huge_pages,
     "tcp": tcp,
     "footprint": footprint,
     "dcp": checkpoint,

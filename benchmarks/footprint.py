@@ -1,6 +1,5 @@
 """What an open handle takes of the machine besides its tensors."""
 
-import re
 import time
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import tensors as contents
 import torch
 from harness import Actors, Setup, ask_all, say, started
+from peers import settle, status_bytes
 from report import Report, Row
 
 import torch_ros
@@ -46,17 +46,20 @@ class End:
 
     def open(self) -> float:
         """MiB it has grown by."""
-        before = _bytes("status", "VmRSS")
+        before = status_bytes("VmRSS")
         model = f"{self._setup.name}-memory-{self._transport}"
         self._handle = torch_ros.open(
             model, endpoint=self._setup.endpoint, replica=self._role, transport=self._transport
         )
-        return (_bytes("status", "VmRSS") - before) / 2**20
+        return (status_bytes("VmRSS") - before) / 2**20
 
     def register(self) -> None:
         """Memory counts from here on."""
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-        self._rss_bytes, self._pss_bytes = _bytes("status", "VmRSS"), _bytes("smaps_rollup", "Pss")
+        self._rss_bytes, self._pss_bytes = (
+            status_bytes("VmRSS"),
+            status_bytes("Pss", "smaps_rollup"),
+        )
         self._handle.register(self._tensors)
 
     def publish(self, version: int) -> None:
@@ -71,25 +74,18 @@ class End:
 
     def grown(self) -> tuple[float, float]:
         """MiB since `register`: of the peak, and now, of its share of what is shared."""
-        peak = _bytes("status", "VmHWM") - self._rss_bytes
-        return peak / 2**20, (_bytes("smaps_rollup", "Pss") - self._pss_bytes) / 2**20
+        peak = status_bytes("VmHWM") - self._rss_bytes
+        return peak / 2**20, (status_bytes("Pss", "smaps_rollup") - self._pss_bytes) / 2**20
 
     def idle(self) -> float:
         """Percent of a core that the process takes while it is told nothing."""
+        settle(self._handle)
         began_s, used_s = time.perf_counter(), time.process_time()
         time.sleep(IDLE_S)
         return 100 * (time.process_time() - used_s) / (time.perf_counter() - began_s)
 
     def close(self) -> None:
         self._handle.close()
-
-
-def _bytes(where: str, name: str) -> int:
-    found = re.search(
-        rf"^{name}:\s*(\d+) kB", Path(f"/proc/self/{where}").read_text(), re.MULTILINE
-    )
-    assert found is not None, f"/proc/self/{where} has no {name}"
-    return int(found[1]) << 10
 
 
 def end(setup: Setup, role: str, transport: TransportName) -> Actors:

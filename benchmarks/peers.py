@@ -1,7 +1,9 @@
 """Those who move weights with torch_ros: actors for the processes of the benchmark."""
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tensors as contents
@@ -112,6 +114,15 @@ class Rollout:
 
     def close(self) -> None:
         self._handle.close()
+
+
+def status_bytes(name: str, where: str = "status") -> int:
+    """What the kernel says of this process's memory in that file of /proc/self."""
+    found = re.search(
+        rf"^{name}:\s*(\d+) kB", Path(f"/proc/self/{where}").read_text(), re.MULTILINE
+    )
+    assert found is not None, f"/proc/self/{where} has no {name}"
+    return int(found[1]) << 10
 
 
 class Process:
