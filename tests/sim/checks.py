@@ -309,16 +309,11 @@ class Checks:
     @told_at_once
     def copied(self, copy, process: Process) -> None:
         """A copy in host memory is what was published."""
-        ref = copy.kept.ref
-        if process.start.size == 1 and ref.uid not in self.truth:
-            # It does not know whether the request to publish has arrived, which is the end too.
-            self.truth[ref.uid] = self.world.contents[ref.version]
-            self.world.versions[ref.uid] = ref.version
-        content = self.truth.get(ref.uid)
+        content = self.truth.get(copy.kept.ref.uid)
         if content is None:  # its rank had a seat with it, and cannot know that a peer had none
             last = process.handle._shard.group.ledger.unfinished
             may_be_offered = last is not None and last.ready is not None and last.was_ready
-            demand(may_be_offered, f"I4: {process} copies {ref}, which was never offered")
+            demand(may_be_offered, f"I4: {process} copies {copy.kept.ref}, which was never offered")
             return
         cells = [cell for chunk in copy._chunks for cell in chunk.flatten().tolist()]
         good = cells == process.expected(content).tolist()
@@ -414,8 +409,7 @@ class Checks:
         if old is None:
             born = new.state
             self.world.saw(f"holding begins {born}")
-            is_alone = new.is_original and new.world_size == 1
-            may_be_full = "+" in inst or "." in inst or is_alone
+            may_be_full = "+" in inst or "." in inst
             demand(born == "filling" or may_be_full, f"I1: {key} begins as {born}")
             if born == "filling" and new.is_original:
                 self._newest(key)

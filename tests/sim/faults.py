@@ -351,11 +351,6 @@ fault(
 )(edited(guards=not_on("versions")))
 
 
-@fault("somebody else's version is published at once", (calls, "may_end_at_once"))
-def _always(_):
-    return lambda *_: True
-
-
 @fault(
     "a number keeps its uid when nobody holds it",
     (calls, "_fellow_publisher"),

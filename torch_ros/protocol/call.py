@@ -184,22 +184,9 @@ class GroupCall(Attempt):
         self.decide((), effects)
         raise error
 
-    def decide_to_publish(self, version: int, layout: str = "") -> None:
-        """Decide to publish; a rank that is alone may end the call with that.
-
-        Args:
-            layout: The layout that this rank, the only one, shows already as `fresh_uid`.
-        """
+    def decide_to_publish(self, version: int) -> None:
         keys, run = self.seat.keys, self.seat.run
-        uid = self.fresh_uid
-
-        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-            ends = layout and calls.may_end_at_once(view, seat, version, uid)
-            step = calls.publish(view, seat, call, version, uid, layout if ends else "")
-            if ends:
-                self.may_end_well(seat.ref(version, uid), layout)
-            return step
-
+        effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
         own = keys.holding(run, version, self.seat.inst)
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
@@ -406,7 +393,7 @@ class GroupCall(Attempt):
             raise CallMismatch(seat.replica, self.number, self.asked, self._call.asked)
         ref = self._call.ref if self._call else None
         if ref is None:
-            ref = seat.ref(version, self.fresh_uid)
+            ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
             self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
         layout = self._ledger.layout_of(value)
         self.may_hold = Kept(ref, self.number, layout, is_original=True)

@@ -183,15 +183,10 @@ def _refuse_old(view: View, seat: Seat, version: int) -> None:
         raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
 
 
-def publish(
-    view: View, seat: Seat, call: Call, version: int, fresh_uid: str, layout: str = ""
-) -> Step[Call]:
+def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) -> Step[Call]:
     """Announce the version; it is offered once every rank is ready.
 
-    Args:
-        fresh_uid: The call's own: if it is there already, this call is made again.
-        layout: Of what the only rank shows as `fresh_uid`: the call ends with its decision. The
-            caller asks `may_end_at_once` first. "": all ranks have to be ready.
+    `fresh_uid` is the call's own: if it is there already, this call is made again.
     """
     _refuse_old(view, seat, version)
     _refuse_second(view, seat)
@@ -209,18 +204,12 @@ def publish(
         if old != key and not any(True for _ in view.within(holders))
     }
     forgotten = dict(itertools.islice(forgotten.items(), DELETES_MAX))
-    ref = seat.ref(version, record.uid)
+    ref = VersionRef(run, version, record.uid, seat.run_number)
     holding = _filling(seat, call, ref, is_original=True)
-    decided = msgspec.structs.replace(call, ref=ref)
-    if layout:
-        record = VersionRecord(fresh_uid, layout)
-        holding = msgspec.structs.replace(holding, state="full")
-        outcome = Outcome(is_source=True, said=layout)
-        decided = msgspec.structs.replace(decided, outcome=outcome)
     return recorded(
         view,
         seat,
-        decided,
+        msgspec.structs.replace(call, ref=ref),
         # The ranged guard keeps two versions published at once from both being the newest.
         (
             view.unchanged(key),
@@ -235,13 +224,6 @@ def publish(
             holding_put(view, seat, ref, holding),
         ),
     )
-
-
-def may_end_at_once(view: View, seat: Seat, version: int, fresh_uid: str) -> bool:
-    """Whether a version is new to all: its uid will be the call's own, and its layout is free."""
-    there = VersionRecord.at(view, seat.keys.version(seat.run, version))
-    is_again = there is not None and there.uid == fresh_uid
-    return not is_again and not any(view.within(seat.keys.holdings_of(seat.run, version)))
 
 
 def publish_ranges(seat: Seat) -> tuple[Range, ...]:

@@ -57,7 +57,7 @@ class Attempt(ABC):
         self.ready: Call | None = None  # a publication that was not waited for, as it would end
         self.may_hold: Kept | None = None
         """The version that the group may hold because of this call, for all that is known."""
-        self.value = ""  # of this rank's part: what it said, or says with the decision
+        self.value = ""  # what this rank said
 
     def brings(self, ref: VersionRef | None) -> None:
         """Note what it is decided to bring; not, then, what an earlier decision would have."""

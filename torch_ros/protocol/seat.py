@@ -57,9 +57,6 @@ class Seat:
             if ready.outcome is not None
         }
 
-    def ref(self, version: int, uid: str) -> VersionRef:
-        return VersionRef(self.run, version, uid, self.run_number)
-
     def holding(self, ref: VersionRef) -> str:
         return self.keys.holding(ref.run, ref.version, self.inst)
 

@@ -22,7 +22,7 @@ from torch_ros.protocol.closing import Leaving
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Kind, ShardRecord, VersionRef, mark
+from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing
@@ -272,14 +272,9 @@ class Shard:
         def perform(call: GroupCall) -> bool:
             if call.may_hold is None:
                 self.word.void_unless_held()  # the last call may have ended badly
-            registered, layout, shown = tensors(), "", 0
-            check_version(version)
-            if self.is_alone:  # the decision may be the end: nobody else has to be ready
-                layout, shown = registered.digest, mark(call.fresh_uid, call.number)
-                self._offer_all(shown, registered)
-            call.decide_to_publish(version, layout)
-            if call.mark != shown:
-                self._offer_all(call.mark, registered)
+            registered = tensors()
+            call.decide_to_publish(check_version(version))
+            self._offer_all(call, registered)
             with call.ending():
                 if not call.has_ended and (said := call.finish(registered.digest)):
                     call.complete(self.manifests.together(registered, said, deadline).digest)
@@ -289,19 +284,19 @@ class Shard:
         def unseated(call: GroupCall) -> bool:
             registered = tensors()
             call.go_on_without(check_version(version), registered.digest)
-            self._offer_all(call.mark, registered)
+            self._offer_all(call, registered)
             log.info("version %d of %r is held, and offered when etcd is back", version, self.model)
             return False
 
         return self.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
 
-    def _offer_all(self, as_mark: int, registered: Registered) -> None:
-        """Digest the tensors, and say that all of them are there as the version of that mark."""
+    def _offer_all(self, call: GroupCall, registered: Registered) -> None:
+        """Digest the tensors, and say that all of them are there as the call's version."""
         finish_kernels(registered)
         depth = self.settings.depth
         self.digests = Digests(depth, registered.digests(depth))
         self.mailbox.show_digests(self.digests)
-        self.word.serve(as_mark)
+        self.word.serve(call.mark)
 
     # Giving up what is held
 
