@@ -15,6 +15,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "dcp": {"shard", "transfer", "weights", "torch"},
+    "integrations": {"torch"},
 }
 ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import
 FACE = {"__init__"}  # the public face may name everything

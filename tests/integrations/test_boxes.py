@@ -1,0 +1,96 @@
+"""Boxes of random views, against a copy of every element."""
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
+
+CHOICES = st.lists(st.integers(0, 2**16), max_size=30)
+
+
+def a_view(tensor, pick):
+    """A random view of a tensor."""
+    for _ in range(pick(6)):
+        dim = pick(tensor.ndim) if tensor.ndim else 0
+        size = tensor.shape[dim] if tensor.ndim else 1
+        match pick(8):
+            case 0 if tensor.ndim > 1:
+                tensor = tensor.transpose(dim, pick(tensor.ndim))
+            case 1 if tensor.ndim:
+                begin = pick(size)
+                tensor = tensor.narrow(dim, begin, 1 + pick(size - begin))
+            case 2 if tensor.ndim:
+                tensor = tensor[
+                    (*[slice(None)] * dim, slice(pick(min(size, 2)), None, 1 + pick(3)))
+                ]
+            case 3 if tensor.is_contiguous():
+                tensor = tensor.view(-1)
+            case 4 if tensor.ndim and size:
+                tensor = tensor.unflatten(dim, (1 + pick(3), -1)) if size % 6 == 0 else tensor
+            case 5 if tensor.ndim > 1:
+                tensor = tensor.diagonal()
+            case 6 if tensor.ndim and size > 1:
+                tensor = tensor.unfold(dim, 2, 1)
+            case 7:
+                tensor = tensor.unsqueeze(pick(tensor.ndim + 1))
+    return tensor
+
+
+@settings(max_examples=300, deadline=None)
+@given(choices=CHOICES)
+@example(choices=[])
+def test_pairs_are_what_a_copy_does(choices):
+    left = iter(choices)
+
+    def pick(count):
+        return next(left, 0) % count
+
+    shape = [(12, 6), (6,), (3, 4, 6), (1, 6, 1), (36,), ()][pick(6)]
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    if pick(2) and whole.ndim == 2:
+        whole = whole.t().contiguous().t()
+    copied = a_view(whole, pick)
+    room = [n + pick(2) for n in copied.shape]
+    target = torch.full([room[dim] for dim in range(len(room))], -1)
+    written = target
+    for dim, size in enumerate(copied.shape):
+        written = written.narrow(dim, room[dim] - size, size)
+    if pick(2) and target.is_contiguous() and target.ndim:  # the same memory in one dimension
+        target = target.view(-1)
+    found = pairs(Frame.of(whole), copied, Frame.of(target), written)
+    if copied.numel() <= PAIRS_MAX:
+        assert found is not None
+    written.copy_(copied)
+    seen = torch.zeros_like(target, dtype=torch.bool)
+    for pair in found:
+        box = slices(pair.target, pair.target_sizes)
+        assert not seen[box].any()
+        seen[box] = True
+        of = slices(pair.source, pair.source_sizes)
+        ones, others = ([dim[side] for dim in pair.dims] for side in (0, 1))
+        assert torch.equal(inner(whole[of], ones), inner(target[box], others))
+    assert torch.equal(seen, target >= 0)
+
+
+def slices(offsets, sizes):
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def inner(tensor, dims):
+    """These dimensions; the others have size 1."""
+    rest = [dim for dim in range(tensor.ndim) if dim not in dims]
+    return tensor.permute([*dims, *rest]).reshape([tensor.shape[dim] for dim in dims])
+
+
+def test_one_box_says_where_a_whole_tensor_goes_flat_or_not():
+    whole, flat = torch.empty(4, 6), torch.empty(24)
+    assert len(pairs(Frame.of(whole), whole, Frame.of(whole), whole)) == 1
+    assert len(pairs(Frame.of(whole), whole.view(24), Frame.of(flat), flat)) == 4
+    assert len(pairs(Frame.of(whole), whole.view(24)[3:17], Frame.of(flat), flat[:14])) == 3
+
+
+def test_a_shuffle_of_too_many_boxes_is_none():
+    whole = torch.empty(2 * PAIRS_MAX + 2, device="meta")
+    other = torch.empty(PAIRS_MAX + 1, device="meta")
+    assert pairs(Frame.of(whole), whole[::2], Frame.of(other), other) is None

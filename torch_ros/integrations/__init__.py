@@ -1,0 +1,1 @@
+"""Where the tensors of a version go in an engine. Knows torch; knows no peer and no version."""

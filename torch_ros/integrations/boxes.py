@@ -1,0 +1,186 @@
+"""Which boxes of one tensor become which boxes of another in a copy, by sizes and strides alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+PAIRS_MAX = 4096  # of one copy; above, landing box by box gains nothing
+
+Offsets = tuple[int, ...]
+Steps = list[tuple[int, int, int]]  # of a copy: size, stride at the source, stride at the target
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the elements of a tensor lie in its storage."""
+
+    shape: Offsets
+    strides: Offsets  # in elements, as the offset
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Frame":
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    @cached_property
+    def by_stride(self) -> tuple[tuple[int, int, int], ...]:
+        """Dimensions of more than one element, outermost first: stride, size, which."""
+        dims = zip(self.strides, self.shape, range(len(self.shape)), strict=True)
+        return tuple(sorted((dim for dim in dims if dim[1] > 1), reverse=True))
+
+    @cached_property
+    def along(self) -> dict[int, int]:
+        """By stride, the dimension that has it."""
+        return {stride: dim for stride, _, dim in self.by_stride}
+
+    @cached_property
+    def end(self) -> int:
+        """The place after the last element."""
+        return self.offset + 1 + sum((size - 1) * stride for stride, size, _ in self.by_stride)
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """Whether no two elements share a place, and outer dimensions go around inner ones."""
+        reach = 1
+        for stride, size, _ in reversed(self.by_stride):
+            if stride < reach:
+                return False
+            reach = stride * size
+        return True
+
+    def overlaps(self, other: "Frame") -> bool:
+        """Whether one begins before the other ends."""
+        return self.offset < other.end and other.offset < self.end
+
+    def index(self, place: int) -> Offsets | None:
+        """Coordinates of the element that lies there; None if none does."""
+        index, rest = [0] * len(self.shape), place - self.offset
+        for stride, size, dim in self.by_stride:
+            index[dim], rest = divmod(rest, stride)
+            if not 0 <= index[dim] < size:
+                return None
+        return None if rest else tuple(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A box of the source and a box of the target that a copy makes equal."""
+
+    source: Offsets
+    target: Offsets
+    dims: tuple[tuple[int, int, int], ...]  # at the source, at the target, size; others have size 1
+
+    @property
+    def source_sizes(self) -> Offsets:
+        return self._sizes(self.source, 0)
+
+    @property
+    def target_sizes(self) -> Offsets:
+        return self._sizes(self.target, 1)
+
+    def _sizes(self, offsets: Offsets, side: int) -> Offsets:
+        sizes = {dim[side]: dim[2] for dim in self.dims}
+        return tuple(sizes.get(dim, 1) for dim in range(len(offsets)))
+
+
+def pairs(
+    source: Frame, copied: torch.Tensor, target: Frame, written: torch.Tensor
+) -> list[Pair] | None:
+    """The boxes of two tensors that ``written.copy_(copied)`` makes equal.
+
+    Args:
+        source: The frame of a whole tensor; `copied` is a view of it, in the shape of `written`.
+        target: The same of `written`.
+
+    Returns:
+        Boxes that are disjoint at the target; None if there are more than `PAIRS_MAX`, or if a
+        view leaves its tensor.
+    """
+    if copied.numel() == 0:
+        return []
+    as_copied = [
+        (size, one, other)
+        for size, one, other in zip(copied.shape, copied.stride(), written.stride(), strict=True)
+        if size > 1
+    ]
+    merged = _merged(as_copied)
+    left = [(int(copied.storage_offset()), int(written.storage_offset()), as_copied)]
+    found: list[Pair] = []
+    while left:
+        source_at, target_at, steps = left.pop()
+        begin, end = source.index(source_at), target.index(target_at)
+        if begin is None or end is None or len(left) + len(found) >= PAIRS_MAX:
+            return None
+        parts = list(_parts(source, begin, target, end, steps))
+        if not parts:
+            dims = ((source.along[one], target.along[other], size) for size, one, other in steps)
+            found.append(Pair(begin, end, tuple(dims)))
+        elif steps is as_copied and len(merged) < len(steps):
+            left.append((source_at, target_at, merged))
+        else:
+            left += [(source_at + one, target_at + other, rest) for one, other, rest in parts]
+    return found
+
+
+def _merged(steps: Steps) -> Steps:
+    """The same elements in as few steps as there can be, outermost at the source first."""
+    merged: Steps = []
+    for size, source, target in sorted(steps, key=lambda step: step[1], reverse=True):
+        if size > 1 and merged and merged[-1][1:] == (size * source, size * target):
+            merged.append((size * merged.pop()[0], source, target))
+        elif size > 1:
+            merged.append((size, source, target))
+    return merged
+
+
+def _parts(
+    source: Frame, begin: Offsets, target: Frame, end: Offsets, steps: Steps
+) -> Iterator[tuple[int, int, Steps]]:
+    """The same elements, a step nearer to boxes; nothing if they are one box on both sides.
+
+    Each part says how far from here it begins, at the source and at the target.
+    """
+    for position, (size, one, other) in enumerate(steps):
+        rest = steps[:position] + steps[position + 1 :]
+        for frame, index, stride in ((source, begin, one), (target, end, other)):
+            together, lap = _run(frame, index, stride, size)
+            if together < size:
+                yield 0, 0, _with(rest, together, one, other)
+                yield together * one, together * other, _with(rest, size - together, one, other)
+                return
+            if lap < size:
+                yield 0, 0, [*rest, (size // lap, lap * one, lap * other), (lap, one, other)]
+                return
+    is_box = all(len({step[side] for step in steps}) == len(steps) for side in (1, 2))
+    if not is_box:  # overlapping windows: two steps along one dimension
+        size, one, other = steps[-1]
+        yield 0, 0, steps[:-1]
+        yield one, other, _with(steps[:-1], size - 1, one, other)
+
+
+def _with(steps: Steps, size: int, one: int, other: int) -> Steps:
+    return [*steps, (size, one, other)] if size > 1 else steps
+
+
+def _run(frame: Frame, index: Offsets, step: int, size: int) -> tuple[int, int]:
+    """How many of `size` elements to keep together, and how many of these are one lap.
+
+    A lap goes once along a dimension; both are `size` if the step stays within one.
+    """
+    if (dim := frame.along.get(step, -1)) >= 0 and index[dim] + size <= frame.shape[dim]:
+        return size, size
+    stride, extent, dim = next(
+        (found for found in frame.by_stride if 0 < found[0] <= step and step % found[0] == 0),
+        (0, 0, 0),
+    )
+    if not stride:  # a diagonal, or one element again and again
+        return 1, 1
+    jump = step // stride
+    if jump == 1 and index[dim]:
+        return extent - index[dim], 1
+    lap = extent // jump
+    if extent % jump or index[dim] >= jump or not 1 < lap < size:
+        return 1, 1
+    return size // lap * lap, lap
