@@ -1,0 +1,121 @@
+"""Where a version's tensors go in an engine: the values that a recording consists of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from torch_ros.errors import UsageError
+from torch_ros.integrations.boxes import Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class LandedBox:
+    """A box of a checkpoint tensor, and the box of an engine's parameter that is equal to it."""
+
+    offsets: Offsets  # in the checkpoint tensor
+    sizes: Offsets
+    parameter: str  # or buffer: its full name in the engine
+    within: Offsets  # the parameter's shape
+    at: Offsets  # in the parameter
+    dims: tuple[int | None, ...]  # for each dimension here, the parameter's; None: of size 1
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The box, as a view of the parameter's memory in the checkpoint tensor's dimensions."""
+        strides = parameter.stride()
+        begin = sum(at * stride for at, stride in zip(self.at, strides, strict=True))
+        steps = [1 if dim is None else strides[dim] for dim in self.dims]
+        return parameter.detach().as_strided(self.sizes, steps, parameter.storage_offset() + begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The boxes of one checkpoint tensor that this rank's engine has; disjoint at both ends."""
+
+    fqn: str
+    dtype: torch.dtype
+    shape: Offsets
+    boxes: tuple[LandedBox, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(prod(box.sizes) for box in self.boxes) * self.dtype.itemsize
+
+    def chunks(self, parameters: Mapping[str, torch.Tensor]) -> list[tuple[Offsets, torch.Tensor]]:
+        """Offsets and memory of each box: what a `Chunked` of this shape and dtype consists of.
+
+        Raises:
+            UsageError: A parameter has another shape or dtype than when it was recorded.
+        """
+        for box in self.boxes:
+            now = parameters[box.parameter]
+            if (tuple(now.shape), now.dtype) != (box.within, self.dtype):
+                raise UsageError(
+                    f"{box.parameter!r} is {now.dtype} of shape {list(now.shape)}: expected "
+                    f"{self.dtype} of shape {list(box.within)}, as it was recorded for "
+                    f"{self.fqn!r}; load that tensor by the engine's own loader"
+                )
+        return [(box.offsets, box.view(parameters[box.parameter])) for box in self.boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Where a version's tensors go in an engine, and what has to go through its loader.
+
+    Names of tensors are in the order of the version; each is in one of `landings`, `staged` and
+    `unused`. Counts are of elements.
+    """
+
+    landings: Mapping[str, Landing]
+    staged: Mapping[str, str]  # the reason for each name
+    failed: frozenset[str]  # those of `staged` for which the loader itself raised
+    unused: tuple[str, ...]  # the loader puts nothing of them anywhere
+    unwritten: Mapping[str, int]  # elements of parameters that nothing was written to
+    filled: Mapping[str, int]  # elements that get something of no checkpoint tensor: padding
+    replaced: tuple[str, ...]  # parameters and buffers to which the loader gives other memory
+    buffers: tuple[str, ...]  # those that nothing was written to: derived, or a constant
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no parameter keeps what it had."""
+        return not self.unwritten
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that land."""
+        return sum(landing.size_bytes for landing in self.landings.values())
+
+    def __str__(self) -> str:
+        megabytes = self.size_bytes / 1e6
+        boxes = sum(len(landing.boxes) for landing in self.landings.values())
+        total = len(self.landings) + len(self.staged) + len(self.unused)
+        return "\n".join(
+            [
+                f"{len(self.landings)} of {total} land in place: {megabytes:.1f} MB, {boxes} boxes",
+                *(
+                    f"staged, {reason}: {', '.join(fqns)}"
+                    for reason, fqns in _by_reason(self.staged).items()
+                ),
+                *_line("unused by the loader", self.unused),
+                *_line("parameters that nothing was written to", _counted(self.unwritten)),
+                *_line("filled with no checkpoint tensor", _counted(self.filled)),
+                *_line("given other memory by the loader", self.replaced),
+                *_line("buffers that nothing was written to", self.buffers),
+            ]
+        )
+
+
+def _by_reason(staged: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for fqn, reason in staged.items():
+        found.setdefault(reason, []).append(fqn)
+    return found
+
+
+def _counted(elements: Mapping[str, int]) -> list[str]:
+    return [f"{name} ({count} elements)" for name, count in elements.items()]
+
+
+def _line(title: str, names: Sequence[str]) -> list[str]:
+    return [f"{title}: {', '.join(names)}"] if names else []

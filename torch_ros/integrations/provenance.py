@@ -1,0 +1,200 @@
+"""What memory has in it while a loader runs: which elements of which checkpoint tensors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_ros.integrations.boxes import Frame, Offsets, Pair, pairs
+
+StorageRef = StorageWeakRef  # which storage it is, without keeping its memory
+
+
+def storage_of(tensor: torch.Tensor) -> StorageRef:
+    return StorageRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A box of a checkpoint tensor, bit for bit."""
+
+    fqn: str
+    offsets: Offsets
+    dims: tuple[int | None, ...]  # for each dimension of the memory, the tensor's; None: size 1
+
+    @property
+    def fqns(self) -> frozenset[str]:
+        return frozenset((self.fqn,))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Anything else: made of these checkpoint tensors, or of none."""
+
+    fqns: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A box of a memory, and where its content is from."""
+
+    offsets: Offsets
+    sizes: Offsets
+    origin: Plain | Made
+    during: str  # the checkpoint tensor that the loader had asked for last
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def common(self, offsets: Offsets, sizes: Offsets) -> "Patch | None":
+        """The part of it in this box."""
+        begin = tuple(map(max, self.offsets, offsets))
+        ends = (
+            min(one + size, other + length)
+            for one, size, other, length in zip(
+                self.offsets, self.sizes, offsets, sizes, strict=True
+            )
+        )
+        sizes = tuple(end - start for end, start in zip(ends, begin, strict=True))
+        return self._part(begin, sizes) if all(size > 0 for size in sizes) else None
+
+    def without(self, hole: "Patch") -> Iterator["Patch"]:
+        """The parts of it around another patch, disjoint."""
+        inner = hole.common(self.offsets, self.sizes)
+        if inner is None:
+            yield self
+            return
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (begin, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+            for start, stop in (
+                (offsets[dim], begin),
+                (begin + size, offsets[dim] + sizes[dim]),
+            ):
+                if start < stop:
+                    yield self._part(
+                        (*offsets[:dim], start, *offsets[dim + 1 :]),
+                        (*sizes[:dim], stop - start, *sizes[dim + 1 :]),
+                    )
+            offsets[dim], sizes[dim] = begin, size
+
+    def _part(self, offsets: Offsets, sizes: Offsets) -> "Patch":
+        origin = self.origin
+        if isinstance(origin, Plain):
+            begin = list(origin.offsets)
+            for dim, old, new in zip(origin.dims, self.offsets, offsets, strict=True):
+                if dim is not None:
+                    begin[dim] += new - old
+            origin = replace(origin, offsets=tuple(begin))
+        return replace(self, offsets=offsets, sizes=sizes, origin=origin)
+
+    def after(self, pair: Pair) -> "Patch":
+        """The same content in the target box of `pair`; it lies in the source box."""
+        rank = len(pair.target)
+        offsets, sizes = list(pair.target), [1] * rank
+        dims: list[int | None] = [None] * rank
+        for one, other, _ in pair.dims:
+            offsets[other] += self.offsets[one] - pair.source[one]
+            sizes[other] = self.sizes[one]
+            if isinstance(self.origin, Plain):
+                dims[other] = self.origin.dims[one]
+        origin = self.origin
+        if isinstance(origin, Plain):
+            origin = replace(origin, dims=tuple(dims))
+        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes), origin=origin)
+
+
+T = TypeVar("T")
+
+
+def groups(boxes: Sequence[tuple[Offsets, Offsets, T]]) -> Iterator[list[T]]:
+    """What overlaps stays together, in its order; nothing overlaps between two groups."""
+    if len(boxes) == 1:
+        yield [boxes[0][2]]
+        return
+    for dim in range(len(boxes[0][0])):
+        parts = list(_split(boxes, dim))
+        if len(parts) > 1:
+            for part in parts:
+                yield from groups(part)
+            return
+    yield [what for _, _, what in boxes]
+
+
+def _split(
+    boxes: Sequence[tuple[Offsets, Offsets, T]], dim: int
+) -> Iterator[list[tuple[Offsets, Offsets, T]]]:
+    order = sorted(range(len(boxes)), key=lambda at: boxes[at][0][dim])
+    part: list[int] = []
+    end = 0
+    for at in order:
+        offsets, sizes, _ = boxes[at]
+        if part and offsets[dim] >= end:
+            yield [boxes[one] for one in sorted(part)]
+            part = []
+        part.append(at)
+        end = max(end, offsets[dim] + sizes[dim])
+    yield [boxes[one] for one in sorted(part)]
+
+
+@dataclass(slots=True)
+class Memory:
+    """The memory of one tensor, as the loader has written it until now."""
+
+    frame: Frame
+    dtype: torch.dtype
+    name: str = ""  # in the engine, if it is the engine's
+    is_parameter: bool = False  # or has one in it
+    patches: list[Patch] = field(default_factory=list)  # later ones lie over earlier ones
+    covered: list[tuple[Patch, Patch]] = field(default_factory=list)  # with who lies over it
+    is_settled: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str = "") -> "Memory":
+        return cls(Frame.of(tensor), tensor.dtype, name)
+
+    @property
+    def whole(self) -> tuple[Offsets, Offsets]:
+        return (0,) * len(self.frame.shape), self.frame.shape
+
+    def write(self, patches: Sequence[Patch]) -> None:
+        self.patches += patches
+        self.is_settled = False
+
+    def settle(self) -> Sequence[Patch]:
+        """What lies on top, disjoint."""
+        if not self.is_settled and len(self.patches) > 1:
+            boxes = [(patch.offsets, patch.sizes, patch) for patch in self.patches]
+            self.patches = [top for group in groups(boxes) for top in self._on_top(group)]
+        self.is_settled = True
+        return self.patches
+
+    def _on_top(self, group: Sequence[Patch]) -> Sequence[Patch]:
+        tops: list[Patch] = []
+        for patch in group:
+            if len(group) > 1:
+                hit = [top for top in tops if top.common(patch.offsets, patch.sizes)]
+                self.covered += [(top, patch) for top in hit]
+                tops = [part for top in tops for part in top.without(patch)]
+            tops.append(patch)
+        return tops
+
+    def boxes(self, view: torch.Tensor) -> list[tuple[Offsets, Offsets]]:
+        """Where a view of it lies; all of it if that cannot be said in few boxes."""
+        is_plain = self.frame.is_regular and view.dtype == self.dtype
+        found = pairs(self.frame, view, self.frame, view) if is_plain else None
+        return (
+            [self.whole] if found is None else [(pair.target, pair.target_sizes) for pair in found]
+        )
+
+    def read(self, view: torch.Tensor) -> list[Patch]:
+        """The content that a view of it has; no patch where nobody has written."""
+        tops = self.settle()
+        if len(tops) == 0 or (len(tops) == 1 and (tops[0].offsets, tops[0].sizes) == self.whole):
+            return list(tops)
+        parts = (top.common(*box) for box in self.boxes(view) for top in tops)
+        return [part for part in parts if part is not None]

@@ -1,0 +1,278 @@
+"""Follows checkpoint tensors through a loader's operations, and keeps it from writing anything."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
+from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, StorageRef, storage_of
+
+aten = torch.ops.aten
+Content = list[Patch]
+UNKNOWN = Made(frozenset(), "copied from no checkpoint tensor")
+
+
+class NeedsValue(Exception):
+    """The loader looks at an element's value, which a tensor on meta does not have."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation of the thread that entered it.
+
+    Checkpoint tensors lie on meta, and so does all that is made of them. The engine's memory is
+    never written: the recorder notes what would be, and nobody reads an element there any more.
+    Memory that the loader allocates for itself works as ever, until something of the checkpoint
+    goes there.
+    """
+
+    def __init__(self, engine: Mapping[StorageRef, Sequence[Memory]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.during = ""  # the checkpoint tensor that the loader asked for last
+        self.touched = ""  # one that it did something with, last
+        self.needed: dict[str, str] = {}  # by fqn: why a value was needed
+        self.own: dict[StorageRef, Memory] = {}  # allocated since, and checkpoint tensors
+        self.foreign: dict[StorageRef, Memory] = {}  # neither the engine's nor the loader's
+        self.engine = engine
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch's; its way to skip it imports it, for seconds
+        return False
+
+    def add(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Follow a checkpoint tensor from now on."""
+        memory = Memory.of(tensor)
+        origin = Plain(fqn, memory.whole[0], tuple(range(tensor.ndim)))
+        memory.write([Patch(*memory.whole, origin, fqn)])
+        self.own[storage_of(tensor)] = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_composite(func):  # inference mode shows them whole; their parts say what they do
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is aten.copy_.default:
+            return self._copy_(*args[:2])
+        if func is aten._foreach_copy_.default:
+            for written, copied in zip(*args[:2], strict=True):
+                self._copy_(written, copied)
+            return None
+        tensors = list(_tensors((args, kwargs)))
+        if func.is_view:
+            views = func(*args, **kwargs)
+            if not _new(views, tensors):  # it may have promised too much
+                return views
+        content = self._read(tensors)
+        if written := _written(func, args, kwargs):
+            return self._write(func, args, kwargs, written, content)
+        if not content:
+            return self._own(func(*args, **kwargs), tensors)
+        return self._make(func, args, kwargs, content)
+
+    # -- operations
+
+    def _copy_(self, written: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+        memory, is_own = self._memory(written)
+        content = self._read([copied])
+        if is_own and not content:
+            written.copy_(copied)
+            if not memory.patches:
+                return written
+        memory.write(self._copied(memory, written, copied.expand(written.shape), content))
+        return written
+
+    def _write(
+        self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor], content: Content
+    ) -> Any:
+        """An operation that writes to some of its arguments, perhaps after it has read them."""
+        memories = [self._memory(tensor) for tensor in written]
+        if not content and all(is_own for _, is_own in memories):
+            return func(*args, **kwargs)
+        origin = _made_of(content, f"written by {func}")
+        for tensor, (memory, _) in zip(written, memories, strict=True):
+            memory.write(self._all(memory, tensor, origin))
+        returned = len(func._schema.returns)  # noqa: SLF001 (there is no other way to ask)
+        return written[0] if returned == 1 else tuple(written) if returned else None
+
+    def _make(self, func: Any, args: Any, kwargs: Any, content: Content) -> Any:
+        """An operation that makes something else of checkpoint tensors."""
+        if _gives_value(func):
+            raise self._needs(content, func)
+        shadows, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        if options.get("device") is not None:
+            options = {**options, "device": torch.device("meta")}
+        try:
+            made = func(*shadows, **options)
+        except NotImplementedError as error:  # its shape depends on values
+            raise self._needs(content, func) from error
+        new = _new(made, list(_tensors((shadows, options))))
+        for tensor in new:
+            self.own[storage_of(tensor)] = Memory.of(tensor)
+        if func in {aten.clone.default, aten._to_copy.default}:  # noqa: SLF001 (its name)
+            self._copy_(made, args[0])
+        elif func in {aten.cat.default, aten.stack.default}:
+            dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % made.ndim
+            is_stack = func is aten.stack.default
+            self._join(made, [one.unsqueeze(dim) if is_stack else one for one in args[0]], dim)
+        else:
+            origin = _made_of(content, f"computed by {func}")
+            for tensor in new:
+                memory = self.own[storage_of(tensor)]
+                memory.write(self._all(memory, tensor, origin))
+        return made
+
+    def _join(self, made: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
+        begin = 0
+        for part in parts:
+            if part.ndim == made.ndim:  # torch takes an empty one with one dimension anywhere
+                self._copy_(made.narrow(dim, begin, part.shape[dim]), part)
+                begin += part.shape[dim]
+
+    def _needs(self, content: Content, func: Any) -> NeedsValue:
+        reason = f"the loader looks at its values ({func})"
+        self.needed |= dict.fromkeys(_fqns(content) or (self.during,), reason)
+        return NeedsValue(reason)
+
+    # -- memory
+
+    def _own(self, made: Any, before: Sequence[torch.Tensor]) -> Any:
+        """The same, noted as the loader's where it is new memory."""
+        for tensor in _new(made, before):
+            self.own[storage_of(tensor)] = Memory.of(tensor)
+        return made
+
+    def _find(self, tensor: torch.Tensor) -> Memory | None:
+        key, place = storage_of(tensor), tensor.storage_offset()
+        if (own := self.own.get(key)) is not None:
+            return own
+        for memory in self.engine.get(key, ()):
+            if memory.frame.offset <= place < memory.frame.end:
+                return memory
+        return self.foreign.get(key)
+
+    def _memory(self, tensor: torch.Tensor) -> tuple[Memory, bool]:
+        """The memory that a tensor lies in, and whether it is the loader's own."""
+        memory, key = self._find(tensor), storage_of(tensor)
+        if memory is None:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            memory = self.foreign[key] = Memory(Frame((size,), (1,), 0), tensor.dtype)
+        return memory, key in self.own
+
+    def _read(self, tensors: Iterable[torch.Tensor]) -> Content:
+        content = [
+            patch
+            for tensor in tensors
+            if tensor.numel() and (memory := self._find(tensor)) is not None
+            for patch in memory.read(tensor)
+        ]
+        self.touched = next((fqn for patch in content for fqn in patch.origin.fqns), self.touched)
+        return content
+
+    def _all(self, memory: Memory, written: torch.Tensor, origin: Made) -> Content:
+        return [Patch(*box, origin, self.during) for box in memory.boxes(written)]
+
+    def _copied(
+        self, memory: Memory, written: torch.Tensor, copied: torch.Tensor, content: Content
+    ) -> Content:
+        """The content of `memory` after a copy to a part of it; both views have one shape."""
+        source = self._find(copied)
+        if source is None or not content:
+            return self._all(memory, written, UNKNOWN)
+        reason = next(_obstacles(memory, written, source, copied), None)
+        found = pairs(source.frame, copied, memory.frame, written) if reason is None else None
+        if found is None:
+            reason = reason or f"copied in more than {PAIRS_MAX} boxes"
+            return self._all(memory, written, _made_of(content, reason))
+        patches = [
+            replace(part.after(pair), during=self.during)
+            for pair in found
+            for top in source.settle()
+            if (part := top.common(pair.source, pair.source_sizes)) is not None
+        ]
+        if sum(patch.numel for patch in patches) < written.numel():
+            return [*self._all(memory, written, UNKNOWN), *patches]
+        return patches
+
+
+def _made_of(content: Content, reason: str) -> Made:
+    """Something made of this; the first thing that was done to any of it is the reason."""
+    before = (
+        one.origin.reason for one in content if isinstance(one.origin, Made) and one.origin.fqns
+    )
+    return Made(_fqns(content), next(before, reason))
+
+
+def _fqns(content: Content) -> frozenset[str]:
+    return frozenset().union(*(patch.origin.fqns for patch in content))
+
+
+def _obstacles(
+    memory: Memory, written: torch.Tensor, source: Memory, copied: torch.Tensor
+) -> Iterator[str]:
+    """Reasons for which a copy is not one of bits from boxes to boxes."""
+    if written.dtype != copied.dtype:
+        yield f"cast from {copied.dtype} to {written.dtype}"
+    if source.dtype != copied.dtype or memory.dtype != written.dtype:
+        yield f"its bytes are taken for another dtype ({copied.dtype})"
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in (written, copied)):
+        yield "conjugated or negated on the way"
+    if 0 in (step for step, size in zip(copied.stride(), copied.shape, strict=True) if size > 1):
+        yield "one element goes to several places (broadcast)"
+    if not (memory.frame.is_regular and source.frame.is_regular):
+        yield "elements of the target share memory"
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Those that are memory of their own."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for one in tree:
+            yield from _tensors(one)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+def _new(made: Any, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors in memory that is none of those before."""
+    there = {storage_of(tensor) for tensor in before}
+    return [tensor for tensor in _tensors(made) if storage_of(tensor) not in there]
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    strides, dtype = tensor.stride(), tensor.dtype
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device="meta")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    places = _writes(func)
+    values = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in places]
+    return list(_tensors(values))
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)  # noqa: SLF001 (there is no other way to ask)
+    return tuple(
+        (at, one.name) for at, one in arguments if one.alias_info and one.alias_info.is_write
+    )
+
+
+@cache
+def _gives_value(func: Any) -> bool:
+    """Whether it returns a number or a boolean of Python."""
+    return any("Tensor" not in str(one.type) for one in func._schema.returns)  # noqa: SLF001
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001 (as FakeTensor asks it)
+    return bool(func.has_kernel_for_dispatch_key(key))
