@@ -536,6 +536,8 @@ class Checks:
                 continue
             if process.is_hindered or world.down_until_s > world.now_s:
                 continue
+            if actor.wipes < world.wipes:
+                continue  # the new store's revision is past its view's: it looks again in a while
             if actor.waiting.reason == "a lease that has ended":
                 continue  # for half a second, whatever changes
             if "has ranks" in actor.waiting.reason and any(

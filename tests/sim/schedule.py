@@ -25,7 +25,7 @@ class Actor:
 
     __slots__ = (
         "args", "greenlet", "is_killed", "is_over", "loops", "process", "reply", "role", "step",
-        "target", "thread", "token", "waiting",
+        "target", "thread", "token", "waiting", "wipes",
     )  # fmt: skip
 
     def __init__(self, process, role: str, target: Callable, args: tuple = ()) -> None:
@@ -37,6 +37,7 @@ class Actor:
         self.is_over = self.is_killed = False
         self.loops: list = []  # ranges and rule of the loops of the store that it is in
         self.thread: object = None
+        self.wipes = 0  # that the store had seen when it answered last
 
     def __str__(self) -> str:
         return f"{self.process} {self.role}"

@@ -139,6 +139,7 @@ class Connection:
     def _performed(self, what, perform):
         world = self.world
         reply = perform()
+        world.current.wipes = world.wipes
         applied = getattr(reply, "applied", True)
         world.tell(world.current, what, "" if applied else "race lost")
         if not isinstance(what, Read):

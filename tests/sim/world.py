@@ -116,6 +116,7 @@ class World(Scheduler):
         super().__init__(seed)
         self.seed, rng = seed, self.rng
         self.seen: Counter[str] = Counter()
+        self.wipes = 0
         self.told: deque = deque(maxlen=story)
         self.store = Store(self)
         self.keys = Keys("m")
@@ -416,6 +417,7 @@ class World(Scheduler):
     def _wipe(self) -> None:
         self.tell("the store", "IS WIPED")
         self.store.wipe()
+        self.wipes += 1
         for process in self.processes:
             process.hindered_s += TTL_S
         for actor, (token, _, _) in list(self.watchers.items()):
