@@ -310,11 +310,9 @@ class Checks:
     def copied(self, copy, process: Process) -> None:
         """A copy in host memory is what was published."""
         content = self.truth.get(copy.kept.ref.uid)
-        if content is None:  # its rank had a seat with it, and cannot know that a peer had none
-            last = process.handle._shard.group.ledger.unfinished
-            may_be_offered = last is not None and last.ready is not None and last.was_ready
-            demand(may_be_offered, f"I4: {process} copies {copy.kept.ref}, which was never offered")
-            return
+        demand(
+            content is not None, f"I4: {process} copies {copy.kept.ref}, which was never offered"
+        )
         cells = [cell for chunk in copy._chunks for cell in chunk.flatten().tolist()]
         good = cells == process.expected(content).tolist()
         demand(good, f"I4: {process} copies {copy.kept.ref} as {cells}")

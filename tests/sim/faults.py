@@ -1058,20 +1058,6 @@ def _(must_copy):
 
 
 @fault(
-    "what peers may have offered is not copied while etcd is away",
-    (ledger.Ledger, "regain"),
-    scenario="offered meanwhile",
-)
-def _(regain):
-    def faulty(self, seat):
-        regain(self, seat)
-        if self.unfinished is not None:
-            self.unfinished.was_ready = False
-
-    return faulty
-
-
-@fault(
     "a call that was not waited for uses no number",
     (ledger.Ledger, "goes_on_without"),
     scenario="half cut off",

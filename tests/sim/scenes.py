@@ -1443,38 +1443,6 @@ def retained_meanwhile(scene: Scene) -> None:
     scene.play()
 
 
-def offered_meanwhile(scene: Scene) -> None:
-    """I4: so is what was published without etcd, and offered before etcd went away again."""
-
-    def train(me: Process) -> None:
-        publish(me, 1, 11)
-        scene.reach(f"{me} holds 1")
-        scene.until("t.1/0 holds 1", "t.1/1 holds 1")
-        scene._cut(me, 3 * TTL_S)
-        unpublish(me)
-        publish(me, 2, 12, store_wait_s=0)
-        scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
-        scene.reach(f"{me} is back")
-        scene.until("t.1/0 is back", "t.1/1 is back")
-        scene._cut(me, 3 * TTL_S)
-        unpublish(me)
-        scene.reach(f"{me} takes 2 back")
-        scene.until("read")
-
-    def read(me: Process) -> None:
-        scene.until("t.1/0 takes 2 back", "t.1/1 takes 2 back")
-        try:
-            replicate(me, timeout_s=6 * TTL_S)
-        except DeadlineExceeded as error:
-            raise Broken(f"I4: what it retains was given up: {error}") from error
-        demand(me.handle.version == 2, f"I4: {me.handle.version} is the latest")
-        scene.reach("read")
-
-    scene.start("r", read, size=1, retain=("latest",))
-    scene.start("t", train)
-    scene.play()
-
-
 def late_answer(scene: Scene) -> None:
     """The end of a call is not learned from the store any more once the seat is lost."""
 
@@ -2068,7 +2036,6 @@ SCENES = {
     "half cut off": half_cut_off,
     "held when back": held_when_back,
     "retained meanwhile": retained_meanwhile,
-    "offered meanwhile": offered_meanwhile,
     "late answer": late_answer,
     "both drain": both_drain,
     "half dead": half_dead,

@@ -156,8 +156,6 @@ class Ledger:
     def regain(self, seat: Seat) -> None:
         """The seat is taken again. The caller has the lock."""
         self.seat, self.standing = seat, Standing()
-        if self.unfinished and self.unfinished.ready:
-            self.unfinished.was_ready = True  # its peers may end it well without this rank
 
     # The version that this rank holds
 
