@@ -890,7 +890,7 @@ def _(rule):
         step = rule(view, seat, note_lease_id)
         if isinstance(step, Done):
             return step
-        known = (Delete(one(key)) for key in membership.holdings_of(view, seat.keys, seat.inst))
+        known = (Delete(one(key)) for key in membership.records_of(view, seat.keys, seat.inst))
         return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
 
     return faulty

@@ -645,6 +645,21 @@ def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
     assert [kept and kept.ref.version for kept in may_hold] == [None, 7, None]
 
 
+def test_a_group_that_ends_takes_its_open_claims_along(store):
+    """The anchor's rank may live on under the lease that they hang on; a source waits for them."""
+    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
+    publish(trainer, 7)
+    seat, looked = rollout[0].seat, []
+
+    def look():
+        view = store.kv.read(Read((*membership.leave_ranges(seat),)), timeout_s=5)
+        looked.append(membership.expel(view, seat).txn)
+
+    at_once(partial(replicate, rollout[0], pause=look), partial(replicate, rollout[1]))
+    deleted = [op.range.start for op in looked[0].ops]
+    assert [key for key in deleted if key.endswith(f"/{seat.inst}/group")]
+
+
 def test_close_makes_everything_vanish_at_once(store):
     trainer, other = store.join("trainer"), store.join("other")
     publish(trainer, 7)

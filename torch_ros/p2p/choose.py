@@ -2,6 +2,8 @@
 
 import logging
 import secrets
+import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -25,6 +27,7 @@ COSTS: Mapping[str, tuple[Costs, Costs]] = {
     "ucx": (NIXL_COSTS, NIXL_COSTS),
     "ucx-tcp": (TCP_COSTS, TCP_COSTS),
 }
+NIXL = "torch_ros.p2p.nixl"
 REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
 
 
@@ -43,8 +46,9 @@ def choose_transport(
         return MemoryTransport()
     # Importing nixl loads UCX and takes a second; a store in memory can do without. Ctrl-C must not
     # reach it: C++ classes that are half made cannot be made again in this process.
-    with ThreadPoolExecutor(1, "torch_ros loads NIXL") as aside:
-        aside.submit(import_module, "torch_ros.p2p.nixl").result()
+    if NIXL not in sys.modules and threading.current_thread() is threading.main_thread():
+        with ThreadPoolExecutor(1, "torch_ros loads NIXL") as aside:
+            aside.submit(import_module, NIXL).result()
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
     how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]

@@ -7,32 +7,40 @@ got does not count.
 """
 
 import mmap
-import threading
+from contextlib import suppress
 
 import numpy as np
 
+_all: list[mmap.mmap] = []  # so that none is unmapped, also one that Ctrl-C left without an owner
 _spare: list[mmap.mmap] = []
-_lock = threading.Lock()
 
 
 class LastingMemory:
     """Zeroed bytes on pages of their own. `close` gives the pages back, and keeps the addresses."""
 
     def __init__(self, size_bytes: int) -> None:
-        with _lock:
-            fitting = [spare for spare in _spare if len(spare) >= size_bytes]
-            self._map = min(fitting, key=len, default=None)
-            if self._map is not None:
-                _spare.remove(self._map)
-        if self._map is None:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._map = mmap.mmap(-1, max(1, size_bytes), flags)
+        self._map: mmap.mmap | None = _taken(size_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)[:size_bytes]
 
     def close(self) -> None:
         """Nobody here uses it any more; whoever reads it gets zeros, or what comes to lie there."""
         memory, self._map = self._map, None
         if memory is not None:
-            memory.madvise(mmap.MADV_DONTNEED)
-            with _lock:
-                _spare.append(memory)
+            try:
+                memory.madvise(mmap.MADV_DONTNEED)
+            except OSError:  # its pages are locked
+                self.bytes[:] = 0
+            _spare.append(memory)
+
+
+def _taken(size_bytes: int) -> mmap.mmap:
+    """A mapping of at most twice that size, used before or new. It belongs to who takes it."""
+    pages = max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    for spare in sorted(_spare, key=len):
+        if pages <= len(spare) <= 2 * pages:
+            with suppress(ValueError):  # another thread was faster
+                _spare.remove(spare)
+                return spare
+    made = mmap.mmap(-1, pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _all.append(made)
+    return made

@@ -275,7 +275,7 @@ class _Link:
     def cut(self) -> None:
         """End the connection below reads that are in flight, and so these; over TCP only."""
         with self.transport.lock:
-            # A copy: another thread may prepare its next read meanwhile.
+            # A copy: a read that has failed is released, and leaves the set.
             flying = [read for read in tuple(self.reads) if read.is_landing()]
             if not flying:
                 return

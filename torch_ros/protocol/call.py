@@ -211,6 +211,7 @@ class GroupCall(Attempt):
             if claimed is None:  # the version went away in between
                 continue
             self._call = claimed
+            self.brings(claimed.ref)
             if claimed.outcome is not None:
                 self._finish(claimed.outcome)
             return

@@ -179,7 +179,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         # What is decided meanwhile may bring a holding that would be left over.
         guards = (*guards, view.unchanged(decisions))
         ops.append(Delete(one(decisions)))
-        ops += [Delete(one(key)) for key in holdings_of(view, who.keys, inst)]
+        ops += [Delete(one(key)) for key in records_of(view, who.keys, inst)]
     is_replaced = old is not None and old.left is None and not who.left_behind
     guards = (view.unchanged(who.group), Empty(seats), *guards)
     return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
@@ -489,7 +489,7 @@ def expel(view: View, seat: Seat) -> Step[SeatLost]:
         return Done(lost)
     reason = f"rank {(seat.rank + 1) % seat.world_size} died, or lost its lease"
     fenced = SeatLost(seat.replica, reason)
-    records = [seat.group, seat.decisions, *holdings_of(view, seat.keys, seat.inst)]
+    records = [seat.group, seat.decisions, *records_of(view, seat.keys, seat.inst)]
     # A call that is decided meanwhile may bring another holding.
     guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     txn = Txn(guards, tuple(Delete(one(key)) for key in records))
@@ -514,13 +514,25 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
         (view.unchanged(seat.group), view.unchanged(seat.keys.decisions(inst))),
         (
             Put(seat.group, left.encode(), note_lease_id),
-            *(Delete(one(key)) for key in holdings_of(view, seat.keys, inst)),
+            *(Delete(one(key)) for key in records_of(view, seat.keys, inst)),
         ),
     )
     return Act(txn, lambda _: None)
 
 
-def holdings_of(view: View, keys: Keys, inst: str) -> list[str]:
-    """The holdings of an incarnation, and those of the copies that it offers."""
+def records_of(view: View, keys: Keys, inst: str) -> list[str]:
+    """The holdings of an incarnation, those of the copies that it offers, and its open claims.
+
+    They hang on the anchor, whose rank may live on, and come back under the same lease.
+    """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
-    return [key for key, where, _ in held if k.is_of(where.inst, inst)]
+    holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]
+    entry = view.get(keys.decisions(inst))
+    calls = Decisions.decode(entry.value, keys.decisions(inst)).calls if entry else ()
+    claims = [
+        keys.reader_group(call.ref.run, call.ref.version, source, inst)
+        for call in calls
+        if call.ref is not None and call.outcome is None
+        for source in call.sources
+    ]
+    return [*holdings, *claims]

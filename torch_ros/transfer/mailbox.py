@@ -153,12 +153,12 @@ class Mailbox:
     def withdraw(self) -> None:
         """Show nothing. Afterwards the memory may be freed. Idempotent."""
         self._memory[:] = 0
-        for each in self._manifests:
-            each.close()
+        while self._manifests:  # none that is closed stays, should Ctrl-C come
+            self._manifests.pop().close()
         if self._tensors is not None:
             self._before_withdraw()
             self._tensors.close()
-        self._manifests, self._tensors, self.regions = [], None, ()
+        self._tensors, self.regions = None, ()
 
     def close(self) -> None:
         self.withdraw()
