@@ -291,6 +291,24 @@ def test_pinned_and_empty_memory_is_kept_from_huge_pages(monkeypatch):
     assert found == ([Region(tensors["a"].data_ptr(), 32)], {"a device has pinned it": 64})
 
 
+def test_a_handle_keeps_pinned_memory_from_huge_pages(etcd_endpoint, monkeypatch):
+    followed = []
+    monkeypatch.setattr(HugePages, "follow", lambda _, *what: followed.append(what))
+    tensors = {"a": torch.zeros(1 << 20), "pinned": torch.zeros(1 << 20)}
+    pinned = tensors["pinned"].data_ptr()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() == pinned)
+    with torch_ros.open("pinned", endpoint=etcd_endpoint, transport="auto") as handle:
+        handle.register(tensors)
+        tensors["a"].data = torch.ones(1 << 20)
+        handle.publish(1)
+        there = [where for where in followed if where[0]]
+        assert [[r.address for r in regions] for regions, _ in there][-1] == [
+            tensors["a"].data_ptr()
+        ]
+        assert len(there) == 2, "a tensor that moved is followed"
+        handle.unpublish()
+
+
 def settled(handle):
     deadline = time.monotonic() + 20.0
     while (report := handle.huge_pages).bytes_waiting:

@@ -7,8 +7,6 @@ import os
 import re
 import threading
 import time
-import weakref
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +17,15 @@ from hypothesis import strategies as st
 
 from torch_ros.p2p import huge_pages
 from torch_ros.p2p.choose import huge_pages_for
-from torch_ros.p2p.huge_pages import COLLAPSE, HUGE_BYTES, TRIES, HugePages, runs
+from torch_ros.p2p.huge_pages import (
+    COLLAPSE,
+    HUGE_BYTES,
+    PAUSE_PER_STEP,
+    TRIES,
+    HugePageReport,
+    HugePages,
+    runs,
+)
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.spans import Region
@@ -27,7 +33,8 @@ from torch_ros.spans import Region
 PAGE = mmap.PAGESIZE
 BASE = 7 * HUGE_BYTES
 WAIT_S = 20.0
-BUSY, LATER = "it was being read, or is pinned", "the kernel was asked to, and does it when it can"
+BUSY = "it was being read, or is pinned"
+LATER = "not now; the kernel may do it there at its first touch"
 
 
 @pytest.fixture(autouse=True)
@@ -102,13 +109,6 @@ class Kernel:
         return [sum(at == address for at, _ in self.calls) for address in sorted(self.answers)]
 
 
-class Owner:
-    """Has memory as long as somebody has it."""
-
-    def find(self):
-        return [Region(BASE, HUGE_BYTES)], {}
-
-
 def settled(pages):
     deadline = time.monotonic() + WAIT_S
     while pages._has_thread:
@@ -118,7 +118,7 @@ def settled(pages):
 
 
 def follow(pages, *regions):
-    pages.follow(lambda: (regions, {}))
+    pages.follow(regions)
     return settled(pages)
 
 
@@ -129,13 +129,16 @@ def test_each_errno_has_its_consequence_and_none_is_an_error():
         never=[errno.EAGAIN],
         old=[errno.EINVAL],
         full=[errno.ENOMEM],
+        limited=[errno.EBUSY],
+        other=[errno.EPERM],
     )
-    report = follow(HugePages(call=kernel), Region(BASE, 5 * HUGE_BYTES + 5))
+    report = follow(HugePages(call=kernel), Region(BASE, 7 * HUGE_BYTES + 5))
     assert (report.bytes_huge, report.bytes_waiting) == (2 * HUGE_BYTES, 0)
-    no_memory = f"the kernel says: {os.strerror(errno.ENOMEM)}"
-    left = dict.fromkeys((BUSY, LATER, no_memory), HUGE_BYTES)
-    assert report.bytes_left == {**left, "tensors do not cover 2 MiB there": 5}
-    assert kernel.counts() == [1, 3, TRIES, 2, 1]
+    no_memory = "it is not mapped any more, or the kernel has no free huge page"
+    other = f"the kernel says: {os.strerror(errno.EPERM)}"
+    limit = "the memory limit of the cgroup"
+    assert report.bytes_left == dict.fromkeys((BUSY, LATER, no_memory, limit, other), HUGE_BYTES)
+    assert kernel.counts() == [1, 3, TRIES, 2, 1, TRIES, 1]
     assert (BASE + 3 * HUGE_BYTES, mmap.MADV_HUGEPAGE) in kernel.calls
 
 
@@ -143,14 +146,14 @@ def test_memory_that_is_registered_again_is_left_as_it_is():
     kernel, whole = Kernel(a=[0], b=[errno.ENOMEM], c=[0]), Region(BASE, 2 * HUGE_BYTES)
     pages = HugePages(call=kernel)
     first = follow(pages, whole)
-    pages.follow(None)
+    pages.follow(())
     assert follow(pages, whole) == first
     assert kernel.counts() == [1, 1, 0]
     follow(pages, Region(BASE + HUGE_BYTES, 2 * HUGE_BYTES))
     assert kernel.counts() == [1, 1, 1]
 
 
-def test_memory_that_is_let_go_is_not_looked_for():
+def test_memory_that_is_let_go_is_not_touched():
     held, may_go = threading.Event(), threading.Event()
 
     def kernel(*_):
@@ -158,37 +161,50 @@ def test_memory_that_is_let_go_is_not_looked_for():
         assert may_go.wait(WAIT_S)
         return 0
 
-    pages, asked = HugePages(call=kernel), []
-    pages.follow(lambda: asked.append(1) or ([Region(BASE, 9 * HUGE_BYTES)], {}))
+    pages = HugePages(call=kernel)
+    pages.follow([Region(BASE, 9 * HUGE_BYTES)])
     assert held.wait(WAIT_S)
-    pages.follow(lambda: asked.append(2) or ([], {}))  # returns while the kernel is busy
-    pages.follow(None)
+    pages.follow([Region(BASE + 90 * HUGE_BYTES, HUGE_BYTES)])  # returns while the kernel is busy
+    pages.follow(())
     may_go.set()
     assert settled(pages).bytes_huge == 0
-    assert asked == [1]
     assert list(pages._outcomes) == [BASE]
 
 
-def test_what_is_let_go_before_its_turn_is_not_kept(monkeypatch):
-    asleep, may_go = threading.Event(), threading.Event()
+def test_what_was_busy_when_it_was_let_go_is_tried_again(monkeypatch):
+    kernel = Kernel(a=[errno.EAGAIN, 0])
+    pages = HugePages(call=kernel)
+    monkeypatch.setattr(huge_pages, "RETRY_S", WAIT_S)
+    pages.follow([Region(BASE, HUGE_BYTES)])
+    while not kernel.calls:
+        time.sleep(0.001)
+    assert pages.report.bytes_waiting == HUGE_BYTES
+    pages.follow(())
+    assert settled(pages) == HugePageReport()
+    assert follow(pages, Region(BASE, HUGE_BYTES)).bytes_huge == HUGE_BYTES
 
-    def sleep(_):
-        asleep.set()
-        assert may_go.wait(WAIT_S)
 
-    monkeypatch.setattr(
-        huge_pages, "time", SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter)
-    )
-    pages, tensors = HugePages(call=Kernel()), Owner()
-    pages.follow(partial(Owner.find, tensors))
-    kept = weakref.ref(tensors)
-    del tensors
-    assert asleep.wait(WAIT_S)
-    assert kept() is not None
-    pages.follow(None)
-    assert kept() is None
-    may_go.set()
-    settled(pages)
+def test_steps_are_taken_slowly(monkeypatch):
+    """A step takes 5 ms, and as long a rest: a training step has the other half."""
+    waited = []
+    over = SimpleNamespace(wait=waited.append, set=lambda: None)
+    clock = iter(range(100))
+    monkeypatch.setattr(huge_pages, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    pages = HugePages(call=Kernel(a=[0], b=[errno.EAGAIN, 0]))
+    monkeypatch.setattr(huge_pages, "PAUSE_PER_STEP", PAUSE_PER_STEP)
+    monkeypatch.setattr(huge_pages, "RETRY_S", 3.0)
+    pages._bring(huge_pages._Job([BASE, BASE + HUGE_BYTES], {}, over))
+    assert waited == [0, 1, 1, 3, 1]  # the clock moves by 1 within each step
+
+
+def test_without_a_thread_pages_stay_small(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pages = HugePages(call=Kernel(a=[0]))
+    pages.follow([Region(BASE, HUGE_BYTES)])
+    assert pages.report == HugePageReport()
 
 
 def test_what_is_turned_off_asks_the_kernel_nothing():
@@ -286,7 +302,7 @@ def test_tensors_may_be_written_resized_freed_forked_and_shared_meanwhile():
         tensors = [torch.zeros(12 << 18, dtype=torch.int32) for _ in range(16)]
         written, resized, freed, shared, *rest = tensors
         regions = regions_of(tensors)
-        pages.follow(lambda regions=regions: (regions, {}))
+        pages.follow(regions)
         resized.untyped_storage().resize_(0)
         del freed, tensors
         shared.fill_(7).share_memory_()

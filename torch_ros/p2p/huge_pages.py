@@ -13,10 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +44,7 @@ _ASKED = -1
 KNOWN_MAX = 1 << 18  # addresses of which the outcome is kept: half a TiB
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_RDMA = Path("/dev/infiniband")  # there are devices, and this process can open them
+_RDMA = Path("/dev/infiniband")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -84,42 +83,29 @@ def runs(regions: Sequence[Region]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class HugePageReport:
-    """How much of the registered host memory is on huge pages, which peers copy faster."""
+    """How much of the registered host memory was made of huge pages, which peers copy faster.
+
+    Where a child was forked since, each page that is written becomes small again.
+    """
 
     bytes_huge: int = 0
-    bytes_waiting: int = 0  # their turn is to come
+    bytes_waiting: int = 0  # their turn, or another try, is to come
     bytes_left: Mapping[str, int] = field(default_factory=dict)  # by the reason: as they were
     off_because: str = ""  # why nothing is done; empty: something is
 
 
-Found = tuple[Sequence[Region], Mapping[str, int]]
-"""Memory to be brought onto huge pages, and the bytes that must not be, by the reason."""
-
-
 @dataclass(eq=False)
 class _Job:
-    find: Callable[[], Found]
-    is_over: bool = False  # then `find` is idle
-
-    @cached_property
-    def found(self) -> Found:
-        return self.find()
-
-    @cached_property
-    def addresses(self) -> Sequence[int]:
-        """Of the huge pages to be."""
-        rows = runs(self.found[0]).tolist()
-        return [at for start, end in rows for at in range(start, end, HUGE_BYTES)]
-
-    def end(self) -> None:
-        """Let go of whatever the memory is found by: it may be freed."""
-        self.is_over, self.find = True, lambda: ((), {})
+    addresses: Sequence[int]  # of the huge pages to be
+    bytes_left: Mapping[str, int]
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class HugePages:
     """Brings memory onto huge pages, in a thread that lives while there is something to do.
 
     Each address is tried once: for memory that is allocated anew for each version it does not pay.
+    The thread only calls the kernel: torch's memory may be freed meanwhile, and the process end.
 
     Args:
         off_because: Do nothing, and why.
@@ -133,7 +119,7 @@ class HugePages:
         self._lock = threading.Lock()
         self._job: _Job | None = None
         self._has_thread = False
-        self._outcomes: dict[int, int] = {}  # by address: 0 if it is huge, `_ASKED`, or an errno
+        self._outcomes: dict[int, int] = {}  # by address: 0 if it was made huge, `_ASKED`, or errno
 
     def ask(self, regions: Sequence[Region]) -> None:
         """Have memory that nobody has touched yet made of huge pages at its first touch."""
@@ -141,51 +127,56 @@ class HugePages:
             for start, end in runs(regions).tolist():
                 self._call(start, end - start, mmap.MADV_HUGEPAGE)
 
-    def follow(self, find: Callable[[], Found] | None) -> None:
+    def follow(
+        self, regions: Sequence[Region], bytes_left: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """Bring this memory onto huge pages from now on, in place of what was followed before.
 
         The memory may be freed at any time.
 
         Args:
-            find: Called once, by the thread; None: there is nothing to do any more.
+            regions: Host memory; none: there is nothing to do any more.
+            bytes_left: What must stay as it is, by the reason; for the report.
         """
         if self._off_because:
             return
+        rows = runs(regions).tolist()
+        addresses = [at for start, end in rows for at in range(start, end, HUGE_BYTES)]
         with self._lock:
             if self._job is not None:
-                self._job.end()
-            self._job = _Job(find) if find else None
-            if find and not self._has_thread:
-                thread = threading.Thread(
-                    target=self._work, name="torch_ros makes huge pages", daemon=True
-                )
-                with suppress(RuntimeError):  # no thread to be had: then pages stay small
-                    thread.start()
-                    self._has_thread = True
+                self._job.over.set()
+            self._job = _Job(addresses, bytes_left)
+            if not addresses or self._has_thread:
+                return
+            self._has_thread = True
+            thread = threading.Thread(
+                target=self._work, name="torch_ros makes huge pages", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had: pages stay small
+                self._job, self._has_thread = None, False
 
     @property
     def report(self) -> HugePageReport:
         job = self._job
         if job is None:
             return HugePageReport(off_because=self._off_because)
-        regions, left = job.found
         counts = Counter(self._outcomes.get(address) for address in job.addresses)
         pages = {outcome: count * HUGE_BYTES for outcome, count in counts.items()}
-        rest = sum(region.size_bytes for region in regions) - HUGE_BYTES * len(job.addresses)
         reasons = {_reason(n): size for n, size in pages.items() if n}
-        unaligned = {"tensors do not cover 2 MiB there": rest} if rest > 0 else {}
-        return HugePageReport(pages.get(0, 0), pages.get(None, 0), {**left, **reasons, **unaligned})
+        return HugePageReport(pages.get(0, 0), pages.get(None, 0), {**job.bytes_left, **reasons})
 
     def _work(self) -> None:
         done = None
         while True:
             with self._lock:
                 job = self._job
-                if job is None or job is done:
+                if job is None or job is done or not job.addresses:
                     self._has_thread = False
                     return
-            time.sleep(BEGIN_S)
-            self._bring(job)
+            if not job.over.wait(BEGIN_S):
+                self._bring(job)
             done = job
 
     def _bring(self, job: _Job) -> None:
@@ -194,20 +185,25 @@ class HugePages:
             self._outcomes = {}
         left = [address for address in job.addresses if address not in self._outcomes]
         for number in range(TRIES):
-            time.sleep(RETRY_S * number)
+            if job.over.wait(RETRY_S * number):
+                return
+            busy = {}
             for address in left:
-                if job.is_over:
-                    return
                 step_s = time.perf_counter()
-                self._outcomes[address] = self._collapse(address)
-                time.sleep(PAUSE_PER_STEP * (time.perf_counter() - step_s))
-            left = [address for address in left if self._outcomes[address] in BUSY]
+                outcome = self._collapse(address)
+                if outcome in BUSY:
+                    busy[address] = outcome
+                else:
+                    self._outcomes[address] = outcome
+                if job.over.wait(PAUSE_PER_STEP * (time.perf_counter() - step_s)):
+                    return
+            left = list(busy)
             if not left:
                 break
-        if job.addresses:
-            report, took_s = self.report, time.perf_counter() - began_s
-            huge_mb, others = report.bytes_huge / 1e6, dict(report.bytes_left)
-            log.info("%.0f MB are on huge pages after %.1f s; left: %s", huge_mb, took_s, others)
+        self._outcomes |= busy
+        report, took_s = self.report, time.perf_counter() - began_s
+        huge_mb, others = report.bytes_huge / 1e6, dict(report.bytes_left)
+        log.info("%.0f MB were made of huge pages in %.1f s; left: %s", huge_mb, took_s, others)
 
     def _collapse(self, address: int) -> int:
         outcome = self._call(address, HUGE_BYTES, COLLAPSE)
@@ -219,7 +215,11 @@ class HugePages:
 
 def _reason(outcome: int) -> str:
     if outcome == _ASKED:
-        return "the kernel was asked to, and does it when it can"
-    if outcome in BUSY:
+        return "not now; the kernel may do it there at its first touch"
+    if outcome == errno.EAGAIN:
         return "it was being read, or is pinned"
+    if outcome == errno.EBUSY:
+        return "the memory limit of the cgroup"
+    if outcome == errno.ENOMEM:
+        return "it is not mapped any more, or the kernel has no free huge page"
     return f"the kernel says: {os.strerror(outcome)}"

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -39,7 +38,7 @@ class Tensors:
             raise
         self.registered, self._named = registered, None
         if self._mailbox.regions is not before:
-            self._pages.follow(partial(Registered.unpinned, registered))
+            self._pages.follow(*registered.unpinned())
         return registered
 
     def show_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
@@ -54,7 +53,7 @@ class Tensors:
 
     def forget(self) -> None:
         self.registered = self._named = None
-        self._pages.follow(None)
+        self._pages.follow(())
 
     def require(self, call: str) -> Registered:
         """Raises: UsageError: Nothing is registered."""
