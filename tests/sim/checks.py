@@ -162,7 +162,8 @@ class Checks:
         start = processes[0].start
         demand(len(processes) == start.size, f"I7: {process} is sent to {len(processes)} processes")
         for peer in processes:
-            late_s = max(peer.died_s or world.now_s, world.leases_renewed_s) + TTL_S + 0.1
+            # A second: the reply that named it may be on its way for that long.
+            late_s = max(peer.died_s or world.now_s, world.leases_renewed_s) + TTL_S + 1.0
             is_late = peer.died_s is not None and world.now_s > late_s
             # A process that was stopped until a moment ago has had the answer since before.
             demand(
