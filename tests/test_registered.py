@@ -326,7 +326,7 @@ def test_a_handle_brings_its_tensors_onto_huge_pages_once(etcd_endpoint, monkeyp
         handle.register(tensors)
         assert handle.huge_pages.bytes_huge == 0  # not within the call
         report = settled(handle)
-        assert 12 << 20 <= report.bytes_huge == len(calls) << 21
+        assert 8 << 20 <= report.bytes_huge == len(calls) << 21  # one at least within each
         handle.publish(1)
         handle.unpublish()
         handle.unregister()
