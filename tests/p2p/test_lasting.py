@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from torch_ros.errors import ClosedError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.memory import MemoryTransport
@@ -71,6 +72,37 @@ def test_a_closed_mailbox_leaves_its_successor_alone():
     transport.close()
 
 
+def copied(transport, tensors, pages):
+    layout, memory = build(local_chunks(tensors), {})
+    kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, layout.digest, is_original=True)
+    return HostCopy(transport, layout, memory, kept, 1, Digests(), pages), memory
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("pages", "failure"),
+    [
+        pytest.param(HugePages(call=interrupted), KeyboardInterrupt, id="before its mailbox"),
+        pytest.param(HugePages("no"), ClosedError, id="at its mailbox"),
+    ],
+)
+def test_a_copy_that_fails_gives_its_memory_back(pages, failure):
+    transport, size_bytes = MemoryTransport(), 7 * MIB + 5 * 4096
+    transport.close()
+    spare = LastingMemory(size_bytes)
+    address = spare.bytes.ctypes.data
+    spare.close()
+    with pytest.raises(failure):
+        copied(transport, {"a": torch.ones(size_bytes, dtype=torch.uint8)}, pages)
+    assert resident_bytes(address, size_bytes) < MIB
+    again = LastingMemory(size_bytes)
+    assert again.bytes.ctypes.data == address
+    again.close()
+
+
 def test_a_copy_that_is_let_go_stays_mapped_for_who_asks_late():
     """Readers that are not waited for ask UCX at the source for it, which would end there."""
     tensors = {
@@ -79,10 +111,8 @@ def test_a_copy_that_is_let_go_stays_mapped_for_who_asks_late():
         "c": torch.tensor(True),
         "d": torch.zeros(0, 4),
     }
-    layout, memory = build(local_chunks(tensors), {})
     transport = MemoryTransport()
-    kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, layout.digest, is_original=True)
-    copy = HostCopy(transport, layout, memory, kept, 1, Digests(), HugePages("no"))
+    copy, memory = copied(transport, tensors, HugePages("no"))
     manifest = copy.mailbox.manifest
     for chunk, tensor in zip(copy._chunks, memory, strict=True):
         assert torch.equal(chunk, tensor)

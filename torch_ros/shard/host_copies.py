@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -58,25 +59,25 @@ class HostCopy:
     ) -> None:
         self.kept, self.call = kept, call
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
-        self._memory = LastingMemory(ends[-1])
-        room = torch.from_numpy(self._memory.bytes)
-        self._chunks = [
-            room[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for start, t in zip(ends, memory, strict=False)
-        ]
-        regions = [Region(room.data_ptr(), room.nbytes)] if room.nbytes else []
-        pages.ask(regions)
-        for chunk, tensor in zip(self._chunks, memory, strict=True):
-            copy_bits(chunk, tensor)
-        addresses = [room.data_ptr() + start for start in ends[:-1]]
-        self.mailbox = Mailbox(transport)
-        try:
+        with ExitStack() as undo:  # nothing unmaps it: its pages would stay for good
+            self._memory = LastingMemory(ends[-1])
+            undo.callback(self._memory.close)
+            room = torch.from_numpy(self._memory.bytes)
+            self._chunks = [
+                room[start : start + t.nbytes].view(t.dtype).view(t.shape)
+                for start, t in zip(ends, memory, strict=False)
+            ]
+            regions = [Region(room.data_ptr(), room.nbytes)] if room.nbytes else []
+            pages.ask(regions)
+            for chunk, tensor in zip(self._chunks, memory, strict=True):
+                copy_bits(chunk, tensor)
+            addresses = [room.data_ptr() + start for start in ends[:-1]]
+            self.mailbox = Mailbox(transport)
+            undo.callback(self.mailbox.close)
             self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), regions)
             self.mailbox.show_digests(digests)
-        except BaseException:
-            self.close()
-            raise
-        self.mailbox.serve(mark(kept.ref.uid, call), ALL_BLOCKS)
+            self.mailbox.serve(mark(kept.ref.uid, call), ALL_BLOCKS)
+            undo.pop_all()
 
     def close(self) -> None:
         self.mailbox.close()
