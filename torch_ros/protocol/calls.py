@@ -36,6 +36,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.seat import (
     Seat,
+    claims_of,
     find,
     forgotten,
     group_txn,
@@ -526,10 +527,7 @@ def conclude(
     tidy: list[Op] = []
     if outcome.failure is None:
         tidy.append(Delete(seat.keys.readies(seat.inst, call.number)))
-    for source in call.sources:
-        assert call.ref is not None
-        claim = seat.keys.reader_group(call.ref.run, call.ref.version, source, seat.inst)
-        tidy.append(Delete(one(claim)))
+    tidy += (Delete(one(claim)) for claim in claims_of(seat.keys, call, seat.inst))
     return Act(group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
 
 

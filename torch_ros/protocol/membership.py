@@ -25,7 +25,7 @@ from torch_ros.protocol.records import (
     VersionRecord,
     VersionRef,
 )
-from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, own_group
+from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
 from torch_ros.protocol.versions import run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
@@ -527,12 +527,5 @@ def records_of(view: View, keys: Keys, inst: str) -> list[str]:
     """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
     holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]
-    entry = view.get(keys.decisions(inst))
-    calls = Decisions.decode(entry.value, keys.decisions(inst)).calls if entry else ()
-    claims = [
-        keys.reader_group(call.ref.run, call.ref.version, source, inst)
-        for call in calls
-        if call.ref is not None and call.outcome is None
-        for source in call.sources
-    ]
-    return [*holdings, *claims]
+    is_open = (call for call in calls_at(view, keys.decisions(inst)) if call.outcome is None)
+    return [*holdings, *(claim for call in is_open for claim in claims_of(keys, call, inst))]

@@ -98,8 +98,21 @@ def find(view: View, seat: Seat, number: int) -> Call | None:
 
 
 def calls_of(view: View, seat: Seat) -> tuple[Call, ...]:
-    entry = view.get(seat.decisions)
-    return _calls(entry.value, seat.decisions) if entry else ()
+    return calls_at(view, seat.decisions)
+
+
+def calls_at(view: View, decisions: str) -> tuple[Call, ...]:
+    """The calls in the record of that key, which may be another incarnation's."""
+    entry = view.get(decisions)
+    return _calls(entry.value, decisions) if entry else ()
+
+
+def claims_of(keys: Keys, call: Call, inst: str) -> list[str]:
+    """The claims by which `inst` reads in that call, one on each source."""
+    if call.ref is None:
+        return []
+    run, version = call.ref.run, call.ref.version
+    return [keys.reader_group(run, version, source, inst) for source in call.sources]
 
 
 @lru_cache(16)  # a call looks some five times at a record whose 64 calls take 0.1 ms to decode
