@@ -28,7 +28,9 @@ from torch_ros.p2p.huge_pages import (
 )
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
+from torch_ros.shard.tensors import Tensors
 from torch_ros.spans import Region
+from torch_ros.transfer.mailbox import Mailbox
 
 PAGE = mmap.PAGESIZE
 BASE = 7 * HUGE_BYTES
@@ -215,6 +217,22 @@ def test_what_is_turned_off_asks_the_kernel_nothing():
     assert not kernel.calls
     HugePages(call=kernel).ask([Region(BASE, HUGE_BYTES)])
     assert kernel.calls == [(BASE, mmap.MADV_HUGEPAGE)]
+
+
+@pytest.mark.parametrize(("pages", "is_asked"), [(HugePages("no"), False), (HugePages(), True)])
+def test_tensors_are_asked_whether_they_are_pinned_only_where_it_matters(
+    monkeypatch, pages, is_asked
+):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: bool(asked.append(tensor)))
+    transport = MemoryTransport()
+    mailbox = Mailbox(transport)
+    tensors = Tensors(mailbox, pages)
+    tensors.show_named({"a": torch.ones(3), "b": torch.ones(4)})
+    assert bool(asked) is is_asked
+    tensors.withdraw()
+    mailbox.close()
+    transport.close()
 
 
 # Where

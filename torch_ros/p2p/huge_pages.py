@@ -121,9 +121,13 @@ class HugePages:
         self._has_thread = False
         self._outcomes: dict[int, int] = {}  # by address: 0 if it was made huge, `_ASKED`, or errno
 
+    @property
+    def is_on(self) -> bool:
+        return not self._off_because
+
     def ask(self, regions: Sequence[Region]) -> None:
         """Have memory that nobody has touched yet made of huge pages at its first touch."""
-        if not self._off_because:
+        if self.is_on:
             for start, end in runs(regions).tolist():
                 self._call(start, end - start, mmap.MADV_HUGEPAGE)
 
@@ -138,7 +142,7 @@ class HugePages:
             regions: Host memory; none: there is nothing to do any more.
             bytes_left: What must stay as it is, by the reason; for the report.
         """
-        if self._off_because:
+        if not self.is_on:
             return
         rows = runs(regions).tolist()
         addresses = [at for start, end in rows for at in range(start, end, HUGE_BYTES)]

@@ -37,7 +37,7 @@ class Tensors:
             self.withdraw()
             raise
         self.registered, self._named = registered, None
-        if self._mailbox.regions is not before:
+        if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
         return registered
 
