@@ -22,7 +22,6 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
-from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
 from torch_ros.protocol.membership import Applicant, Joined
 from torch_ros.protocol.outage import Outage, Patience
@@ -391,7 +390,7 @@ class _Taking:
         while True:
             nonce = shared or secrets.token_hex(4)
             if left_behind:
-                nonce = f"{family(left_behind)}.{secrets.token_hex(4)}"
+                nonce = f"{k.family(left_behind)}.{secrets.token_hex(4)}"
             who = dataclasses.replace(
                 applicant,
                 lease_id=self.session.lease_id,
