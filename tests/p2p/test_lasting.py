@@ -15,6 +15,7 @@ from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import build, local_chunks
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def resident_bytes(address, size_bytes=1 << 20):
-    """Of the pages from this address on. They have to be mapped."""
+    """How much of the pages from this address on lies in memory. They have to be mapped."""
     start = address // 4096 * 4096
     pages = (ctypes.c_ubyte * (size_bytes // 4096))()
     if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), pages):
@@ -69,6 +70,25 @@ def test_a_closed_mailbox_leaves_its_successor_alone():
     old.close()
     assert np.array_equal(new._word, shown)
     new.close()
+    transport.close()
+
+
+def test_a_closed_mailbox_and_its_manifest_stay_mapped_for_who_asks_late():
+    transport = MemoryTransport()
+    mailbox = Mailbox(transport)
+    tensors = {f"layer.{n}.weight": torch.ones(3) for n in range(500)}
+    registered = Registered.of(LocalState(local_chunks(tensors), {}, {}))
+    mailbox.show(registered.layout, registered.addresses, registered.devices, registered.regions)
+    buffers = [mailbox._memory, mailbox._manifests[0].memory.bytes]
+    places = [(buffer.ctypes.data, buffer.nbytes) for buffer in buffers]
+    for address, size_bytes in places:
+        assert resident_bytes(address, size_bytes)
+    mailbox.close()
+    del mailbox, buffers
+    gc.collect()
+    for address, size_bytes in places:
+        assert resident_bytes(address, size_bytes) == 0
+        assert ctypes.string_at(address, size_bytes) == bytes(size_bytes)
     transport.close()
 
 
