@@ -48,7 +48,9 @@ def measure(setup: Setup, report: Report) -> None:
     }
     points = [(way, count) for count in READERS for way in WAYS.values()]
     with started(builds) as (source, *readers):
-        cases = {at: _case(*at, size_mib, source, readers) for at in points}
+        cases = {
+            (way, count): burst(way, size_mib, source, readers[:count]) for way, count in points
+        }
         most, relays = max(READERS), WAYS[True]
         meetings = [cases[relays, most]() for _ in range(MEETINGS)]
         samples = rounds(TURNS * setup.repeat, cases)
@@ -78,28 +80,26 @@ def measure(setup: Setup, report: Report) -> None:
     report.expect(what, found[CPU, relays, most] / found[CPU, relays, 1], at_most=1.2)
 
 
-def _case(
-    way: str, count: int, size_mib: int, source: Child, readers: Sequence[Child]
-) -> Callable[[], Sample]:
-    reading = readers[:count]
+def burst(way: str, size_mib: int, source: Child, readers: Sequence[Child]) -> Callable[[], Sample]:
+    """The actor `way` of the source publishes, and those of all readers replicate at once."""
 
     def cpu_s() -> float:
-        return sum(ask_all((source, *reading), "process", "cpu_s"))
+        return sum(ask_all((source, *readers), "process", "cpu_s"))
 
     def once() -> Sample:
         version = source.ask(way, "write")
         source.ask(way, "publish")
         before_s = cpu_s()
-        took = ask_all(reading, way, "replicate", version)
+        took = ask_all(readers, way, "replicate", version)
         used_s = cpu_s() - before_s
-        ask_all(reading, way, "verify", version)
-        ask_all(reading, way, "let_go")
-        # Who had to change its source may have read any part of it from the trainer.
+        ask_all(readers, way, "verify", version)
+        ask_all(readers, way, "let_go")
+        # A reader that changed its source may have read any part of it from the trainer.
         from_trainer = [t for t in took if t["source"] == "trainer" or t["reroutes"]]
         return {
             LAST: 1e3 * max(t["elapsed_s"] for t in took),
             FROM_TRAINER: sum(t["bytes_read"] for t in from_trainer) / (size_mib << 20),
-            CPU: used_s / (count * size_mib / 1024),
+            CPU: used_s / (len(readers) * size_mib / 1024),
         }
 
     return once

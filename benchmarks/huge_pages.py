@@ -3,13 +3,13 @@
 How fast one process reads with them and without is in `one_to_one.py`.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
 import tensors as contents
 import torch
-from harness import Actors, Child, Sample, Setup, ask_all, rounds, say, seconds, started
+from fanout import CPU, LAST, burst
+from harness import Actors, Setup, ask_all, rounds, say, seconds, started
 from peers import ALONE, Process, Rollout, Trainer, opened, settle, status_bytes
 from report import Report, Row, Unit, ratio
 
@@ -21,7 +21,6 @@ MATRIX = 1024
 LOOP_S = 3.0
 GROWTH = 0.02  # of the tensors, and 8 MiB
 
-LAST, CPU = "until the last reader has it", "CPU"
 UNITS: dict[str, Unit] = {LAST: "ms", CPU: "s/GiB"}
 
 
@@ -100,7 +99,7 @@ def measure(setup: Setup, report: Report) -> None:
     with started(builds) as (source, *readers):
         for way in WAYS:
             say(f"  {ask_all((source, *readers), way, 'settle')[0]}")
-        cases = {way: _case(way, size_mib, source, readers) for way in WAYS}
+        cases = {way: burst(way, size_mib, source, readers) for way in WAYS}
         for meet in list(cases.values()) * 3:
             meet()
         samples = rounds(TURNS * setup.repeat, cases)
@@ -143,23 +142,3 @@ def _measure_step(setup: Setup, report: Report) -> None:
     report.expect("until a GiB is on huge pages", per_gib, at_most=10.0, unit="s")
     allowed = GROWTH * setup.size_mib + 8
     report.expect("growth of RSS", grown, at_most=allowed, unit="MiB")
-
-
-def _case(way: str, size_mib: int, source: Child, readers: Sequence[Child]) -> Callable[[], Sample]:
-    def cpu_s() -> float:
-        return sum(ask_all((source, *readers), "process", "cpu_s"))
-
-    def once() -> Sample:
-        version = source.ask(way, "write")
-        source.ask(way, "publish")
-        before_s = cpu_s()
-        took = ask_all(readers, way, "replicate", version)
-        used_s = cpu_s() - before_s
-        ask_all(readers, way, "verify", version)
-        ask_all(readers, way, "let_go")
-        return {
-            LAST: 1e3 * max(t["elapsed_s"] for t in took),
-            CPU: used_s / (READERS * size_mib / 1024),
-        }
-
-    return once
