@@ -100,7 +100,7 @@ class ShardHandle:
 
     @property
     def huge_pages(self) -> HugePageReport:
-        """How much of the registered memory is on huge pages by now; see `open(huge_pages=...)`."""
+        """How much of the registered memory was made of huge pages; see `open(huge_pages=...)`."""
         return self._shard.pages.report
 
     @property
