@@ -117,7 +117,7 @@ class Rollout:
 
 
 def status_bytes(name: str, where: str = "status") -> int:
-    """What the kernel says of this process's memory in that file of /proc/self."""
+    """Look up an entry about this process's memory in that file of /proc/self."""
     found = re.search(
         rf"^{name}:\s*(\d+) kB", Path(f"/proc/self/{where}").read_text(), re.MULTILINE
     )

@@ -419,7 +419,7 @@ def test_a_scale_that_is_made_of_two_weights_stages_both():
 
 
 def test_a_tensor_that_lies_over_a_staged_one_is_staged_after_it():
-    """Else the staged one would be loaded over it."""
+    """Landings are written first: the staged one would be loaded over it."""
 
     def load(toy, fqn, weight):
         if fqn == "below":

@@ -87,7 +87,7 @@ def test_small_neighbours_cover_a_huge_page_over_gaps_of_two_pages(gap, found):
     assert len(runs(regions)) == found
 
 
-# What the kernel says
+# The kernel's answers
 
 
 class Kernel:

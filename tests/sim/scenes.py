@@ -1324,7 +1324,7 @@ def does_not_wait(scene: Scene) -> None:
 
 
 def given_up_before(scene: Scene) -> None:
-    """What a rank gave up before it published without etcd keeps neither it nor its peers."""
+    """A call given up before a publication without etcd keeps neither that rank nor its peers."""
 
     def train(me: Process) -> None:
         publish(me, 1, 11)

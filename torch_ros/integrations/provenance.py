@@ -1,4 +1,4 @@
-"""What memory has in it while a loader runs: which elements of which checkpoint tensors."""
+"""The content of memory while a loader runs: which elements of which checkpoint tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +112,7 @@ T = TypeVar("T")
 
 
 def groups(boxes: Sequence[tuple[Offsets, Offsets, T]]) -> Iterator[list[T]]:
-    """What overlaps stays together, in its order; nothing overlaps between two groups."""
+    """Boxes that overlap stay together, in their order; none overlaps one of another group."""
     if len(boxes) == 1:
         yield [boxes[0][2]]
         return
@@ -166,7 +166,7 @@ class Memory:
         self.is_settled = False
 
     def settle(self) -> Sequence[Patch]:
-        """What lies on top, disjoint."""
+        """The patches that lie on top, disjoint."""
         if not self.is_settled and len(self.patches) > 1:
             boxes = [(patch.offsets, patch.sizes, patch) for patch in self.patches]
             self.patches = [top for group in groups(boxes) for top in self._on_top(group)]

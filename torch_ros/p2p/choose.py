@@ -60,7 +60,7 @@ def choose_transport(
 
 
 def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
-    """What brings memory onto huge pages where peers copy it through the kernel."""
+    """Huge pages for memory that peers copy through the kernel; elsewhere a reason for none."""
     is_copied = isinstance(transport, NearTransport) and transport.host and transport.threads.count
     if not is_wanted:
         return HugePages("open(huge_pages=False)")
