@@ -16,14 +16,16 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
     from torch_ros.p2p.huge_pages import HugePageReport
+    from torch_ros.shard.finding import Contents
     from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.opening import open  # noqa: A004
     from torch_ros.shard.report import ReadReport
 
 __version__ = "0.1.0"
-__all__ = ["Costs", "HugePageReport", "ReadReport", "ShardHandle", "errors", "open"]
+__all__ = ["Contents", "Costs", "HugePageReport", "ReadReport", "ShardHandle", "errors", "open"]
 
 _HOMES = {  # imported at their first use
+    "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "ReadReport": "torch_ros.shard.report",

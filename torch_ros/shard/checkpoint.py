@@ -1,24 +1,23 @@
 """Saves and loads, as torch_ros.dcp and `publish_copy` make them: each of several group calls."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ContractBroken, PeerError, SeatLost, UsageError
+from torch_ros.errors import CallAborted, ContractBroken, UsageError
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
-from torch_ros.protocol.records import Call, VersionRecord, VersionRef
+from torch_ros.protocol.records import Call
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
+from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
 from torch_ros.store.loops import Done, Step, Wait
@@ -29,15 +28,6 @@ from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedVersion:
-    """A version as it was when a load began: it is checked against that."""
-
-    ref: VersionRef
-    layouts: Sequence[Layout]  # rank by rank
-    is_only_here: bool  # nobody but the replica that asked holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +74,27 @@ class LoadRequest:
     """A load.
 
     Args:
-        pinned: The answer of `inspect`.
+        pinned: The answer of `inspect`. None: each rank asks that itself, within the call.
         is_served: Whether to become a source, if the version is read whole.
         target: The answer of `check`, if it was called on all ranks and passed on all, with what
             all ranks answered (`unanimous`). None: the ranks ask each other.
         begun: The answer of `begin`, where that was called.
+        keeps: Whether the tensors stay registered once they are read, though nothing is served.
     """
 
     version: int | str
-    pinned: PinnedVersion
+    pinned: PinnedVersion | None
     destination: Destination
     is_served: bool = True
     timeout_s: float | None = None
     target: LoadTarget | None = None
     begun: Beginning | None = None
+    verb: str = "load"
+    keeps: bool = False
 
     @property
     def asked(self) -> str:
-        return f"load {self.version}"
+        return f"{self.verb} {self.version}"
 
 
 class Checkpoints:
@@ -138,45 +131,11 @@ class Checkpoints:
         Takes no claim: the bytes that are read later are checked against the digest in etcd.
         """
 
-        def find() -> PinnedVersion:
+        def look() -> PinnedVersion:
             deadline = self._shard.deadline(f"find version {version}", timeout_s)
-            return self._find(Spec.parse(version), deadline)
+            return find(self._shard, Spec.parse(version), deadline)
 
-        return self._shard.busy(find)
-
-    def _find(self, spec: Spec, deadline: Deadline) -> PinnedVersion:
-        group, refused = self._shard.group, set[str]()
-        keys = group.seat.keys
-
-        def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
-            offer = resolve(view, keys, spec)
-            if isinstance(offer, Wait):
-                return offer
-            key = keys.version(offer.ref.run, offer.ref.version)
-            own = group.seat.inst  # last: it is about to read from another
-            sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
-            if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
-                raise Unseen
-            record = VersionRecord.decode(view.entries[key].value, key)
-            return Done((offer.ref, record.layout, sources[0]))
-
-        while True:
-            session = group.session
-            try:
-                ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
-                layouts = self._shard.manifests.layouts(source, deadline)
-                if logical(layouts).digest == layout:
-                    return PinnedVersion(ref, layouts, source == group.seat.inst)
-                reason = "it shows other tensors by now"
-            except SeatLost as lost:  # this replica's own peers, where it is the only holder
-                group.fence(lost, session)
-                group.await_seat(deadline)
-                continue
-            except PeerError as error:
-                reason = str(error)
-            refused.add(source)
-            deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
-            time.sleep(0.05)
+        return self._shard.busy(look)
 
     def check(self, request: LoadRequest) -> LoadTarget:
         """Check on this rank alone what `load` checks before it changes anything.
@@ -188,7 +147,7 @@ class Checkpoints:
 
         def check() -> LoadTarget:
             shard.catch_up(deadline)
-            return _Load(shard, request, deadline).check()
+            return Load(shard, request, deadline).check()
 
         return shard.busy(check)
 
@@ -206,7 +165,7 @@ class Checkpoints:
     def load(self, request: LoadRequest) -> ReadReport:
         """Give up what is held, register and read. Checked before anything changes."""
         deadline = self._shard.deadline(request.asked, request.timeout_s)
-        load = _Load(self._shard, request, deadline)
+        load = Load(self._shard, request, deadline)
         return self._make(request.asked, load.run, request.begun)
 
     def _make(self, asked: str, flow: Callable[[], T], begun: Beginning | None) -> T:
@@ -339,13 +298,13 @@ class _Save:
         return self._registered
 
 
-class _Load(Target):
+class Load(Target):
     """One load on its way; the target of its replication."""
 
     def __init__(self, shard: Shard, request: LoadRequest, deadline: Deadline) -> None:
         super().__init__(shard)
         self._request, self._deadline = request, deadline
-        self._checked = request.target
+        self._checked, self._pinned = request.target, request.pinned
 
     def run(self) -> ReadReport:
         shard, request, asked = self._shard, self._request, self._request.asked
@@ -357,11 +316,14 @@ class _Load(Target):
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )
-        spec = Spec.parse(request.version)
+        spec, keeps = Spec.parse(request.version), False
         try:
-            return read_version(shard, asked, spec, terms, self, self._deadline)
+            report = read_version(shard, asked, spec, terms, self, self._deadline)
+            keeps = request.keeps
+            return report
         finally:
-            shard.withdraw_unless_held()
+            if not keeps:
+                shard.withdraw_unless_held()
 
     def _agree(self) -> str:
         if self._request.target is not None:
@@ -376,7 +338,9 @@ class _Load(Target):
 
     def check(self) -> LoadTarget:
         """Raises: UsageError, ManifestMismatch: The state dict does not fit the version."""
-        shard, request, pinned = self._shard, self._request, self._request.pinned
+        shard, request = self._shard, self._request
+        pinned = self._pinned or find(shard, Spec.parse(request.version), self._deadline)
+        self._pinned = pinned
         state = request.destination.fill(pinned.layouts)
         layout = state.layout
         shard.reading.plan(pinned.layouts, layout, shard.group.seat.rank)
@@ -389,7 +353,7 @@ class _Load(Target):
         return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
 
     def _require_another_holder(self) -> None:
-        """To read a version into other tensors, this replica first gives up the copy it holds."""
+        """To read a version, this replica first gives up the copy that it holds."""
         group, spec = self._shard.group, Spec.parse(self._request.version)
         keys, own = group.seat.keys, group.seat.inst
 
@@ -400,8 +364,8 @@ class _Load(Target):
             if not shows_all(view, keys, offer):
                 raise Unseen
             raise UsageError(
-                f"this replica is the only one that holds version {offer.ref.version}, in "
-                "other tensors than these; load into those, or with another handle"
+                f"this replica is the only one that holds version {offer.ref.version}, and would "
+                "give it up first; read with another handle, or once another replica has it"
             )
 
         if self._shard.held is not None:
@@ -431,7 +395,7 @@ class _Load(Target):
         pass
 
     def register(self, layouts: Sequence[Layout]) -> Registered:
-        checked, pinned = self._checked, self._request.pinned.layouts
+        checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is None or not is_as_checked:
             return self._shard.tensors.show(self._request.destination.fill(layouts))

@@ -15,6 +15,8 @@ from torch_ros.protocol.versions import listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
+from torch_ros.shard.finding import Contents
+from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import View, whole
@@ -34,9 +36,9 @@ class ShardHandle:
        rollout: `replicate`, then `update` as often as wanted
     4. `unpublish`, `unregister`, `close`; or just `close`
 
-    publish, unpublish, replicate and update are calls of the whole group: every rank makes the
-    same ones in the same order, no collective is involved, and all get the same answer or the
-    same error. An error on one rank ends the call on all of them. list and wait are this
+    publish, unpublish, replicate, update and read are calls of the whole group: every rank makes
+    the same ones in the same order, no collective is involved, and all get the same answer or the
+    same error. An error on one rank ends the call on all of them. contents, list and wait are this
     process's own. Safe to call from several threads, one call at a time. A signal handler that
     makes one in the middle of another, in the same thread, gets a UsageError.
 
@@ -52,6 +54,7 @@ class ShardHandle:
         self.model = shard.model
         self.checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
+        self._reads = Reads(shard)
 
     def __repr__(self) -> str:
         return repr(self._shard)
@@ -95,7 +98,7 @@ class ShardHandle:
 
     @property
     def last_read(self) -> ReadReport | None:
-        """The report of the handle's last replicate, update or dcp.load."""
+        """The report of the handle's last replicate, update, read or dcp.load."""
         return self._shard.last_read
 
     @property
@@ -335,7 +338,62 @@ class ShardHandle:
         flow = partial(replication.update, shard, version, deadline)
         return shard.busy(lambda: shard.as_one(deadline.what, flow))
 
+    def read(
+        self,
+        version: int | str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        timeout_s: float | None = None,
+    ) -> ReadReport:
+        """Read a version, whole or in part, into these tensors. Nothing is served afterwards.
+
+        Collective. Checked first, on all ranks: the version exists, its names, shapes and dtypes
+        are these, and it has every element of them. Only then what is held is given up, as by
+        `unpublish`, and the bytes land in the tensors. From the return on they are the caller's to
+        write.
+
+        Args:
+            version: As for `replicate`. All ranks get the same.
+            tensors: As for `register`, in the place of what is registered; any part of the
+                version, and any on each rank. They stay registered until `unregister` or the next
+                read, which makes another read into the same ones cheap.
+
+        Returns:
+            The report of this rank's part.
+
+        Raises:
+            UsageError: No plain tensors; or this replica alone holds the version, and would have
+                to give it up. Nothing has changed.
+            ManifestMismatch: A name, shape or dtype that the version does not have. Nothing has
+                changed; but if a version with other tensors comes while what is held is given up,
+                nothing is held.
+            VersionNotFound, SourceLost, CorruptWeights, DeadlineExceeded, CallAborted, SeatLost,
+                StoreUnavailable: As `replicate`. If what was held is given up, nothing is held.
+
+        Cost: As unpublish and replicate; before, a look at the version, and with several ranks one
+        call in which they agree.
+        """
+        return self._reads.read(version, tensors, timeout_s)
+
     # Looking around
+
+    def contents(
+        self, version: int | str = "latest", *, timeout_s: float | None = None
+    ) -> Contents:
+        """The tensors that a version consists of, as a holder of it tells. Reads no tensor.
+
+        This process's own question, since nothing follows from it for the other ranks: no call of
+        the group, and nobody is held up by it. Two ranks that ask for "latest" may be told
+        of different versions; `read` and `replicate` then give all ranks the same one. Waits until
+        the version exists.
+
+        Raises:
+            VersionNotFound: It is gone.
+            DeadlineExceeded: It did not come, or no holder of it answered.
+
+        Cost: 2 requests to etcd, and one read of each of a holder's manifests that is new.
+        """
+        return self._reads.contents(version, timeout_s)
 
     def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
         """The available versions, and the names of the replicas that hold each of them whole.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """The figures of one replicate, update or dcp.load on this rank."""
+    """The figures of one replicate, update, read or dcp.load on this rank."""
 
     version: int
     source: str  # the replicas read from, separated by commas; of the last ones, if some were lost

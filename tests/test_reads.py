@@ -1,0 +1,231 @@
+"""Reading a version, or a part of it, and not becoming a source: over memory, and etcd with NIXL."""
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ros
+from torch_ros.dcp import ROSWriter
+from torch_ros.errors import (
+    DeadlineExceeded,
+    ManifestMismatch,
+    TorchRosError,
+    UsageError,
+    VersionNotFound,
+)
+
+only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def endpoint(request):
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("etcd_endpoint")
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def opened(endpoint):
+    model, handles = "m-" + uuid.uuid4().hex[:8], []
+
+    def open_(replica=None, **options):
+        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
+        handles.append(torch_ros.open(model, replica=replica, **options))
+        return handles[-1]
+
+    yield open_
+    for handle in handles:
+        handle.close()
+
+
+@pytest.fixture
+def ranks(opened, pool):
+    def open_ranks(name, count=2, **options):
+        def open_rank(rank):
+            return opened(name, rank=rank, world_size=count, **options)
+
+        return list(pool.map(open_rank, range(count)))
+
+    return open_ranks
+
+
+def content(seed=1):
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(6, 4, generator=made),
+        "b": torch.randn(7, generator=made).to(torch.bfloat16),
+        "steps": torch.tensor(seed),
+        "none": torch.empty(0, 3),
+    }
+
+
+def publisher(opened, version=1, name="trainer", tensors=None):
+    handle = opened(name)
+    handle.register(content(version) if tensors is None else tensors)
+    handle.publish(version)
+    return handle
+
+
+def zeros(*names):
+    everything = content()
+    return {fqn: torch.zeros_like(everything[fqn]) for fqn in names or everything}
+
+
+def word(handle):
+    return int(handle._shard.mailbox._word[0])
+
+
+def test_contents_tell_every_name_with_its_dtype_and_shape(opened):
+    publisher(opened)
+    found = opened("engine").contents()
+    assert found.version == 1
+    assert found.objects == ()
+    assert list(found.tensors) == sorted(content())
+    for fqn, tensor in content().items():
+        assert found.tensors[fqn] == (tensor.dtype, tensor.shape)
+
+
+@only_memory
+def test_contents_are_of_all_ranks_and_tell_objects_apart(opened, ranks, pool):
+    first, second = ranks("trainer")
+    for handle, fqn in ((first, "a"), (second, "b")):
+        handle.register({fqn: torch.ones(3)})
+    list(pool.map(lambda handle: handle.publish(1), (first, second)))
+    assert list(opened("engine").contents(1).tensors) == ["a", "b"]
+
+    other = opened("other", run="new")
+    writer = ROSWriter(5, handle=other)
+    dcp.save({"model": {"w": torch.ones(2)}, "step": 7}, storage_writer=writer, no_dist=True)
+    found = opened("engine").contents("latest")
+    assert found == torch_ros.Contents(5, {"model.w": (torch.float32, torch.Size([2]))}, ("step",))
+
+
+@only_memory
+def test_contents_wait_for_a_version_and_say_when_it_is_gone(opened):
+    engine = opened("engine")
+    with pytest.raises(DeadlineExceeded, match="none is available yet"):
+        engine.contents(timeout_s=0.2)
+    trainer = publisher(opened)
+    trainer.unpublish()
+    trainer.publish(2)
+    with pytest.raises(VersionNotFound):
+        engine.contents(1)
+    assert engine.contents("latest").version == 2
+
+
+def test_a_read_brings_a_whole_version_or_a_part_and_serves_nothing(opened):
+    trainer, engine = publisher(opened), opened("engine")
+    for names in ((), ("w", "steps"), ("none",)):
+        into = zeros(*names)
+        report = engine.read("latest", into)
+        assert report is engine.last_read
+        assert (report.version, report.source) == (1, "trainer")
+        assert report.bytes_total == sum(tensor.nbytes for tensor in into.values())
+        for fqn, tensor in into.items():
+            assert torch.equal(tensor, content()[fqn])
+        assert engine.version is None
+        assert word(engine) == 0
+        assert engine.list() == {1: {trainer.replica}}
+
+
+@only_memory
+@pytest.mark.parametrize(
+    ("into", "found"),
+    [
+        ({"w": torch.zeros(6, 5)}, "6, 5"),
+        ({"w": torch.zeros(6, 4, dtype=torch.float64)}, "float64"),
+        ({"w2": torch.zeros(6, 4)}, "w2"),
+        ({"w": torch.zeros(1, 4).expand(6, 4)}, "share memory"),
+        ({"w": "no tensor"}, "str"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_given_up(opened, into, found):
+    trainer = publisher(opened)
+    engine = opened("engine")
+    engine.register(zeros())
+    engine.replicate(1)
+    trainer.unpublish()
+    trainer.publish(2)
+    with pytest.raises(UsageError, match=found):
+        engine.read(2, into)
+    assert engine.version == 1
+    assert engine.list() == {1: {"engine"}, 2: {"trainer"}}
+
+
+@only_memory
+def test_a_version_that_only_this_replica_has_is_not_given_up_to_read_it(opened):
+    trainer = publisher(opened)
+    with pytest.raises(UsageError, match="the only one that holds version 1"):
+        trainer.read("latest", zeros())
+    assert trainer.version == 1
+
+
+@only_memory
+def test_an_error_on_one_rank_refuses_the_read_on_all_and_the_next_one_works(opened, ranks, pool):
+    publisher(opened)
+    engines = ranks("engine")
+    for handle in engines:
+        handle.register(zeros())
+    list(pool.map(lambda handle: handle.replicate(1), engines))
+
+    def read(rank, into):
+        try:
+            return engines[rank].read("latest", into)
+        except TorchRosError as error:
+            return error
+
+    bad = [zeros("w"), {"w": torch.zeros(5)}]
+    errors = list(pool.map(read, range(2), bad))
+    assert [type(error) for error in errors] == [ManifestMismatch] * 2
+    assert [handle.version for handle in engines] == [1, 1]
+
+    good = [zeros("w"), zeros("b")]
+    reports = list(pool.map(read, range(2), good))
+    assert [report.version for report in reports] == [1, 1]
+    assert torch.equal(good[0]["w"], content()["w"])
+    assert torch.equal(good[1]["b"], content()["b"])
+    assert [handle.version for handle in engines] == [None, None]
+
+
+@only_memory
+def test_all_ranks_read_the_same_version_whatever_each_saw_first(opened, ranks, pool):
+    trainer = publisher(opened)
+    engines, into = ranks("engine"), [zeros("steps"), zeros("steps")]
+    for version in range(2, 6):
+        trainer.unpublish()
+        moved = pool.submit(trainer.publish, version)
+        reports = list(pool.map(lambda n: engines[n].read("latest", into[n]), range(2)))
+        moved.result()
+        assert len({report.version for report in reports}) == 1
+
+
+def test_a_second_read_into_the_same_tensors_registers_nothing(opened):
+    trainer, engine, into = publisher(opened), opened("engine"), zeros()
+    engine.read(1, into)
+    before = engine._shard.mailbox._tensors
+    trainer.unpublish()
+    trainer.publish(2)
+    engine.read(2, into)
+    assert engine._shard.mailbox._tensors is before is not None
+    engine.unregister()
+    assert engine._shard.mailbox._tensors is None
+
+
+@only_memory
+def test_a_read_that_fails_holds_nothing_and_forgets_the_tensors(opened):
+    trainer, engine = publisher(opened), opened("engine")
+    with pytest.raises(DeadlineExceeded):
+        engine.read(2, zeros(), timeout_s=0.2)
+    assert engine._shard.tensors.registered is None
+    engine.register(zeros())
+    assert engine.replicate(1) == 1
+    assert trainer.version == 1

@@ -1,0 +1,85 @@
+"""The first look at a version: which one is meant, and what a holder says that it contains."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import PeerError, SeatLost
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.txn import Unseen, View
+from torch_ros.weights.manifest import OBJECT, Layout, dtype_named, logical
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedVersion:
+    """A version as it was when a load began: it is checked against that."""
+
+    ref: VersionRef
+    layouts: Sequence[Layout]  # rank by rank
+    is_only_here: bool  # nobody but the replica that asked holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The names of a version, sorted, and what each stands for."""
+
+    version: int
+    tensors: Mapping[str, tuple[torch.dtype, torch.Size]]  # by fqn; whole, however sharded
+    objects: tuple[str, ...] = ()  # fqns of what DCP has pickled: only dcp.load reads those
+
+    @classmethod
+    def of(cls, found: PinnedVersion) -> "Contents":
+        everything = sorted(logical(found.layouts).items())
+        tensors = {
+            fqn: (dtype_named(dtype), torch.Size(shape))
+            for fqn, (dtype, shape) in everything
+            if dtype != OBJECT
+        }
+        objects = tuple(fqn for fqn, (dtype, _) in everything if dtype == OBJECT)
+        return cls(found.ref.version, tensors, objects)
+
+
+def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
+    """Wait for the version, and find what it contains. Reads no tensor.
+
+    Takes no claim: the bytes that are read later are checked against the digest in etcd.
+    """
+    group, refused = shard.group, set[str]()
+    keys = group.seat.keys
+
+    def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
+        offer = resolve(view, keys, spec)
+        if isinstance(offer, Wait):
+            return offer
+        key = keys.version(offer.ref.run, offer.ref.version)
+        own = group.seat.inst  # last: it is about to read from another
+        sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
+        if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
+            raise Unseen
+        record = VersionRecord.decode(view.entries[key].value, key)
+        return Done((offer.ref, record.layout, sources[0]))
+
+    while True:
+        session = group.session
+        try:
+            ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
+            layouts = shard.manifests.layouts(source, deadline)
+            if logical(layouts).digest == layout:
+                return PinnedVersion(ref, layouts, source == group.seat.inst)
+            reason = "it shows other tensors by now"
+        except SeatLost as lost:  # this replica's own peers, where it is the only holder
+            group.fence(lost, session)
+            group.await_seat(deadline)
+            continue
+        except PeerError as error:
+            reason = str(error)
+        refused.add(source)
+        deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
+        time.sleep(0.05)
