@@ -70,6 +70,7 @@ class Recording:
     landings: Mapping[str, Landing]
     staged: Mapping[str, str]  # the reason for each name
     failed: frozenset[str]  # those of `staged` for which the loader itself raised
+    targets: Mapping[str, tuple[str, ...]]  # of `staged`: where it goes, as far as that was seen
     unused: tuple[str, ...]  # the loader puts nothing of them anywhere
     unwritten: Mapping[str, int]  # elements of parameters that nothing was written to
     filled: Mapping[str, int]  # elements that get something of no checkpoint tensor: padding

@@ -151,6 +151,7 @@ def _recording(
         },
         {fqn: staged[fqn] for fqn in contents if fqn in staged},
         frozenset(failed),
+        _targets(written, staged),
         tuple(fqn for fqn in contents if fqn not in boxes and fqn not in staged),
         {memory.name: _left(memory) for memory in stale if memory.is_parameter},
         {memory.name: count for memory in written if (count := _filled(memory))},
@@ -207,6 +208,15 @@ def _made(written: Iterable[Memory], foreign: Iterable[Memory]) -> dict[str, str
         for patch in memory.settle():
             found |= dict.fromkeys(patch.origin.fqns - found.keys(), reason)
     return found
+
+
+def _targets(written: Iterable[Memory], staged: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for memory in written:
+        fqns = {fqn for patch in memory.settle() for fqn in patch.origin.fqns}
+        for fqn in fqns.intersection(staged):
+            found.setdefault(fqn, []).append(memory.name)
+    return {fqn: tuple(names) for fqn, names in found.items()}
 
 
 def _rivals(written: Iterable[Memory], staged: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,200 @@
+"""Which tensors of a version are read into an engine's parameters, and which it has to load."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torch_ros.integrations.landings import Landing, Recording
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor's elements lie in its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Geometry":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {list(self.shape)} and strides {list(self.strides)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A reason for which nothing is read into a parameter in place."""
+
+    reason: str
+    is_provable: bool = False  # gone once the loader has installed a version, and `misplaced` none
+
+
+@dataclass(frozen=True, slots=True)
+class LandingPlan:
+    """How each tensor of a version gets into an engine: in place, through its loader, or not.
+
+    Every tensor of the version is in one of `direct`, `staged`, `ignored` and the recording's
+    `unused`.
+    """
+
+    direct: Mapping[str, Landing]
+    staged: Mapping[str, str]  # the reason for each; what goes into one module stands together
+    provable: Mapping[str, Landing]  # those of `staged` that a proof would bring to `direct`
+    ignored: Mapping[str, str]  # the engine's loader fails for them, and nothing lacks them
+
+    @property
+    def direct_bytes(self) -> int:
+        return sum(landing.size_bytes for landing in self.direct.values())
+
+
+def state_of(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under each of their names."""
+    both = (engine.named_parameters, engine.named_buffers)
+    return {name: one for named in both for name, one in named(remove_duplicate=False)}
+
+
+def changed(
+    loaded: Mapping[str, Geometry], state: Mapping[str, torch.Tensor]
+) -> dict[str, Obstacle]:
+    """The parameters that an engine does not have any more as they were when it was loaded."""
+    found = {}
+    for name, before in loaded.items():
+        now = Geometry.of(state[name]) if name in state else None
+        if now != before:
+            reason = f"{name} is {now or 'gone'}, was {before} when it was loaded"
+            found[name] = Obstacle(reason)
+    return found
+
+
+def plan_landings(recording: Recording, obstacles: Mapping[str, Obstacle]) -> LandingPlan:
+    """Tell tensors that can be read in place from those that the engine's loader has to take.
+
+    Tensors that go into one module are all read in place, or all loaded: a loader that gets a part
+    of a module may make the rest of it anew.
+
+    Args:
+        recording: Of this version's tensors and this engine.
+        obstacles: By parameter; those without one may be read into.
+    """
+    firm = {name: one for name, one in obstacles.items() if not one.is_provable}
+    staged = _staged(recording, obstacles)
+    at_least = _staged(recording, firm)
+    return LandingPlan(
+        {fqn: one for fqn, one in recording.landings.items() if fqn not in staged},
+        {fqn: staged[fqn] for fqn in _by_module(recording, staged)},
+        {fqn: recording.landings[fqn] for fqn in staged if fqn not in at_least},
+        {fqn: recording.staged[fqn] for fqn in recording.staged if fqn in recording.failed},
+    )
+
+
+def missing(recording: Recording, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Parameters that would keep what they had, and how many elements of each.
+
+    A parameter whose memory belongs to another one, too, is loaded with that. Empty if tensors are
+    staged of which nobody saw where they go: only loading tells.
+    """
+    if _unseen(recording):
+        return {}
+    landed = (box.parameter for one in recording.landings.values() for box in one.boxes)
+    loaded = (name for names in recording.targets.values() for name in names)
+    names = {*landed, *loaded, *recording.filled} - recording.unwritten.keys()
+    written = {_place(state[name]) for name in names if name in state}
+    return {
+        name: count
+        for name, count in recording.unwritten.items()
+        if name not in state or _place(state[name]) not in written
+    }
+
+
+def misplaced(
+    landings: Mapping[str, Landing],
+    state: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, str]:
+    """The tensors that an engine, having loaded them, does not have where they would land.
+
+    Bits are compared. A box of equal elements proves nothing: they may be in another order.
+
+    Args:
+        tensors: As they were published: whole, each with its name.
+    """
+    found = {}
+    for fqn, whole in tensors:
+        for box, (offsets, view) in zip(
+            landings[fqn].boxes, landings[fqn].chunks(state), strict=True
+        ):
+            ends = zip(offsets, box.sizes, strict=True)
+            published = _bits(whole[tuple(slice(at, at + size) for at, size in ends)])
+            if not torch.equal(_bits(view), published.to(view.device)):
+                found[fqn] = f"{box.parameter} does not have it where the loader put it"
+            elif len(published) > 1 and bool((published == published[0]).all()):
+                found.setdefault(fqn, "its elements are equal, which shows nothing of their order")
+    return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, Geometry]:
+    return tensor.data_ptr() or id(tensor), Geometry.of(tensor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.dtype.itemsize])
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _unseen(recording: Recording) -> list[str]:
+    """Staged tensors of which nobody saw where they go."""
+    return [
+        fqn
+        for fqn in recording.staged
+        if fqn not in recording.failed and fqn not in recording.targets
+    ]
+
+
+def _targets(recording: Recording) -> Iterator[tuple[str, list[str]]]:
+    """The modules that each tensor goes into."""
+    for fqn, landing in recording.landings.items():
+        yield fqn, [_module(box.parameter) for box in landing.boxes]
+    for fqn, names in recording.targets.items():
+        yield fqn, [_module(name) for name in names]
+
+
+def _staged(recording: Recording, obstacles: Mapping[str, Obstacle]) -> dict[str, str]:
+    """Names of tensors that cannot be read in place, each with its reason."""
+    found = {fqn: why for fqn, why in recording.staged.items() if fqn not in recording.failed}
+    modules = {_module(name): one.reason for name, one in obstacles.items()}
+    if unseen := _unseen(recording):
+        reason = f"nobody saw where {unseen[0]!r} goes, perhaps there"
+        modules |= {_module(name): reason for name in recording.unwritten}
+    targets = dict(_targets(recording))
+    while True:
+        for fqn in found:
+            reason = f"goes into one module with {fqn!r}, which is staged"
+            for module in targets.get(fqn, ()):
+                modules.setdefault(module, reason)
+        more = {
+            fqn: modules[module]
+            for fqn in recording.landings
+            if fqn not in found
+            for module in targets[fqn]
+            if module in modules
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def _by_module(recording: Recording, staged: Container[str]) -> list[str]:
+    """The names, so that those of one module follow each other, modules as they come first."""
+    targets = dict(_targets(recording))
+    modules: dict[str, list[str]] = {}
+    for fqn in (*recording.landings, *recording.staged):
+        modules.setdefault(targets.get(fqn, [fqn])[0], []).append(fqn)
+    return [fqn for fqns in modules.values() for fqn in fqns if fqn in staged]
