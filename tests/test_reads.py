@@ -1,4 +1,4 @@
-"""Reading a version, or a part of it, and not becoming a source: over memory, and etcd with NIXL."""
+"""Reading a version, or a part of it, and serving none: over memory, and over etcd with NIXL."""
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
