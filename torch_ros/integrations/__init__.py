@@ -1,1 +1,1 @@
-"""Where the tensors of a version go in an engine. Knows torch; knows no peer and no version."""
+"""Trainers and engines of others, and where these put tensors. Knows the public API alone."""
