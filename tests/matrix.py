@@ -16,7 +16,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # They start no torchrun, and take minutes.
-TESTS = ("weights", "contract", "p2p", "dcp", "test_handle.py", "test_registered.py")
+TESTS = (
+    "weights",
+    "contract",
+    "p2p",
+    "dcp",
+    *(f"test_{n}.py" for n in ("handle", "registered", "chunked")),
+)
 FREE = {"torch", "numpy"}  # of constraints.txt: one numpy is not there for every Python and torch
 VERSIONS = """
 import sys, importlib.metadata as m

@@ -491,7 +491,9 @@ def test_a_handle_says_where_it_stands(opened):
 
 
 def test_tab_completion_finds_the_face():
-    assert {"open", "ShardHandle", "ReadReport", "Costs", "errors"} <= set(dir(torch_ros))
+    assert {"open", "ShardHandle", "Chunked", "ReadReport", "Costs", "errors"} <= set(
+        dir(torch_ros)
+    )
 
 
 def test_no_etcd_is_said_in_time():

@@ -20,11 +20,22 @@ if TYPE_CHECKING:
     from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.opening import open  # noqa: A004
     from torch_ros.shard.report import ReadReport
+    from torch_ros.weights.chunked import Chunked
 
 __version__ = "0.1.0"
-__all__ = ["Contents", "Costs", "HugePageReport", "ReadReport", "ShardHandle", "errors", "open"]
+__all__ = [
+    "Chunked",
+    "Contents",
+    "Costs",
+    "HugePageReport",
+    "ReadReport",
+    "ShardHandle",
+    "errors",
+    "open",
+]
 
 _HOMES = {  # imported at their first use
+    "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
     "HugePageReport": "torch_ros.p2p.huge_pages",

@@ -12,7 +12,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_ros.dcp.memo import ATOMS, Memo, Memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, described, values_of
+from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, all_boxes, described, values_of
 from torch_ros.errors import ManifestMismatch, UntrustedObject
 from torch_ros.shard.checkpoint import Checkpoints
 from torch_ros.transfer.registered import LocalState
@@ -110,10 +110,13 @@ class StateDict:
         self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
         objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         self._buffers = _buffers(contents, objects)
-        tensors: dict[str, LocalTensor] = {}
         values = values_of(self._planner) or {}
+        boxes = all_boxes({fqn: value for fqn, value in values.items() if fqn in contents})
+        tensors = dict(boxes)
         for item, target in self._targets:
             fqn = item.storage_index.fqn
+            if fqn in boxes:
+                continue
             if is_strided(value := values.get(fqn)):
                 (tensors[fqn],) = local_chunks({fqn: value})
             else:

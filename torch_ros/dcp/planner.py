@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.local import LocalChunk, LocalTensor, local_chunks
 from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_name
 
@@ -138,6 +139,12 @@ def add_chunks(
     chunks = tuple(LocalChunk(tuple(offsets), chunk.tensor) for chunk in local.chunks)
     before = tensors[fqn].chunks if fqn in tensors else ()
     tensors[fqn] = LocalTensor(fqn, found.dtype, tuple(shape), (*before, *chunks), spread)
+
+
+def all_boxes(values: Mapping[str, Any]) -> dict[str, LocalTensor]:
+    """Each `Chunked` of a flat state dict; no plan has one of which this rank has no box."""
+    chunked = {fqn: value for fqn, value in values.items() if isinstance(value, Chunked)}
+    return {tensor.fqn: tensor for tensor in local_chunks(chunked)}
 
 
 def described(found: LogicalTensor | None) -> str:

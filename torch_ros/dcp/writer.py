@@ -20,14 +20,14 @@ from torch.futures import Future
 from torch_ros.dcp.default import check_group, default_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, values_of
+from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
 from torch_ros.errors import UsageError
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.local import LocalTensor, is_strided, local_chunks
+from torch_ros.weights.local import is_strided, local_chunks
 
 
 class ROSWriter(StorageWriter):
@@ -199,10 +199,13 @@ class ROSWriter(StorageWriter):
         if not local.usable:  # a caching planner says: as last time
             key = planner._cached_plans_key  # type: ignore[attr-defined]  # noqa: SLF001  # no public one
             local = SavePlanner._cached_save_plan[key]  # noqa: SLF001  # no public one
-        tensors: dict[str, LocalTensor] = {}
         objects: dict[str, torch.Tensor] = {}
         values = values_of(planner) or {}
+        boxes = all_boxes(values)
+        tensors = dict(boxes)
         for item in local.items:
+            if item.index.fqn in boxes:
+                continue
             if is_strided(value := values.get(item.index.fqn)):
                 (tensors[item.index.fqn],) = local_chunks({item.index.fqn: value})
                 continue

@@ -127,14 +127,15 @@ class ShardHandle:
 
         Args:
             named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
-                sharing memory. A DTensor stands for its local chunk; any other tensor is the
-                whole, and where ranks differ the lowest one's counts. Not copied, not modified;
-                referenced until `unregister` or `close`. One that has other memory (`p.data =
-                ...`) or another shape (`p.t_()`) when the next `publish` or `replicate` begins
-                is found and registered again.
+                sharing memory. A DTensor stands for its local chunk, a `Chunked` for its boxes;
+                any other tensor is the whole. Where ranks differ the lowest one's counts. Not
+                copied, not modified; referenced until `unregister` or `close`. One that has
+                other memory (`p.data = ...`) or another shape (`p.t_()`) when the next `publish`
+                or `replicate` begins is found and registered again.
 
         Raises:
-            UsageError: Something is registered, or a tensor is not plain strided memory.
+            UsageError: Something is registered, a tensor is not plain strided memory, or the boxes
+                of a `Chunked` do not fit together.
         """
 
         def register() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ros.spans import Region
+from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
@@ -182,9 +183,9 @@ class NamedTensors:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
         sharded = {fqn: t for fqn, t in tensors.items() if isinstance(t, DTensor)}
-        plain = {fqn: t for fqn, t in tensors.items() if fqn not in sharded}
-        self._plain, self._sharded = list(plain.values()), list(sharded.values())
-        self._names = [*plain, *sharded]
+        plain = [(fqn, own) for fqn, t in tensors.items() if fqn not in sharded for own in _own(t)]
+        self._plain, self._sharded = [own for _, own in plain], list(sharded.values())
+        self._names = [*(fqn for fqn, _ in plain), *sharded]
         # Strides are dear, and a contiguous tensor's shape says them.
         is_contiguous, stride = torch.Tensor.is_contiguous, torch.Tensor.stride
         self._cuts = [is_contiguous if is_contiguous(t) else stride for t in self._local]
@@ -212,6 +213,10 @@ class NamedTensors:
             return []
         changes = zip(self._names, self._places, self._now(), strict=True)
         return [fqn for fqn, there, here in changes if there != here]
+
+
+def _own(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    return tensor.chunks.values() if isinstance(tensor, Chunked) else (tensor,)
 
 
 def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ros.errors import UsageError
+from torch_ros.weights.chunked import Chunked, named, require_fit
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import (
     DIMENSIONS_MAX,
@@ -53,15 +54,16 @@ class LocalTensor:
 def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]:
     """The part of each tensor that this process holds, in the order given.
 
-    A DTensor stands for its local shard, which a rank outside its mesh does not have. Any other
-    tensor is whole, and may differ between ranks.
+    A DTensor stands for its local shard, which a rank outside its mesh does not have, a `Chunked`
+    for its boxes. Any other tensor is whole. Only a DTensor is sure to be equal on all ranks.
 
     The views share the memory of `named_tensors` and keep it allocated. A tensor whose elements
     share memory (`expand`) can be published; `plan` refuses it as a target.
 
     Raises:
         UsageError: No mapping, a key that is not a string, a value that is not a tensor, or a
-            tensor that is not plain bytes in memory at regular strides; names the fqn.
+            tensor that is not plain bytes in memory at regular strides; boxes of a `Chunked` that
+            do not fit together. Names the fqn and the box.
     """
     if not isinstance(named_tensors, Mapping):
         has_state = isinstance(named_tensors, torch.nn.Module)
@@ -146,8 +148,11 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
     _require_writable(fqn)
     if isinstance(tensor, DTensor):
         chunks = tuple(_shard_chunks(fqn, tensor))
+    elif isinstance(tensor, Chunked):
+        chunks = tuple(_boxes(fqn, tensor))
     else:
-        chunks = (LocalChunk((0,) * _readable(fqn, tensor).ndim, tensor.detach()),)
+        readable = _readable(f"tensor {fqn!r}", tensor)
+        chunks = (LocalChunk((0,) * readable.ndim, readable.detach()),)
     return LocalTensor(
         fqn,
         tensor.dtype,
@@ -185,7 +190,7 @@ def _shard_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
         index = MetadataIndex(fqn, chunk.offsets)
         local = tensor.__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
         _agree(fqn, tuple(chunk.sizes), local)
-        yield LocalChunk(tuple(chunk.offsets), _readable(fqn, local).detach())
+        yield LocalChunk(tuple(chunk.offsets), _readable(f"tensor {fqn!r}", local).detach())
 
 
 def is_strided(tensor: object) -> TypeGuard[DTensor]:
@@ -200,7 +205,7 @@ def _strided_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
     held = [_held(tensor, dim) for dim in range(tensor.ndim)]
     local = tensor.to_local()
     _agree(fqn, tuple(map(len, held)), local)
-    local = _readable(fqn, local).detach()
+    local = _readable(f"tensor {fqn!r}", local).detach()
     for parts in product(*map(_parts, held)):
         chunk = local
         for dim, (_, start, size) in enumerate(parts):
@@ -245,10 +250,17 @@ def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
         )
 
 
-def _readable(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+def _boxes(fqn: str, tensor: Chunked) -> Iterator[LocalChunk]:
+    for at, box in tensor.chunks.items():
+        _readable(f"tensor {fqn!r}: {named(at, box)}", box)
+    require_fit(fqn, tensor)
+    yield from (LocalChunk(at, box.detach()) for at, box in tensor.chunks.items())
+
+
+def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, if its elements are bytes in memory at regular strides."""
     if reason := next(_obstacles(tensor), None):
-        raise UsageError(f"tensor {fqn!r} {reason}")
+        raise UsageError(f"{name} {reason}")
     return tensor
 
 
