@@ -7,13 +7,15 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_DOCS := $(VENV)/.installed-docs
+VERL := .venv-verl
+INSTALLED_VERL := $(VERL)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
 # Of `make test-matrix`: Python:torch, see tests/matrix.py. 3.11 with the torch of constraints.txt is
 # what `make test` runs.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
-.PHONY: help demo test test-all test-matrix sim sim-faults history lint docs bench bench-control clean
+.PHONY: help demo test test-all test-engines test-matrix sim sim-faults history lint docs bench bench-control clean
 
 # Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
@@ -40,6 +42,8 @@ help:
 	@echo "make test   what to run before each commit: real etcd and NIXL, ranks with FSDP2; some minutes"
 	@echo "make test-all WORKERS=3"
 	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
+	@echo "make test-engines"
+	@echo "            verl itself, and the seams of TRL and SGLang; 400 MB more, in $(VERL)"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
@@ -75,16 +79,31 @@ $(INSTALLED_DOCS): pyproject.toml constraints.txt
 	$(INSTALL) '.[docs]'
 	@touch $@
 
+# On top of $(VENV): what is there is not installed again. Wheels are those of one platform anywhere.
+$(INSTALLED_VERL): $(INSTALLED) tests/engines/verl.txt tests/engines/wheels.txt
+	$(PYTHON) -m venv $(VERL)
+	$(BIN)/python -c 'import sysconfig; p = sysconfig.get_path("purelib"); \
+		print(f"import site; site.addsitedir({p!r})")' > $(VERL)/below.pth
+	mv $(VERL)/below.pth $(VERL)/lib/python3.*/site-packages
+	$(VERL)/bin/pip install --disable-pip-version-check --no-deps --requirement tests/engines/verl.txt
+	$(VERL)/bin/pip download --disable-pip-version-check --no-deps --only-binary=:all: \
+		--platform manylinux_2_34_x86_64 --python-version 3.11 --dest $(VERL)/wheels \
+		--requirement tests/engines/wheels.txt
+	@touch $@
+
 demo: $(INSTALLED_DEMO)
 	$(BIN)/python examples/fsdp2_to_rollouts.py
 
 test: $(INSTALLED)
-	$(PYTEST) --ignore=tests/processes --ignore=tests/history -m 'not long'
+	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines -m 'not long'
 
 # Jobs of torch need the cores that they have.
 test-all: $(INSTALLED)
-	$(PYTEST) --ignore=tests/processes --ignore=tests/history
+	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines
 	$(BIN)/python -m pytest --durations=10 tests/processes tests/history
+
+test-engines: $(INSTALLED_VERL)
+	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py
 
 test-matrix:
 	$(PYTHON) tests/matrix.py $(ROWS)
@@ -115,4 +134,4 @@ bench-control: $(INSTALLED)
 	$(BIN)/python benchmarks/control.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VERL)

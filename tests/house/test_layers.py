@@ -19,7 +19,12 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
 }
 ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import
 FACE = {"__init__"}  # the public face may name everything; "face" in an arrow is `import torch_ros`
-DOORS = {"pyetcd": "store/member.py", "grpc": "store/etcd.py", "nixl": "p2p/nixl.py"}
+DOORS = {
+    "pyetcd": "store/member.py",
+    "grpc": "store/etcd.py",
+    "nixl": "p2p/nixl.py",
+    "verl": "integrations/verl.py",
+}
 
 
 def imported(path):

@@ -49,7 +49,7 @@ class GatheredCopy:
             handle.register(kept)
             self._kept, self._is_registered = kept, True
         handle.publish(version)
-        return loads[handle.rank]
+        return sum(mine.nbytes for mine in kept.values())
 
     def _copied(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         mine = self._kept.get(fqn)
