@@ -1,6 +1,7 @@
 """A save and a load call down through the house; the few calls that go up are counted here."""
 
 import sys
+import threading
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
+from torch_ros.store.memory import MemoryKV
 
 PACKAGE = str(Path(torch_ros.__file__).parent) + "/"
 FLOORS = {"dcp": 4, "shard": 3, "transfer": 2, "protocol": 2, "p2p": 1, "weights": 1, "store": 1}
@@ -76,3 +78,34 @@ def test_a_call_up_is_seen(handles):
     trainer, _ = handles
     trainer.register({"w": torch.ones(3)})
     assert calls_up(lambda: trainer.publish(1))["Shard.publish.<locals>.perform"] == 1
+
+
+def test_a_load_decides_from_what_its_first_look_has_read(handles, monkeypatch):
+    """A load reads three times beside its commits: a look, the holder's shards, the claim."""
+    trainer, rollout = handles
+    read, reads = MemoryKV.read, []
+
+    def counted(self, request, *, timeout_s):
+        if threading.current_thread() is threading.main_thread():
+            reads.append(request)
+        return read(self, request, timeout_s=timeout_s)
+
+    monkeypatch.setattr(MemoryKV, "read", counted)
+    for version in (1, 2):
+        trainer.unpublish()
+        save_with(ROSWriter(version, handle=trainer))
+        rollout.unpublish()
+        reads.clear()
+        load_with(ROSReader("latest", handle=rollout))
+        assert rollout.version == version
+        assert len(reads) == 3
+
+
+def save_with(writer):
+    planner = writer.planner()
+    dcp.save({"a": torch.ones(4)}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def load_with(reader):
+    planner = reader.planner()
+    dcp.load({"a": torch.zeros(4)}, storage_reader=reader, planner=planner, no_dist=True)

@@ -33,11 +33,11 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.retention import keeping_ranges
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
-from torch_ros.protocol.versions import Spec, first_holders, spec_ranges
+from torch_ros.protocol.versions import Spec, first_holders
 from torch_ros.store.loops import Step, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Range, Ranges, View, one, sample
+from torch_ros.store.txn import Range, Ranges, View, one
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -201,9 +201,8 @@ class GroupCall(Attempt):
             most = sources_max if tries == 1 else 0
             return calls.replicate(view, seat, call, spec, is_relay=is_relay, sources_max=most)
 
-        keys = self.seat.keys
         while not self.has_ended:
-            self.decide((*spec_ranges(keys), sample(keys.readers()), keys.suspects()), effects)
+            self.decide(calls.replicate_ranges(self.seat), effects)
             if self.has_ended or self.decided.sources:
                 return
             rule = partial(sources.claim, seat=self.seat, call=self.decided)

@@ -46,7 +46,15 @@ from torch_ros.protocol.seat import (
     recorded,
 )
 from torch_ros.protocol.sources import claim_of, free_sources
-from torch_ros.protocol.versions import Spec, first_holders, newer, published, resolve, shows_all
+from torch_ros.protocol.versions import (
+    Spec,
+    first_holders,
+    newer,
+    published,
+    resolve,
+    shows_all,
+    spec_ranges,
+)
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Count,
@@ -63,6 +71,7 @@ from torch_ros.store.txn import (
     Unseen,
     View,
     one,
+    sample,
 )
 
 CHECK = "check before "  # what is asked by the check that comes before a save or load
@@ -229,6 +238,15 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
 
 def publish_ranges(seat: Seat) -> tuple[Range, ...]:
     return (seat.keys.versions(seat.run), seat.keys.holdings(seat.run))
+
+
+def replicate_ranges(seat: Seat) -> Ranges:
+    return (*spec_ranges(seat.keys), sample(seat.keys.readers()), seat.keys.suspects())
+
+
+def first_look(seat: Seat, number: int) -> Ranges:
+    """All that `replicate` is decided from, if call `number` decides it."""
+    return (*seat.own, one(seat.keys.ready(seat.inst, number, seat.rank)), *replicate_ranges(seat))
 
 
 def _fellow_publisher(view: View, seat: Seat, version: int) -> str:

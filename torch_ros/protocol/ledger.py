@@ -116,7 +116,7 @@ class Ledger:
         self._retain = frozenset(Spec.parse(as_spec(text)) for text in retain)
         self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
         self._layout = ("", "")  # of what this rank published last, and of what its group did
-        self._sight: tuple[Seat, View] | None = None  # of the unpublish that came last
+        self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
 
     # Its standing
 
@@ -308,10 +308,10 @@ class Ledger:
         return self._layout[1] if self._layout[0] == value else value
 
     def keep_sight(self, seat: Seat, view: View) -> None:
-        """Remember what the end of a call has read along, for the decision of the next."""
+        """Remember what was read before a call, for its decision."""
         self._sight = (seat, view)
 
     def take_sight(self, seat: Seat) -> View | None:
-        """The view that the call before has read along from this seat; given once."""
+        """The view that was read from this seat before the call; given once."""
         sight, self._sight = self._sight, None
         return sight[1] if sight is not None and sight[0] is seat else None

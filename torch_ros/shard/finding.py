@@ -8,6 +8,7 @@ import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import PeerError, SeatLost
+from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
@@ -49,12 +50,19 @@ class Contents:
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
     """Wait for the version, and find what it contains. Reads no tensor.
 
-    Takes no claim: the bytes that are read later are checked against the digest in etcd.
+    Takes no claim: the bytes that are read later are checked against the digest in etcd. A call
+    that reads the version next may decide from the same view.
     """
     group, refused = shard.group, set[str]()
-    keys = group.seat.keys
+    seat, keys = group.seat, group.seat.keys
+    ranges = spec_ranges(keys)
+    if shard.held is None:  # else an unpublish comes first, which changes what the view shows
+        ranges = calls.first_look(seat, group.ledger.calls_made + 1)
+    seen = View(0)
 
     def rule(view: View) -> Step[tuple[VersionRef, str, str]]:
+        nonlocal seen
+        seen = view
         offer = resolve(view, keys, spec)
         if isinstance(offer, Wait):
             return offer
@@ -69,9 +77,10 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
     while True:
         session = group.session
         try:
-            ref, layout, source = group.ask(spec_ranges(keys), rule, deadline)
+            ref, layout, source = group.ask(ranges, rule, deadline)
             layouts = shard.manifests.layouts(source, deadline)
             if logical(layouts).digest == layout:
+                group.ledger.keep_sight(seat, seen)
                 return PinnedVersion(ref, layouts, source == group.seat.inst)
             reason = "it shows other tensors by now"
         except SeatLost as lost:  # this replica's own peers, where it is the only holder
