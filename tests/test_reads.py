@@ -2,7 +2,9 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch_ros
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import (
+    ContentChanged,
     DeadlineExceeded,
     ManifestMismatch,
     TorchRosError,
@@ -229,3 +232,169 @@ def test_a_read_that_fails_holds_nothing_and_forgets_the_tensors(opened):
     engine.register(zeros())
     assert engine.replicate(1) == 1
     assert trainer.version == 1
+
+
+# serve
+
+
+def reader(opened, name="engine", names=(), **options):
+    engine, into = opened(name, **options), zeros(*names)
+    engine.read("latest", into)
+    return engine, into
+
+
+def refused_to_serve(engine, error, match=""):
+    with pytest.raises(error, match=match):
+        engine.serve()
+    assert engine.version is None
+    assert word(engine) == 0
+    assert engine.replica not in engine.list().get(1, ())
+
+
+def test_what_was_read_is_served_where_it_lies_until_it_is_unpublished(opened):
+    trainer = publisher(opened)
+    engine, into = reader(opened)
+    assert engine.serve() == 1 == engine.version
+    assert engine.list() == {1: {"trainer", "engine"}}
+    trainer.close()
+    follower, got = reader(opened, "follower")
+    assert follower.last_read.source == "engine"
+    assert torch.equal(got["w"], content()["w"])
+    engine.unpublish()
+    assert word(engine) == 0
+    into["w"].zero_()
+    assert engine.list() == {}
+
+
+@only_memory
+def test_a_version_that_nobody_holds_any_more_is_there_again_when_it_is_served(opened):
+    trainer = publisher(opened)
+    engine, _ = reader(opened)
+    trainer.unpublish()
+    assert engine.list() == {}
+    engine.serve()
+    follower = opened("follower")
+    follower.register(zeros())
+    assert follower.replicate(1) == 1
+
+
+@only_memory
+def test_there_is_nothing_to_serve_unless_it_was_read_and_nothing_has_come_since(opened):
+    trainer = publisher(opened)
+    engine = opened("engine")
+    refused_to_serve(engine, UsageError, "nothing was read")
+    engine.read(1, zeros())
+    engine.unregister()
+    refused_to_serve(engine, UsageError, "nothing was read")
+    engine.register(zeros())
+    refused_to_serve(engine, UsageError, "nothing was read")
+    engine.replicate(1)
+    with pytest.raises(UsageError, match="nothing was read"):
+        engine.serve()
+    engine.read(1, zeros())
+    engine.serve()
+    with pytest.raises(UsageError, match="nothing was read"):  # a second time
+        engine.serve()
+    assert engine.version == 1
+    engine.unpublish()
+    refused_to_serve(engine, UsageError, "nothing was read")
+    engine.read(1, zeros())
+    with pytest.raises(ManifestMismatch):  # refused before anything has changed
+        engine.read(1, {"w": torch.zeros(1)})
+    engine.serve()
+    assert trainer.list() == {1: {"trainer", "engine"}}
+
+
+@only_memory
+def test_a_part_is_not_served(opened):
+    publisher(opened)
+    engine, _ = reader(opened, names=["w", "b"])
+    refused_to_serve(engine, ManifestMismatch, "a part can be read, and is not served")
+
+
+@only_memory
+def test_a_part_of_a_tensor_is_not_served(opened):
+    publisher(opened, tensors={"w": torch.ones(4, 4)})
+    engine = opened("engine")
+    half = torch_ros.Chunked((4, 4), torch.float32, {(0, 0): torch.zeros(2, 4)})
+    engine.read(1, {"w": half})
+    refused_to_serve(engine, ManifestMismatch, "every element")
+
+
+@only_memory
+@pytest.mark.parametrize("depth", ["sampled", "full"])
+@pytest.mark.parametrize(("theirs", "ours"), [(True, True), (True, False), (False, True)])
+def test_what_was_written_to_is_not_served_where_anybody_has_digests(opened, depth, theirs, ours):
+    trainer = opened("trainer", digests=depth if theirs else "off")
+    trainer.register(content())
+    trainer.publish(1)
+    engine, into = reader(opened, digests=depth if ours else "off")
+    into["w"].neg_()
+    refused_to_serve(engine, ContentChanged, "'w'")
+    into["w"].neg_()
+    assert engine.serve() == 1
+    _, got = reader(opened, "follower", digests=depth)
+    assert torch.equal(got["w"], content()["w"])
+
+
+@only_memory
+def test_a_version_that_is_gone_or_was_published_anew_is_not_served(opened):
+    trainer = publisher(opened)
+    engine, _ = reader(opened)
+    trainer.unpublish()
+    trainer.publish(1)  # nobody holds it: another content, for all that anybody knows
+    refused_to_serve(engine, VersionNotFound, "published anew")
+    engine.read(1, zeros())
+    trainer.unpublish()
+    trainer.publish(2)
+    refused_to_serve(engine, VersionNotFound, "gone")
+
+
+@only_memory
+def test_ranks_serve_together_or_not_at_all(opened, ranks, pool):
+    trainer = opened("trainer", digests="full")
+    trainer.register(content())
+    trainer.publish(1)
+    engines, into = ranks("engine"), [zeros("w", "steps"), zeros("b", "none")]
+
+    def serve(engine):
+        try:
+            return engine.serve(timeout_s=10)
+        except TorchRosError as error:
+            return type(error)
+
+    def read(rank):
+        return engines[rank].read("latest", into[rank])
+
+    list(pool.map(read, range(2)))
+    into[1]["b"].zero_()
+    assert list(pool.map(serve, engines)) == [ContentChanged] * 2
+    assert trainer.list() == {1: {"trainer"}}
+    list(pool.map(read, range(2)))
+    engines[1].unregister()
+    assert list(pool.map(serve, engines)) == [UsageError] * 2
+    list(pool.map(read, range(2)))
+    assert list(pool.map(serve, engines)) == [1, 1]
+    trainer.close()
+    follower, got = reader(opened, "follower", digests="full")
+    assert follower.last_read.source == "engine"
+    assert torch.equal(got["b"], content()["b"])
+
+
+@only_memory
+def test_ranks_that_read_different_versions_serve_neither(opened, ranks, pool):
+    publisher(opened)
+    engines = ranks("engine")
+    list(pool.map(lambda engine: engine.read(1, zeros()), engines))
+    brought = engines[1]._shard.tensors.brought
+    other = replace(brought, ref=msgspec.structs.replace(brought.ref, uid="f" * 16))
+    engines[1]._shard.tensors.brought = other
+
+    def serve(engine):
+        with pytest.raises(TorchRosError) as error:
+            engine.serve(timeout_s=10)
+        return str(error.value)
+
+    said = list(pool.map(serve, engines))
+    assert any("make the same reads" in text or "published anew" in text for text in said), said
+    assert [engine.version for engine in engines] == [None, None]

@@ -5,6 +5,7 @@
     * ManifestMismatch   tensors disagree with the version, or with what the caller asked for
     * VersionConflict    the version number cannot be published: a newer one exists
     * ContractBroken     published tensors were written to before they were unpublished
+    * ContentChanged     what was read was written to before it was to be served
     * CallMismatch       the ranks of a group called different things
     * NotSupported       a documented option that this release does not have yet
   * NotAvailable       wait, or ask for another version           (also LookupError)
@@ -137,6 +138,19 @@ class ContractBroken(UsageError):
 
     def __init__(self, version: int, reason: str, advice: str, /) -> None:
         self.version, self.reason, self.advice = version, reason, advice
+
+
+class ContentChanged(UsageError):
+    """Tensors that were read are not what they were, and so are not served. Nothing is offered."""
+
+    _message = (
+        "version {self.version} is not served: tensor {self.fqn!r} is not what was read; something "
+        "has written to it since (a step in place after the load, a merged adapter); read it "
+        "again, and serve it before anything writes"
+    )
+
+    def __init__(self, version: int, fqn: str, /) -> None:
+        self.version, self.fqn = version, fqn
 
 
 class CallMismatch(UsageError):

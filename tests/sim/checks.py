@@ -86,7 +86,7 @@ class Checks:
 
             def spied_perform(call):
                 calls[:] = [call]
-                if kind == "replicate":
+                if kind == "replicate" and task.asked != "serve":
                     known, replication = [], task.perform.__self__
                     fetch = partial(type(replication)._fetch, replication)
                     replication._fetch = lambda claimed, meter, sources: spied_fetch(

@@ -28,14 +28,16 @@ from torch_ros.protocol import (
     retention,
     seat,
     seating,
+    serving,
     sources,
     unpublish,
     versions,
 )
 from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
+from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, manifests, replication, word
+from torch_ros.shard import beginnings, manifests, reads, replication, word
 from torch_ros.shard import host_copies as copies
 from torch_ros.store import loops, memory
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -1223,6 +1225,38 @@ def _(have_all_begun):
 )
 def _(look_after):
     return lambda self, one: None
+
+
+# Reads that are served later
+
+
+fault(
+    "serve without proof",
+    (reads, "first_changed"),
+    (reads, "first_difference"),
+    scenario="serves",
+)(lambda compare: lambda *_: None)
+
+
+fault("serve: the ranks' digests are not added up", (reads, "first_difference"), scenario="serves")(
+    lambda compare: lambda *_: None
+)
+
+
+@fault("serve: only the number is compared", (serving, "serve"), scenario="served anew")
+def _(rule):
+    def faulty(view, seat, call, ref):
+        held = seat_module.holding_put(view, seat, ref, calls.filling(seat, call, ref))
+        guards = (view.unchanged(seat.keys.version(ref.run, ref.version)),)
+        decided = msgspec.structs.replace(call, ref=ref)
+        return seat_module.recorded(view, seat, decided, guards, (held,))
+
+    return faulty
+
+
+fault("serve: the version's record is not guarded", (serving, "serve"), scenario="served anew")(
+    edited(guards=not_on("versions"))
+)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ class Start:
     datacenter: str = "default"
     drain_s: float = 60.0
     linger_s: float = 0.0
+    digests: str = "off"
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -232,6 +234,7 @@ class Process:
                 ttl_s=TTL_S,
                 drain_s=start.drain_s,
                 linger_s=start.linger_s,
+                digests=start.digests,
                 costs=CHEAP_COPIES,
             )
         except TorchRosError as error:
@@ -338,18 +341,45 @@ class Process:
 
     def load(self, task: Task):
         checkpoints = self.handle.checkpoints
+        if self.start.number % 3 == 0:
+            self.read_and_serve(task)
+            return
         report = checkpoints.load(
             LoadRequest(
                 task.version,
                 checkpoints.inspect(task.version, task.timeout_s),
                 AllTensors(LocalState(self.tensors, {}, {})),
-                is_served=self.start.number % 3 > 0,
                 timeout_s=task.timeout_s,
             )
         )
         self.world.saw("loaded")
         self.loaded = report.version
         self.world.checks.returned(self, report.version)
+
+    def read(self, version: int | str, timeout_s: float):
+        state = LocalState(self.tensors, {}, {})
+        request = LoadRequest(
+            version,
+            None,
+            AllTensors(state),
+            is_served=False,
+            timeout_s=timeout_s,
+            verb="read",
+            keeps=True,
+        )
+        report = self.handle.checkpoints.load(request)
+        assert self.handle.version is None, "a read serves"
+        self.world.checks.returned(self, report.version)
+        return report
+
+    def read_and_serve(self, task: Task) -> None:
+        """Read, and offer that when it has been looked at, as engines do."""
+        self.loaded = self.read(task.version, task.timeout_s).version
+        self.world.saw("read")
+        if Random(f"{self.world.seed}/{self.start.number}/{self.made}").random() < 0.6:
+            version = self.handle.serve(timeout_s=task.timeout_s)
+            self.world.saw("served")
+            self.world.checks.returned(self, version)
 
     def wait(self, task: Task) -> None:
         self.handle.wait(bool, timeout_s=task.timeout_s)

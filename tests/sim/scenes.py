@@ -16,12 +16,14 @@ from world import MANY, SHAPES, World
 
 from torch_ros.errors import (
     CallAborted,
+    ContentChanged,
     DeadlineExceeded,
     SeatLost,
     SourceLost,
     StoreUnavailable,
     TorchRosError,
     VersionConflict,
+    VersionNotFound,
 )
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
@@ -988,6 +990,77 @@ def published_again(scene: Scene) -> None:
 
     scene.start("t", train, size=1)
     scene.start("r", read, size=1)
+    scene.play()
+
+
+def serves(scene: Scene) -> None:
+    """I1: what was read is offered later, all of it or nothing, if it still is what was read."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("serves 0", "serves 1")
+        unpublish(me)
+        scene.reach("left")
+        scene.until("has it")
+
+    def infer(me: Process) -> None:
+        me.read(1, 100)
+        me.cells[0] += me.rank  # a loader goes on in place, on one rank
+        try:
+            me.handle.serve(timeout_s=100)
+        except ContentChanged:
+            demand(not me.handle.version, f"I1: {me} offers what it says has changed")
+        else:
+            demand(holds=False, why=f"I1: {me} offers what was written to")
+        me.read(1, 100)
+        me.handle.serve(timeout_s=100)
+        scene.reach(f"serves {me.rank}")
+        scene.until("has it")
+        unpublish(me)
+
+    def follow(me: Process) -> None:
+        scene.until("left")
+        replicate(me, 1)
+        scene.reach("has it")
+
+    scene.start("t", train, size=1, digests="full")
+    scene.start("r0", infer, digests="full" if scene.seed % 2 else "off")
+    scene.start("r1", follow, size=1)
+    scene.play()
+
+
+def served_anew(scene: Scene) -> None:
+    """I1: what was read is not offered under a number that has become another content's."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("read")
+        unpublish(me)
+        scene.until("decides")
+        publish(me, 1, 8)
+        scene.reach("anew")
+        scene.until("refused")
+
+    def infer(me: Process) -> None:
+        me.read(1, 100)
+        if scene.seed % 2:  # it decides after that, or has looked before
+            scene.reach("decides")
+            scene.reach("read")
+            scene.until("anew")
+        else:
+            holds = puts("/holdings/")
+            scene.hold("decides", me, holds, lambda: "anew" in scene.reached)
+            scene.reach("read")
+            scene.sleep(1.0)
+        try:
+            me.handle.serve(timeout_s=100)
+        except VersionNotFound:
+            scene.reach("refused")
+        else:
+            demand(holds=False, why=f"I1: {me} offers what it has under a number of others")
+
+    scene.start("t", train, size=1)
+    scene.start("r", infer, size=1)
     scene.play()
 
 
@@ -2019,6 +2092,8 @@ SCENES = {
     "dies": dies,
     "fed already": fed_already,
     "published again": published_again,
+    "serves": serves,
+    "served anew": served_anew,
     "only on spot": only_on_spot,
     "does not wait": does_not_wait,
     "given up before": given_up_before,

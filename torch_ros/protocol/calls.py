@@ -199,7 +199,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     `fresh_uid` is the call's own: if it is there already, this call is made again.
     """
     _refuse_old(view, seat, version)
-    _refuse_second(view, seat)
+    refuse_second(view, seat)
     keys, run = seat.keys, seat.run
     key, above = keys.version(run, version), keys.versions_above(run, version)
     there = VersionRecord.at(view, key)
@@ -215,7 +215,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     }
     forgotten = dict(itertools.islice(forgotten.items(), DELETES_MAX))
     ref = VersionRef(run, version, record.uid, seat.run_number)
-    holding = _filling(seat, call, ref, is_original=True)
+    holding = filling(seat, call, ref, is_original=True)
     return recorded(
         view,
         seat,
@@ -268,7 +268,7 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     return publishers[0] if publishers else ""
 
 
-def _refuse_second(view: View, seat: Seat) -> None:
+def refuse_second(view: View, seat: Seat) -> None:
     # Among many, as far as they were seen: each process knows what it holds, and has looked.
     for _, where, _ in keyed(view.seen(seat.keys.holdings()), k.parse_holding):
         if where.inst == seat.inst:
@@ -301,9 +301,9 @@ def replicate(
         reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
         holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
         return Wait(reason, (seat.keys.versions(), holders))
-    _refuse_second(view, seat)
+    refuse_second(view, seat)
     ref = offer.ref
-    held = holding_put(view, seat, ref, _filling(seat, call, ref, is_relay=is_relay))
+    held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
     decided = msgspec.structs.replace(call, ref=ref)
     if free := free_sources(view, seat, ref, sources_max):
         claims = [claim_of(view, seat, call.number, ref, inst, is_free=True) for inst in free]
@@ -317,7 +317,7 @@ def replicate(
     return recorded(view, seat, decided, (guard,), (held,))
 
 
-def _filling(
+def filling(
     seat: Seat, call: Call, ref: VersionRef, *, is_original: bool = False, is_relay: bool = False
 ) -> Holding:
     return Holding(
@@ -529,7 +529,7 @@ def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:
         f"version {ref.version}",
         "every tensor of the version to be registered",
         "some that no rank of this replica registered",
-        "register all of them, or load a part with dcp.load",
+        "register, or read, all of them; a part can be read, and is not served",
     )
 
 

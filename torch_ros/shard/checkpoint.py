@@ -20,9 +20,12 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
+from torch_ros.shard.tensors import Brought
+from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
+from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.manifest import Layout, logical
 
@@ -403,3 +406,14 @@ class Load(Target):
 
     def vet(self) -> None:
         self._request.destination.vet()
+
+    def came(self, verification: Verification) -> None:
+        if not self._request.keeps:
+            return
+        shard, digests, depth = self._shard, verification.known, self._shard.settings.depth
+        registered = shard.tensors.registered
+        if shard.digests.chunks:  # they were compared with the version's
+            digests = shard.digests
+        elif depth != "off" and not digests.totals and registered is not None:
+            digests = Digests(depth, registered.digests(depth))  # of what landed
+        shard.tensors.brought = Brought(verification.ref, digests)

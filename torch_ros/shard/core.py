@@ -219,6 +219,8 @@ class Shard:
             self.word.void_unless_held()
 
     def _make(self, task: GroupTask[T]) -> T:
+        if task.kind in ("publish", "replicate"):  # their content is this call's from now on
+            self.tensors.brought = None
         try:
             return self.group.make(task)
         finally:

@@ -36,10 +36,10 @@ class ShardHandle:
        rollout: `replicate`, then `update` as often as wanted
     4. `unpublish`, `unregister`, `close`; or just `close`
 
-    publish, unpublish, replicate, update and read are calls of the whole group: every rank makes
-    the same ones in the same order, no collective is involved, and all get the same answer or the
-    same error. An error on one rank ends the call on all of them. contents, list and wait are this
-    process's own. Safe to call from several threads, one call at a time. A signal handler that
+    publish, unpublish, replicate, update, read and serve are calls of the whole group: every rank
+    makes the same ones in the same order, no collective is involved, and all get the same answer or
+    the same error. An error on one rank ends the call on all of them. contents, list and wait are
+    this process's own. Safe to call from several threads, one call at a time. A signal handler that
     makes one in the middle of another, in the same thread, gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
@@ -346,7 +346,7 @@ class ShardHandle:
         *,
         timeout_s: float | None = None,
     ) -> ReadReport:
-        """Read a version, whole or in part, into these tensors. Nothing is served afterwards.
+        """Read a version, whole or in part, into these tensors. Nothing is served, before `serve`.
 
         Collective. Checked first, on all ranks: the version exists, its names, shapes and dtypes
         are these, and it has every element of them. Only then what is held is given up, as by
@@ -375,6 +375,34 @@ class ShardHandle:
         call in which they agree.
         """
         return self._reads.read(version, tensors, timeout_s)
+
+    def serve(self, *, timeout_s: float | None = None) -> int:
+        """Become a source of the version that the last `read` has brought, where it lies.
+
+        Collective. No byte moves. Call it when nothing writes to the tensors any more, and write to
+        them again only after `unpublish` has returned.
+
+        Each rank first digests its tensors, if it knows digests to compare them with: those of
+        the version, if its publisher has them, else those of what landed, if this handle was opened
+        with `digests`. Only if they are equal on all ranks is anything offered. With neither, the
+        caller's word is taken for it.
+
+        Returns:
+            The version's number, which is the one that was read, with the content that was read.
+
+        Raises:
+            UsageError: A version is held; or nothing was read since the last publish, replicate,
+                register or serve; or ranks have read different versions.
+            ContentChanged: A tensor is not what was read.
+            ManifestMismatch: The ranks have read a part of the version.
+            VersionNotFound: The version is gone, or was published anew with other content.
+            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `publish`. After those,
+                as after all of these, nothing is offered, and it may be called again.
+
+        Cost: As publish, with several ranks twice; and one pass over the tensors, if they are
+        compared.
+        """
+        return self._reads.serve(timeout_s)
 
     # Looking around
 

@@ -1,18 +1,32 @@
-"""Versions that a handle reads without becoming a source of them: `contents` and `read`."""
+"""Versions that a handle reads without becoming a source of them, until it is told to `serve`."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from torch_ros.deadline import Deadline
+from torch_ros.errors import ContentChanged, ManifestMismatch, UsageError
+from torch_ros.protocol import calls, serving
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.seat import recorded
 from torch_ros.protocol.versions import Spec
-from torch_ros.shard.checkpoint import Load, LoadRequest
+from torch_ros.shard.checkpoint import Load, LoadRequest, unanimous
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
-from torch_ros.transfer.registered import LocalState
+from torch_ros.shard.tensors import Brought, first_changed
+from torch_ros.shard.verification import is_whole
+from torch_ros.transfer.registered import LocalState, finish_kernels
+from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout
+
+log = logging.getLogger(__name__)
 
 
 class Given:
@@ -50,3 +64,107 @@ class Reads:
         deadline = shard.deadline(request.asked, timeout_s)
         flow = Load(shard, request, deadline).run
         return shard.busy(partial(shard.as_one, request.asked, flow))
+
+    def serve(self, timeout_s: float | None) -> int:
+        shard = self._shard
+        deadline = shard.deadline("serve", timeout_s)
+        flow = Serving(shard, deadline).run
+        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+
+
+class Serving:
+    """One rank's part in offering what the last read has brought."""
+
+    def __init__(self, shard: Shard, deadline: Deadline) -> None:
+        self._shard, self._deadline = shard, deadline
+        self._brought: Brought | None = None
+
+    def run(self) -> int:
+        shard, what = self._shard, self._deadline.what
+        checked = calls.CHECK + what
+        shard.begin("agree", checked, self._deadline)
+        self._brought = brought = shard.tensors.brought  # a call, which may fail, forgets it
+        if shard.is_alone:
+            self._prove()
+            self._require_whole()
+        else:
+            shard.make(GroupTask("agree", checked, self._deadline, self.check))
+        try:
+            return shard.make(GroupTask("replicate", what, self._deadline, self.offer))
+        except BaseException:
+            shard.tensors.brought = brought
+            raise
+
+    def check(self, call: GroupCall) -> None:
+        """Go on only if all ranks have the same version, and what they read of it is all of it."""
+        ref = self._prove()
+        call.decide((), recorded)
+        with call.ending():
+            if not call.has_ended and (said := call.finish(f"{ref.run}/{ref.version}/{ref.uid}")):
+                if not unanimous(said.values()):
+                    raise UsageError(
+                        f"serve: the ranks have read different versions: {said}; make the same "
+                        "reads on all ranks"
+                    )
+                self._require_whole()
+                call.complete("")
+
+    def _prove(self) -> VersionRef:
+        """Digest this rank's memory, and compare it with what landed there, if that is known."""
+        shard, brought, registered = self._shard, self._brought, self._shard.tensors.registered
+        if brought is None or registered is None:
+            raise UsageError(
+                "serve: nothing was read since the last publish, replicate, register or serve; "
+                "call read(version, tensors) first, on all ranks"
+            )
+        shard.require_nothing_held("serve")
+        finish_kernels(registered)
+        known = brought.digests
+        now = registered.digests(known.depth)
+        fqn = first_changed(registered, known.chunks, now) if known.chunks else None
+        if fqn is not None:
+            raise ContentChanged(brought.ref.version, fqn)
+        shard.digests = digests = replace(known, chunks=now)
+        if known.totals:  # readers compare those of other sources with them
+            shard.mailbox.show_digests(digests)
+        return brought.ref
+
+    def _require_whole(self) -> None:
+        """Look at what all ranks have together.
+
+        Raises:
+            ContentChanged: Their digests are not the version's.
+            ManifestMismatch: They lack elements of it.
+        """
+        assert self._brought is not None
+        version, known = self._brought.ref.version, self._brought.digests
+        manifests = self._shard.manifests.own(self._deadline)
+        layouts = [manifest.layout for manifest in manifests]
+        if not is_whole(layouts):
+            raise ManifestMismatch(
+                f"version {version}",
+                "every element of its tensors, on all ranks together",
+                "tensors of which no rank has read a part",
+                "a part is not served; read all of it, or leave it unserved",
+            )
+        if known.totals:
+            found = totals(layouts, [m.digests for m in manifests], depth=known.depth)
+            if (fqn := first_difference(found, known.totals)) is not None:
+                raise ContentChanged(version, fqn)
+
+    def offer(self, call: GroupCall) -> int:
+        """Set the word: from here on this memory is the version's, until it is unpublished."""
+        shard, brought, registered = self._shard, self._brought, self._shard.tensors.registered
+        assert brought is not None
+        assert registered is not None
+        ref, seat = brought.ref, shard.group.seat
+        call.decide(serving.serve_ranges(seat, ref), partial(serving.serve, ref=ref))
+        if call.has_ended:  # while this rank had no seat; its part was done
+            shard.word.serve_held()
+            return ref.version
+        shard.word.serve(call.mark)
+        with call.ending():
+            if said := call.finish(registered.digest):
+                call.complete(shard.manifests.together(registered, said, self._deadline).digest)
+        log.info("serving version %d of %r", ref.version, shard.model)
+        return ref.version

@@ -58,6 +58,9 @@ class Target:
     def vet(self) -> None:
         """Check the objects when they have landed, before a tensor changes."""
 
+    def came(self, verification: Verification) -> None:
+        """All of it is there, and the call has ended well."""
+
 
 def replicate(
     shard: Shard, version: int | str, floor: VersionRef | None, deadline: Deadline
@@ -277,6 +280,7 @@ class Replication:
             watch.stages_s,
         )
         self._shard.last_read = report
+        self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
         if self._should_be_fast and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:

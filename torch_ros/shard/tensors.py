@@ -1,12 +1,14 @@
 """The tensors that this process has registered, and shows to its readers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from torch_ros.errors import ContractBroken, UsageError
 from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.protocol.records import VersionRef
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
 from torch_ros.weights.local import build, local_chunks, span_of
@@ -15,12 +17,21 @@ from torch_ros.weights.manifest import OBJECT, Layout
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The version that the last `read` has put into the registered tensors."""
+
+    ref: VersionRef
+    digests: Digests  # of the version, or of what landed, as far as this rank knows them
+
+
 class Tensors:
     """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
 
     def __init__(self, mailbox: Mailbox, pages: HugePages) -> None:
         self._mailbox, self._pages = mailbox, pages
         self.registered: Registered | None = None
+        self.brought: Brought | None = None  # by a read, and nothing has been filled since
         self._named: NamedTensors | None = None  # as `register` got them, not a save or load
 
     def show(self, state: LocalState) -> Registered:
@@ -28,7 +39,7 @@ class Tensors:
         registered = Registered.of(state)
         if registered is self.registered:
             return registered
-        before = self._mailbox.regions
+        before, self.brought = self._mailbox.regions, None
         try:
             self._mailbox.show(
                 registered.layout, registered.addresses, registered.devices, registered.regions
@@ -52,7 +63,7 @@ class Tensors:
         self.forget()
 
     def forget(self) -> None:
-        self.registered = self._named = None
+        self.registered = self._named = self.brought = None
         self._pages.follow(())
 
     def require(self, call: str) -> Registered:
@@ -105,12 +116,20 @@ class Tensors:
         if registered is None or not digests.chunks:
             return
         finish_kernels(registered)
-        now = registered.digests(digests.depth)
-        for chunk, before, after in zip(registered.layout.chunks, digests.chunks, now, strict=True):
-            if before != after:
-                fqn = registered.layout.tensors[chunk.tensor].fqn
-                raise ContractBroken(
-                    version,
-                    f"tensor {fqn!r} is not what it was",
-                    "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
-                )
+        fqn = first_changed(registered, digests.chunks, registered.digests(digests.depth))
+        if fqn is not None:
+            raise ContractBroken(
+                version,
+                f"tensor {fqn!r} is not what it was",
+                "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
+            )
+
+
+def first_changed(
+    registered: Registered, before: Sequence[int], after: Sequence[int]
+) -> str | None:
+    """The fqn of the first chunk whose digests differ."""
+    for chunk, old, new in zip(registered.layout.chunks, before, after, strict=True):
+        if old != new:
+            return registered.layout.tensors[chunk.tensor].fqn
+    return None

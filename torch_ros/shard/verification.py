@@ -2,10 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CorruptWeights, ManifestMismatch, SourceLost, UsageError
+from torch_ros.errors import (
+    CorruptWeights,
+    ManifestMismatch,
+    NotSupported,
+    SourceLost,
+    UsageError,
+)
 from torch_ros.protocol.records import VersionRecord, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.core import Shard
@@ -22,6 +28,7 @@ from torch_ros.weights.manifest import (
     Depth,
     Layout,
     Logical,
+    Manifest,
     TensorRecord,
     logical,
     require_all,
@@ -35,9 +42,10 @@ class Verification:
     """Compares one read of `ref` with what was published, from its first source to its end."""
 
     def __init__(self, shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
-        self._shard, self._ref, self._deadline = shard, ref, deadline
+        self._shard, self.ref, self._deadline = shard, ref, deadline
         self._expected = Digests()  # of the version
         self._wanted: Logical | None = None  # its contents, if a source has all of it
+        self._manifests: Sequence[Manifest] = ()  # of the first source
 
     # Sources
 
@@ -65,7 +73,7 @@ class Verification:
     def _published(self) -> str:
         """The version's layout, as etcd has it; "": its record is gone."""
         group = self._shard.group
-        key = group.seat.keys.version(self._ref.run, self._ref.version)
+        key = group.seat.keys.version(self.ref.run, self.ref.version)
 
         def rule(view: View) -> Step[str]:
             entry = view.get(key)
@@ -82,7 +90,7 @@ class Verification:
 
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
         """The version's digests, as far as this source knows them."""
-        manifests = [manifest for _, manifest in feed.manifests]
+        self._manifests = manifests = [manifest for _, manifest in feed.manifests]
         depth = manifests[0].depth if manifests else "off"
         own_depth = self._shard.settings.depth
         if depth == "off" or own_depth == "off":
@@ -93,11 +101,19 @@ class Verification:
             return Digests(known.depth, (), known.totals) if known else Digests()
         if manifests[0].totals:
             return Digests(depth, (), manifests[0].totals)
-        if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
+        summed = _summed(manifests)
+        if summed is None:
             log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
-            return Digests()
-        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
-        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+        return summed or Digests()
+
+    @property
+    def known(self) -> Digests:
+        """The version's digests, if the first source knew them, also where nobody verifies."""
+        if self._expected.totals or not self._manifests or self._manifests[0].depth == "off":
+            return self._expected
+        with suppress(NotSupported):  # overlapping parts: their digests do not add up
+            return _summed(self._manifests) or self._expected
+        return self._expected
 
     # Bytes
 
@@ -115,7 +131,7 @@ class Verification:
 
         Raises: CorruptWeights: They differ.
         """
-        shard, expected, version = self._shard, self._expected, self._ref.version
+        shard, expected, version = self._shard, self._expected, self.ref.version
         if shard.settings.depth == "off" or expected.depth == "off":
             return
         manifests = shard.manifests.own(self._deadline)
@@ -138,8 +154,17 @@ class Verification:
         wanted = self._wanted if is_required else None
         lacks = wanted is not None and wanted.keys() - held.keys()
         if wanted is not None and lacks and wanted.digest == self._published():
-            require_all(self._ref.version, wanted, held)
+            require_all(self.ref.version, wanted, held)
         return held.digest
+
+
+def _summed(manifests: Sequence[Manifest]) -> Digests | None:
+    """The digests of a version, from those of its chunks; None: some are not there."""
+    depth = manifests[0].depth
+    if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
+        return None
+    layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+    return Digests(depth, (), totals(layouts, chunks, depth=depth))
 
 
 def is_whole(layouts: Sequence[Layout]) -> bool:

@@ -266,7 +266,7 @@ def require_all(version: int, wanted: Logical, found: Logical) -> None:
             f"version {version}",
             "every tensor of the version to be registered",
             f"{missing[0]!r}{others} that no rank of this replica registered",
-            "register all of them, or load a part with dcp.load",
+            "register, or read, all of them; a part can be read, and is not served",
         )
 
 
