@@ -31,8 +31,8 @@ def weights(value, log=None):
 class Engine:
     """A server's half: a real handle, and the order of calls that vLLM insists on."""
 
-    def __init__(self, endpoint):
-        self.endpoint, self.asked, self.handles = endpoint, [], []
+    def __init__(self):
+        self.asked, self.handles = [], []
         self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.is_updating, self.weight_version, self.broken = False, None, set()
 
@@ -43,11 +43,7 @@ class Engine:
             raise RuntimeError("out of memory")
         if path == "init_weight_transfer_engine":
             info = body["init_info"]
-            self.handles.append(
-                torch_ros.open(
-                    info["model"], replica=info["replica"], endpoint=self.endpoint, timeout_s=20
-                )
-            )
+            self.handles.append(torch_ros.open(info["model"], timeout_s=20, **info["options"]))
             self.handles[-1].register(self.tensors)
         elif path == "start_weight_update":
             assert not self.is_updating, "started twice"
@@ -95,10 +91,12 @@ def serving(engine, port=0):
 def two():
     """Two engines that are served, and the trainer's half."""
     endpoint, model = f"memory://{uuid.uuid4().hex}", "m-" + uuid.uuid4().hex[:8]
-    engines = Engine(endpoint), Engine(endpoint)
+    engines = Engine(), Engine()
     options = {"endpoint": endpoint, "timeout_s": 20}
+    info = {"options": {"endpoint": endpoint}}
     with serving(engines[0]) as one, serving(engines[1]) as other:
-        transfer = ROSWeightTransfer([one, other + "/"], model, options=options, timeout_s=30)
+        servers = [one, other + "/"]
+        transfer = ROSWeightTransfer(servers, model, options=options, init_info=info, timeout_s=30)
         yield engines, transfer
         transfer.destroy()
 
@@ -197,11 +195,11 @@ def free_port():
 def test_a_server_that_comes_late_is_waited_for(monkeypatch):
     monkeypatch.setattr("torch_ros.integrations.trl.POLL_S", 0.05)
     endpoint, port = f"memory://{uuid.uuid4().hex}", free_port()
-    options = {"endpoint": endpoint, "timeout_s": 20}
-    transfer = ROSWeightTransfer(f"http://127.0.0.1:{port}", "late", options=options, timeout_s=30)
+    url, options = f"http://127.0.0.1:{port}", {"endpoint": endpoint}
+    transfer = ROSWeightTransfer(url, "late", options=options, init_info={"options": options})
     waits = threading.Thread(target=transfer.init_weight_transfer)
     waits.start()
-    engine = Engine(endpoint)
+    engine = Engine()
     with serving(engine, port):
         waits.join(30)
         assert not waits.is_alive()

@@ -9,7 +9,8 @@ import torch
 
 import torch_ros
 from torch_ros.errors import DeadlineExceeded, UsageError
-from torch_ros.integrations.verl import ROSCheckpointEngine, parts
+from torch_ros.integrations.parts import parts
+from torch_ros.integrations.verl import ROSCheckpointEngine
 
 SHAPES = {f"layers.{k}.weight": (8, 4 + k) for k in range(5)} | {"norm.weight": (3,)}
 BUCKET = 300  # bytes: two of the layers

@@ -42,7 +42,8 @@ class ROSWeightTransfer:
         servers: Base URLs, such as "http://host:8000"; one may stand alone.
         model: The name under which versions are published.
         options: For `torch_ros.open` here.
-        init_info: For the engines, beside the model and a name for each.
+        init_info: For the engines, such as {"options": {"endpoint": ...}}; each is told the model
+            and a name of its own besides.
         device: Where the copies lie; None: on the trainer's device.
         pause_mode: What vLLM does with requests under way; with "keep" they go on afterwards, on
             the KV cache of the old weights.
@@ -81,18 +82,20 @@ class ROSWeightTransfer:
             # Alone, whatever process group there is: TRL's other ranks have no part in this.
             handle = torch_ros.open(self._model, rank=0, world_size=1, **self._options)
             try:
-                names = [f"{handle.replica}-vllm-{k}" for k in range(len(self._servers))]
                 infos = [
-                    {"model": self._model, "replica": name} | self._init_info for name in names
+                    self._info(f"{handle.replica}-vllm-{k}") for k in range(len(self._servers))
                 ]
-                self._servers.ask(
-                    "init_weight_transfer_engine", *({"init_info": info} for info in infos)
-                )
+                self._servers.ask("init_weight_transfer_engine", *infos)
             except BaseException:
                 handle.close()
                 raise
             self._opened, self.version = (handle, GatheredCopy(handle, self._device)), 0
         return self._opened[1]
+
+    def _info(self, replica: str) -> dict[str, Any]:
+        """The body that tells an engine whom to follow; the caller's own words win."""
+        options = {"replica": replica, **self._init_info.get("options", {})}
+        return {"init_info": {"model": self._model, **self._init_info, "options": options}}
 
     def pause(self) -> None:
         """Have the servers stop between two steps of theirs."""

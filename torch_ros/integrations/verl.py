@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch_ros
 from torch_ros.errors import UsageError
 from torch_ros.integrations.gathered import GatheredCopy
+from torch_ros.integrations.parts import parts, read_part
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -25,7 +26,7 @@ class ROSCheckpointEngine:
     update, which costs nothing then.
 
     Args:
-        bucket_size: verl's: how many bytes a rollout holds of a version, besides its engine.
+        bucket_size: verl's: how many bytes of a version a rollout reads at a time.
         is_master: verl's; not needed.
         model: The name under which versions are published. None: one of this job's own. Name one to
             let others follow, and for each job another.
@@ -126,11 +127,12 @@ class ROSCheckpointEngine:
             raise UsageError("receive_weights: verl has not called init_process_group")
         version = self._next(global_steps)
         found = await asyncio.to_thread(self._handle.contents, version)
+        device = self._rollout_device or torch.accelerator.current_accelerator() or "cpu"
         for part in parts(found, self._bucket_size):
-            tensors = {fqn: self._empty(*found.tensors[fqn]) for fqn in part}
-            await asyncio.to_thread(self._handle.read, version, tensors)
+            tensors = await asyncio.to_thread(read_part, self._handle, found, part, device)
             for item in tensors.items():
                 yield item
+            del tensors, item  # before the next are read
         self._last = version
 
     def finalize(self) -> None:
@@ -148,25 +150,6 @@ class ROSCheckpointEngine:
         # verl may name no step, go back to an older one, and update twice at the same one: once
         # for each set of rollouts.
         return max(self._last + 1, global_steps or 0)
-
-    def _empty(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        device = self._rollout_device or torch.accelerator.current_accelerator() or "cpu"
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def parts(contents: torch_ros.Contents, size_bytes: int) -> Iterator[list[str]]:
-    """The names in order, as many at a time as fit into so many bytes; at least one."""
-    part: list[str] = []
-    left = size_bytes
-    for fqn, (dtype, shape) in contents.tensors.items():
-        size = shape.numel() * dtype.itemsize
-        if part and size > left:
-            yield part
-            part, left = [], size_bytes
-        part.append(fqn)
-        left -= size
-    if part:
-        yield part
 
 
 def register() -> None:

@@ -1,0 +1,126 @@
+"""SGLang's custom weight loader, on a module with loaders like SGLang's own."""
+
+import json
+import uuid
+
+import pytest
+import torch
+from workers import OLD, Worker, shapes
+
+import torch_ros
+from torch_ros.errors import DeadlineExceeded, ManifestMismatch, UsageError
+from torch_ros.integrations import sglang
+
+
+def expected(worker, weights):
+    """Its state dict, had it loaded these itself."""
+    made = Worker(worker.tp_rank, worker.tp_size)
+    made.load_weights(weights.items())
+    return made.state_dict()
+
+
+def is_loaded(worker, weights):
+    wanted = expected(worker, weights)
+    return all(torch.equal(wanted[name], now) for name, now in worker.state_dict().items())
+
+
+def is_untouched(worker):
+    return all((tensor == OLD).all() for tensor in worker.state_dict().values())
+
+
+@pytest.fixture
+def trainer():
+    options = {"endpoint": f"memory://{uuid.uuid4().hex}", "timeout_s": 20}
+    with torch_ros.open("policy", **options) as handle:
+        handle.options = options
+        yield handle
+        sglang.close()
+
+
+def publish(trainer, version, **more):
+    weights = {name: torch.randn(shape) for name, shape in (shapes() | more).items()}
+    trainer.publish_copy(version, weights)
+    return weights
+
+
+def request(trainer, version, **named):
+    return sglang.request(version, "policy", options=trainer.options, **named)
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+@pytest.mark.parametrize("buffer_bytes", [1, 2000, 1 << 20])
+def test_each_worker_has_its_part_of_each_version(trainer, is_threaded, buffer_bytes):
+    workers = [Worker(rank, 2, is_threaded=is_threaded) for rank in range(2)]
+    for version in (1, 2):
+        weights = publish(trainer, version)
+        asked = request(trainer, version, buffer_bytes=buffer_bytes)
+        for worker in workers:
+            sglang.load(worker, asked)
+            assert is_loaded(worker, weights)
+
+
+def test_the_handle_stays_for_the_next_version_and_another_model_has_another(trainer):
+    worker = Worker(0, 1)
+    publish(trainer, 1)
+    sglang.load(worker, request(trainer, 1))
+    handle = sglang._follower.handle
+    publish(trainer, 2)
+    sglang.load(worker, request(trainer, 2))
+    assert sglang._follower.handle is handle
+    with torch_ros.open("other", **trainer.options) as other:
+        other.publish_copy(1, {name: torch.ones(shape) for name, shape in shapes().items()})
+        sglang.load(worker, sglang.request(1, "other", options=trainer.options))
+        assert handle.is_closed
+        assert (worker.state_dict()["model.norm.weight"] == 1).all()
+    handle = sglang._follower.handle
+    sglang.close()
+    sglang.close()
+    assert handle.is_closed
+
+
+def test_a_model_that_refuses_other_weights_is_asked_before_anything_is_opened(trainer):
+    worker = Worker(0, 1)
+    worker.model.layers._derived_weight_cache_error = "the fused indexer keeps a copy"
+    publish(trainer, 1)
+    with pytest.raises(UsageError, match=r"model\.layers refuses .* keeps a copy"):
+        sglang.load(worker, request(trainer, 1))
+    assert sglang._follower is None
+    assert is_untouched(worker)
+
+
+def test_a_version_that_would_leave_parameters_as_they_were_is_refused(trainer):
+    worker = Worker(0, 1)
+    weights = {name: torch.randn(shape) for name, shape in shapes().items()}
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    trainer.publish_copy(1, weights)
+    with pytest.raises(ManifestMismatch, match=r"none for 1 of them: .*layers.1.mlp.gate_up"):
+        sglang.load(worker, request(trainer, 1))
+    assert is_untouched(worker)
+    sglang.load(worker, request(trainer, 1, is_complete=False))
+    assert (worker.state_dict()["model.layers.1.mlp.gate_up_proj.weight"] == OLD).any()
+    assert not is_untouched(worker)
+
+
+def test_a_version_that_never_comes_leaves_the_engine_as_it_was(trainer):
+    worker = Worker(0, 1)
+    trainer.options["timeout_s"] = 0.5
+    with pytest.raises(DeadlineExceeded, match="version 4 is not published yet"):
+        sglang.load(worker, request(trainer, 4))
+    assert is_untouched(worker)
+
+
+def test_weights_of_somebody_else_are_no_request():
+    with pytest.raises(UsageError, match=r"\['lm_head'\]: this loader takes"):
+        sglang.load(Worker(0, 1), [("lm_head", torch.zeros(3))])
+
+
+@pytest.mark.parametrize("version", ["latest", -1, None, True])
+def test_a_request_names_a_number(version):
+    with pytest.raises(UsageError, match="version"):
+        sglang.request(version, "policy")
+
+
+def test_a_request_is_one_small_tensor():
+    ((name, tensor),) = sglang.request(7, "policy", options={"endpoint": "etcd://host:1"})
+    assert name == "torch_ros"
+    assert json.loads(bytes(tensor.tolist()))["version"] == 7
