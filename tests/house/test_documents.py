@@ -22,7 +22,10 @@ PARTS = ("torch_ros", "tests", "benchmarks", "examples", "docs")
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/API.md", "docs/DISTRIBUTED.md"])
+RUN = ["README.md", "docs/API.md", "docs/DISTRIBUTED.md", "docs/INTEGRATIONS.md"]
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_code_runs_as_printed(name):
     code = "\n".join(FENCE.findall((ROOT / name).read_text()))
     assert "torch_ros" in code
