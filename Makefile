@@ -9,6 +9,8 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_DOCS := $(VENV)/.installed-docs
 VERL := .venv-verl
 INSTALLED_VERL := $(VERL)/.installed
+VLLM := .venv-vllm
+INSTALLED_VLLM := $(VLLM)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
 # Of `make test-matrix`: Python:torch, see tests/matrix.py. 3.11 with the torch of constraints.txt is
@@ -43,7 +45,8 @@ help:
 	@echo "make test-all WORKERS=3"
 	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
 	@echo "make test-engines"
-	@echo "            verl itself, and the seams of TRL and SGLang; 400 MB more, in $(VERL)"
+	@echo "            real vLLM engines on CPUs, verl itself, and the seams of TRL and SGLang; 3 GB more,"
+	@echo "            in $(VLLM) and $(VERL); a quarter of an hour"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
@@ -91,6 +94,15 @@ $(INSTALLED_VERL): $(INSTALLED) tests/engines/verl.txt tests/engines/wheels.txt
 		--requirement tests/engines/wheels.txt
 	@touch $@
 
+# Torch alone is asked for what it needs. All else is listed: engines ask for builds that are not there.
+$(INSTALLED_VLLM): pyproject.toml tests/engines/vllm.txt
+	@echo "installing into $(VLLM): 3 GB; some minutes"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --disable-pip-version-check --constraint tests/engines/vllm.txt torch
+	$(VLLM)/bin/pip install --disable-pip-version-check --no-deps --requirement tests/engines/vllm.txt
+	$(VLLM)/bin/pip install --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 demo: $(INSTALLED_DEMO)
 	$(BIN)/python examples/fsdp2_to_rollouts.py
 
@@ -102,8 +114,9 @@ test-all: $(INSTALLED)
 	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines
 	$(BIN)/python -m pytest --durations=10 tests/processes tests/history
 
-test-engines: $(INSTALLED_VERL)
+test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)
 	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py
+	$(VLLM)/bin/python -m pytest --durations=10 tests/engines/vllm
 
 test-matrix:
 	$(PYTHON) tests/matrix.py $(ROWS)
@@ -134,4 +147,4 @@ bench-control: $(INSTALLED)
 	$(BIN)/python benchmarks/control.py
 
 clean:
-	rm -rf $(VENV) $(VERL)
+	rm -rf $(VENV) $(VERL) $(VLLM)

@@ -1,5 +1,6 @@
 """The documents say what is there, and their code runs as printed."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -84,8 +85,12 @@ def test_files_that_are_named_are_there(document):
 def test_every_module_imports_and_says_what_it_is():
     for path in sorted((ROOT / "torch_ros").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if path.stat().st_size:
-            assert importlib.import_module(name).__doc__, name
+        try:
+            says = path.stat().st_size == 0 or importlib.import_module(name).__doc__
+        except ModuleNotFoundError as error:  # of an engine, which is not installed here
+            assert error.name.partition(".")[0] == path.parent.name, name
+            says = ast.get_docstring(ast.parse(path.read_text()))
+        assert says, name
 
 
 def section(title):

@@ -7,6 +7,7 @@ import torch
 
 from torch_ros.integrations.landings import Landing, Recording
 
+SAME = "its elements are equal, which shows nothing of their order"
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,6 +45,7 @@ class LandingPlan:
 
     direct: Mapping[str, Landing]
     staged: Mapping[str, str]  # the reason for each; what goes into one module stands together
+    modules: frozenset[str]  # those that `staged` go into
     provable: Mapping[str, Landing]  # those of `staged` that a proof would bring to `direct`
     ignored: Mapping[str, str]  # the engine's loader fails for them, and nothing lacks them
 
@@ -82,11 +84,15 @@ def plan_landings(recording: Recording, obstacles: Mapping[str, Obstacle]) -> La
         obstacles: By parameter; those without one may be read into.
     """
     firm = {name: one for name, one in obstacles.items() if not one.is_provable}
-    staged = _staged(recording, obstacles)
-    at_least = _staged(recording, firm)
+    staged, at_least = _staged(recording, obstacles), _staged(recording, firm)
+    targets = dict(_targets(recording))
+    modules = {module for fqn in staged for module in targets.get(fqn, ())}
+    if _unseen(recording):
+        modules |= {_module(name) for name in recording.unwritten}
     return LandingPlan(
         {fqn: one for fqn, one in recording.landings.items() if fqn not in staged},
         {fqn: staged[fqn] for fqn in _by_module(recording, staged)},
+        frozenset(modules),
         {fqn: recording.landings[fqn] for fqn in staged if fqn not in at_least},
         {fqn: recording.staged[fqn] for fqn in recording.staged if fqn in recording.failed},
     )
@@ -118,7 +124,7 @@ def misplaced(
 ) -> dict[str, str]:
     """The tensors that an engine, having loaded them, does not have where they would land.
 
-    Bits are compared. A box of equal elements proves nothing: they may be in another order.
+    Bits are compared. A box of equal elements (`SAME`) proves nothing: the order may be another.
 
     Args:
         tensors: As they were published: whole, each with its name.
@@ -133,7 +139,7 @@ def misplaced(
             if not torch.equal(_bits(view), published.to(view.device)):
                 found[fqn] = f"{box.parameter} does not have it where the loader put it"
             elif len(published) > 1 and bool((published == published[0]).all()):
-                found.setdefault(fqn, "its elements are equal, which shows nothing of their order")
+                found.setdefault(fqn, SAME)
     return found
 
 

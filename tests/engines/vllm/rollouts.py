@@ -1,0 +1,142 @@
+"""Real vLLM engines, on CPUs, and a trainer in another process."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PLAIN = str(HERE / "plain")  # the plug-in's path
+
+# vLLM reads these when it is imported; its processes inherit them.
+os.environ |= {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests look into workers
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+COMMON = {
+    "vocab_size": 1000,  # padded to 1024
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+class Trainer:
+    """The other end of trainer.py."""
+
+    def __init__(self, path, name, endpoint, **options):
+        self.name = name
+        command = [sys.executable, str(HERE / "trainer.py"), path, name, endpoint]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **command):
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the trainer has died"
+        return json.loads(answer)
+
+    def publish(self, version, **how):
+        return self.ask(publish=version, **how)
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait(60)
+
+    def close(self):
+        if self._process.poll() is None:
+            self._process.stdin.close()
+            self._process.wait(60)
+
+
+@dataclass
+class EngineUnderTest:
+    llm: object
+    path: str
+    ranks: int
+
+    def answers(self):
+        """As trainer.py's `greedy`."""
+        from trainer import PROMPTS, TOKENS
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, logprobs=1)
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+        found = []
+        for output in self.llm.generate(prompts, params, use_tqdm=False):
+            tokens, logs = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+            both = zip(tokens, logs, strict=True)
+            found.append([tokens, [log[token].logprob for token, log in both]])
+        return found
+
+    def agrees(self, published):
+        """Assert that it answers as Hugging Face's model did."""
+        for (tokens, logs), (expected, others) in zip(
+            self.answers(), published["answers"], strict=True
+        ):
+            assert tokens == expected
+            assert max(abs(a - b) for a, b in zip(logs, others, strict=True)) <= 1e-4
+
+    def in_workers(self, look):
+        """What `look(transfer engine)` returns in each worker."""
+        return self.llm.collective_rpc(lambda worker: look(worker.weight_transfer_engine))
+
+    def reports(self):
+        return self.in_workers(lambda engine: engine.report)
+
+    def checksums(self):
+        return self.llm.collective_rpc("compute_weight_checksums")
+
+
+@contextmanager
+def running_engine(path, *, ranks=1, plain=True, **options):
+    """An engine with weights of its own, which nobody trained."""
+    from vllm import LLM
+
+    if plain:
+        sys.path.insert(0, PLAIN)  # processes that are spawned get this path
+    try:
+        llm = LLM(
+            path,
+            **{
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "enforce_eager": True,
+                "max_model_len": 128,
+                "max_num_seqs": 4,
+                "load_format": "dummy",
+                "tensor_parallel_size": ranks,
+                "kv_cache_memory_bytes": 64 << 20,
+                "disable_log_stats": True,
+                "weight_transfer_config": {"backend": "torch_ros"},
+                **options,
+            },
+        )
+    finally:
+        if plain:
+            sys.path.remove(PLAIN)
+    try:
+        yield EngineUnderTest(llm, path, ranks)
+    finally:
+        llm.llm_engine.engine_core.shutdown()

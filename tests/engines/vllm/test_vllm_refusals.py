@@ -1,0 +1,198 @@
+"""Bad input: a typed error at the driver, and an engine that answers as before."""
+
+from types import SimpleNamespace
+
+import pytest
+from rollouts import running_engine
+
+from torch_ros.errors import (
+    DeadlineExceeded,
+    ManifestMismatch,
+    NotSupported,
+    TorchRosError,
+    UsageError,
+)
+from torch_ros.integrations.vllm import attach
+from torch_ros.integrations.vllm.told import hear
+
+NORM = "model.layers.1.input_layernorm.weight"
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(request, tiny):
+    with running_engine(tiny("untied"), ranks=request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def followed(engine, train, etcd_endpoint, request):
+    """An engine that has version 1 of a trainer."""
+    trainer = train(engine.path, f"{request.node.name}")
+    options = {"endpoint": etcd_endpoint}
+    with attach(engine.llm, model=trainer.name, replica="vllm", options=options) as policy:
+        first = trainer.publish(1)
+        policy.update()
+        yield SimpleNamespace(engine=engine, trainer=trainer, policy=policy, first=first)
+
+
+def goes_on(followed):
+    """It answers with version 1, and takes the next one."""
+    assert followed.policy.version == 1
+    assert followed.engine.llm.get_weight_version() == "1"
+    followed.engine.agrees(followed.first)
+    published = followed.trainer.publish(5)
+    assert followed.policy.update()
+    followed.engine.agrees(published)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"drop": [NORM]}, f"nothing for {NORM}"),
+        ({"shape": {EMBED: [1100, 256]}}, f"nothing for {EMBED}"),
+    ],
+    ids=["lacks a norm", "has a larger vocabulary"],
+)
+def test_a_version_that_does_not_fit_is_refused(followed, changes, found):
+    followed.trainer.publish(2, **changes)
+    with pytest.raises(ManifestMismatch, match=found):
+        followed.policy.update()
+    goes_on(followed)
+
+
+def test_a_version_that_is_not_there(followed):
+    with pytest.raises(DeadlineExceeded):
+        followed.policy.update(9, timeout_s=1)
+    llm = followed.engine.llm
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="torch_ros error") as caught:
+        llm.update_weights({"update_info": {"version": 9, "timeout_s": 1}})
+    error, active = hear(caught.value)
+    assert isinstance(error, DeadlineExceeded)
+    assert active == 1
+    ended(followed.engine)
+    goes_on(followed)
+
+
+def ended(engine):
+    """With several workers the driver ends the session of those that did not raise."""
+    if engine.ranks > 1:
+        with pytest.raises(Exception, match="without a matching"):
+            engine.llm.finish_weight_update("9")
+
+
+def test_calls_out_of_order(followed):
+    llm = followed.engine.llm
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": 1}})
+    with pytest.raises(Exception, match="second update in one session"):
+        llm.update_weights({"update_info": {"version": 1}})
+    ended(followed.engine)
+    goes_on(followed)
+
+
+def test_an_unknown_key(followed):
+    llm = followed.engine.llm
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="unexpected keyword argument 'nonsense'"):
+        llm.update_weights({"update_info": {"nonsense": 1}})
+    ended(followed.engine)
+    with pytest.raises(TorchRosError, match="unexpected keyword argument 'nonsense'"):
+        attach(llm, model="m", nonsense=1)
+    goes_on(followed)
+
+
+def test_an_extra_tensor_is_ignored(followed):
+    published = followed.trainer.publish(2, shape={"vision.weight": [3]})
+    assert followed.policy.update()
+    followed.engine.agrees(published)
+    assert all(list(report.ignored) == ["vision.weight"] for report in followed.engine.reports())
+
+
+def test_another_dtype_is_cast(followed):
+    published = followed.trainer.publish(2, dtype={NORM: "float64"})
+    assert followed.policy.update()
+    followed.engine.agrees(published)
+    for report in followed.engine.reports():
+        assert "cast from torch.float64" in report.staged[NORM]
+
+
+def test_a_weight_that_is_no_number_is_accepted(followed):
+    followed.trainer.publish(2, nan=[NORM])
+    assert followed.policy.update()
+    assert followed.policy.version == 2
+    published = followed.trainer.publish(3)
+    followed.policy.update()
+    followed.engine.agrees(published)
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"replica": "x"}, {"nonsense": 1}, "local"])
+def test_options_that_are_not_those_of_open(engine, options):
+    info = {"model": "m", "replica": "vllm", "options": options}
+    with pytest.raises(Exception, match=r"options|nonsense"):
+        engine.llm.init_weight_transfer_engine({"init_info": info})
+
+
+@pytest.mark.parametrize(
+    ("change", "info", "kind", "found"),
+    [
+        ("parallel_config.enable_eplb = True", {}, NotSupported, "EPLB"),
+        ("model_config.enable_sleep_mode = True", {}, NotSupported, "sleep mode"),
+        (
+            "parallel_config.data_parallel_size = 2",
+            {"replica": None},
+            UsageError,
+            "expected a name",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be(engine, change, info, kind, found):
+    info = {"model": "m", "replica": "vllm"} | info
+    path, name, value = change.replace(" =", "").replace(".", " ").split()
+
+    def attempt(transfer):
+        config = getattr(transfer.vllm_config, path)
+        before = getattr(config, name)
+        setattr(config, name, {"True": True, "2": 2}[value])
+        try:
+            transfer.init_transfer_engine(transfer.parse_init_info(info))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            setattr(config, name, before)
+
+    told = engine.in_workers(attempt)[-1]
+    error, _ = hear(Exception(told))
+    assert isinstance(error, kind)
+    assert found in str(error)
+
+
+def test_with_sleep_mode_everything_is_loaded(followed):
+    """The memory that lands a version is mapped anew behind our back."""
+    if followed.engine.ranks > 1:
+        pytest.skip("the same with several workers")
+
+    def look(transfer):
+        installer = transfer._installer
+        installer._engine._is_mapped_anew = True
+        return len(installer._engine.obstacles(installer._recorded.recording))
+
+    assert all(followed.engine.in_workers(look))
+    published = followed.trainer.publish(2)
+    followed.policy.update()
+    followed.engine.agrees(published)
+    assert all(report.direct == () for report in followed.engine.reports())
+
+
+def test_weights_loaded_by_hand_are_not_offered(followed):
+    """Peers must not take them for the version that was there."""
+    followed.trainer.publish(2)
+    followed.policy.update()
+
+    def load(transfer):
+        held = transfer._installer.handle.version
+        transfer.model.load_weights([])
+        return held, transfer._installer.handle.version
+
+    assert set(followed.engine.in_workers(load)) == {(2, None)}

@@ -1,0 +1,86 @@
+"""A trainer in a process of its own: publishes versions of a tiny model, and says what they answer.
+
+Reads a line of JSON for each command, and answers with one.
+"""
+
+import hashlib
+import json
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_ros
+
+PROMPTS = [[5, 17, 200, 999, 3], [11, 12, 13], [400, 401, 402, 403, 404, 405, 406, 7]]
+TOKENS = 12
+
+
+@torch.no_grad()
+def step(model, version):
+    """Weights that depend on the version alone."""
+    generator = torch.Generator().manual_seed(version)
+    for _, one in sorted(model.named_parameters()):
+        noise = torch.randn(one.shape, generator=generator)
+        one.copy_(noise * 0.08 if one.ndim >= 2 else 1 + 0.2 * noise)
+
+
+@torch.no_grad()
+def greedy(model):
+    """Tokens for each prompt, and the logarithm of the probability of each."""
+    found = []
+    for prompt in PROMPTS:
+        ids, logs = list(prompt), []
+        for _ in range(TOKENS):
+            log = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(log.argmax()))
+            logs.append(float(log[ids[-1]]))
+        found.append([ids[len(prompt) :], logs])
+    return found
+
+
+def digest(tensors):
+    found = hashlib.sha256()
+    for fqn in sorted(tensors):
+        found.update(fqn.encode())
+        found.update(tensors[fqn].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def tensors_of(model, names, changes):
+    """The tensors to publish, perhaps spoilt."""
+    named = model.named_parameters() if names == "parameters" else model.state_dict().items()
+    tensors = {fqn: one.detach() for fqn, one in named}
+    for fqn in changes.get("drop", ()):
+        del tensors[fqn]
+    for fqn, shape in changes.get("shape", {}).items():
+        tensors[fqn] = torch.randn(shape)
+    for fqn, dtype in changes.get("dtype", {}).items():
+        tensors[fqn] = tensors[fqn].to(getattr(torch, dtype))
+    for fqn in changes.get("nan", ()):
+        tensors[fqn] = tensors[fqn].clone().fill_(torch.nan)
+    return tensors
+
+
+def main(path, name, endpoint, options):
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    handle = torch_ros.open(name, endpoint=endpoint, **json.loads(options))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        handle.unpublish()
+        handle.unregister()
+        answer = {}
+        if (version := asked.get("publish")) is not None:
+            step(model, asked.get("seed", version))
+            tensors = tensors_of(model, asked.get("names", "parameters"), asked)
+            handle.register(tensors)
+            handle.publish(version)
+            answer = {"version": version, "answers": greedy(model), "digest": digest(tensors)}
+            answer["shapes"] = {fqn: list(one.shape) for fqn, one in tensors.items()}
+        print(json.dumps(answer), flush=True)
+    handle.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

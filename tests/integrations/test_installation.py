@@ -1,0 +1,422 @@
+"""Versions get into engines, in place and by their loaders; what cannot be is refused before."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from toys import OLD, weights_of
+
+import torch_ros
+from torch_ros.errors import (
+    DeadlineExceeded,
+    ManifestMismatch,
+    TorchRosError,
+    UsageError,
+)
+from torch_ros.integrations.installation import Installer, InstallOptions
+from torch_ros.integrations.landing_plan import Obstacle, state_of
+from torch_ros.integrations.recording import record
+
+NAMES = iter(range(10_000))
+
+
+class Fused(nn.Module):
+    """An engine: q and k in one parameter, k of other ranks left out; `out` whole; a norm."""
+
+    def __init__(self, rank=0, ranks=1):
+        super().__init__()
+        self.rank, self.rows = rank, 2 // ranks
+        for name, shape in (("qk", (4 + self.rows, 4)), ("out", (4, 4)), ("norm", (4,))):
+            part = nn.Module()
+            part.weight = nn.Parameter(torch.full(shape, OLD), requires_grad=False)
+            self.add_module(name, part)
+        self.raises = None
+
+    def load_weights(self, weights):
+        for fqn, weight in weights:
+            if fqn == self.raises and not weight.is_meta:
+                raise RuntimeError("the loader gives up")
+            if fqn == "k":
+                mine = weight.narrow(0, self.rank * self.rows, self.rows)
+                self.qk.weight.data[4:].copy_(mine)
+            else:
+                target = self.qk.weight.data[:4] if fqn == "q" else self.get_submodule(fqn).weight
+                target.copy_(weight)
+
+    def has(self, version):
+        k = version["k"].narrow(0, self.rank * self.rows, self.rows)
+        qk = torch.cat([version["q"], k])
+        both = [(self.qk, qk), (self.out, version["out"]), (self.norm, version["norm"])]
+        return all(torch.equal(part.weight, expected) for part, expected in both)
+
+
+class Toy:
+    """The one file that knows such engines."""
+
+    def __init__(self, module, obstacles=()):
+        self.module, self.stands_in_the_way = module, dict(obstacles)
+        self.loads = []
+
+    def state(self):
+        return state_of(self.module)
+
+    def record(self, contents):
+        return record(self.module, contents)
+
+    def obstacles(self, recording):
+        return dict(self.stands_in_the_way)
+
+    def load(self, modules, weights):
+        self.loads.append((set(modules), []))
+
+        def noted():
+            for fqn, weight in weights:
+                self.loads[-1][1].append(fqn)
+                yield fqn, weight
+
+        self.module.load_weights(noted())
+
+
+class Together:
+    """Ranks that are threads."""
+
+    def __init__(self, ranks):
+        self._barrier = threading.Barrier(ranks, timeout=60)
+        self._said = [None] * ranks
+        self._rank = threading.local()
+
+    def of(self, rank):
+        peers = self
+
+        class Peer:
+            def gather(self, mine):
+                peers._said[rank] = mine
+                peers._barrier.wait()
+                said = list(peers._said)
+                peers._barrier.wait()
+                return said
+
+        return Peer()
+
+
+@pytest.fixture
+def place():
+    return {"endpoint": f"memory://installation-{next(NAMES)}"}
+
+
+@pytest.fixture
+def opened(place):
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(
+            torch_ros.open("m", **(place | {"linger_s": 0} | options))
+        )
+
+
+class Publisher:
+    def __init__(self, handle):
+        self.handle = handle
+
+    def publish(self, version, **changes):
+        tensors = weights_of(q=(4, 4), k=(2, 4), out=(4, 4), norm=(4,)) | changes
+        tensors = {fqn: one for fqn, one in tensors.items() if one is not None}
+        self.handle.unpublish()
+        self.handle.unregister()
+        self.handle.register(tensors)
+        self.handle.publish(version)
+        return tensors
+
+
+@pytest.fixture
+def trainer(opened):
+    return Publisher(opened())
+
+
+def installer_of(handle, module, obstacles=(), **options):
+    return Installer(handle, Toy(module, obstacles), InstallOptions(**options))
+
+
+# -- one process
+
+
+def test_all_is_read_in_place_and_offered_under_the_names_of_the_checkpoint(opened, trainer):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine)
+    for version in (1, 2):
+        published = trainer.publish(version)
+        report = installer.install("latest", 20)
+        assert engine.has(published)
+        assert (report.version, report.direct_share) == (version, 1)
+        assert report.direct_bytes == 4 * 44
+        assert installer.active == follower.version == version
+    trainer.handle.unpublish()
+    reader = opened()
+    got = {fqn: torch.zeros_like(one) for fqn, one in published.items()}
+    reader.register(got)
+    assert reader.replicate(2, timeout_s=20) == 2
+    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+
+
+def test_without_relay_nothing_is_offered(opened, trainer):
+    follower = opened()
+    trainer.publish(1)
+    installer_of(follower, Fused(), relay=False).install(1, 20)
+    assert follower.version is None
+
+
+def test_a_module_with_an_obstacle_goes_through_the_loader_in_buffers(opened, trainer):
+    engine, follower = Fused(), opened()
+    obstacles = {"qk.weight": Obstacle("packed")}
+    installer = installer_of(follower, engine, obstacles, buffer_bytes=64)
+    published = trainer.publish(1)
+    report = installer.install(1, 20)
+    assert engine.has(published)
+    assert report.staged == {"k": "packed", "q": "packed"}
+    assert report.staged_bytes == 4 * 24
+    assert sorted(report.direct) == ["norm", "out"]
+    assert follower.version is None  # a part of a version is no source
+    assert "staged, packed: " in str(report)
+
+
+def test_never_loads_everything(opened, trainer):
+    engine = Fused()
+    published = trainer.publish(1)
+    report = installer_of(opened(), engine, direct="never").install(1, 20)
+    assert engine.has(published)
+    assert not report.direct
+
+
+def test_a_proof_brings_parameters_in_place_from_the_next_version_on(opened, trainer):
+    engine, follower = Fused(), opened()
+    obstacles = {name: Obstacle("unknown", is_provable=True) for name in state_of(engine)}
+    installer = installer_of(follower, engine, obstacles)
+    for version, share in ((1, 0), (2, 1)):
+        published = trainer.publish(version)
+        assert installer.install(version, 20).direct_share == share
+        assert engine.has(published)
+
+
+def test_a_parameter_that_the_engine_keeps_otherwise_stays_with_the_loader(opened, trainer):
+    class Swapping(Fused):
+        def load_weights(self, weights):
+            for fqn, weight in weights:
+                super().load_weights([(fqn, weight)])
+                if fqn == "out" and not weight.is_meta:
+                    self.out.weight.data.copy_(weight.flip(0))
+
+    engine = Swapping()
+    obstacles = {name: Obstacle("unknown", is_provable=True) for name in state_of(engine)}
+    installer = installer_of(opened(), engine, obstacles)
+    for version in (1, 2, 3):
+        published = trainer.publish(version)
+        report = installer.install(version, 20)
+        assert torch.equal(engine.out.weight, published["out"].flip(0))
+    assert list(report.staged) == ["out"]
+    assert "does not have it" in report.staged["out"]
+
+
+def test_equal_elements_wait_for_a_version_that_proves_something(opened, trainer):
+    engine = Fused()
+    obstacles = {"norm.weight": Obstacle("unknown", is_provable=True)}
+    installer = installer_of(opened(), engine, obstacles)
+    for version, norm in enumerate([torch.ones(4), torch.arange(4.0), torch.ones(4)], start=1):
+        trainer.publish(version, norm=norm)
+        assert bool(installer.install(version, 20).staged) == (version < 3)
+        assert torch.equal(engine.norm.weight, norm)
+
+
+def test_another_set_of_tensors_is_recorded_anew(opened, trainer):
+    engine = Fused()
+    installer = installer_of(opened(), engine)
+    trainer.publish(1)
+    installer.install(1, 20)
+    published = trainer.publish(2, extra=torch.ones(2))
+    report = installer.install(2, 20)
+    assert engine.has(published)
+    assert list(report.ignored) == ["extra"]
+
+
+# -- refused, before anything is written
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"norm": None}, "nothing for norm.weight \\(4 elements\\)"),
+        ({"q": None, "k": None}, "nothing for qk.weight \\(24 elements\\)"),
+        ({"out": torch.ones(5, 4)}, "nothing for out.weight .16 elements.; out: the loader raised"),
+    ],
+)
+def test_a_version_that_lacks_something_is_refused(opened, trainer, changes, found):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    trainer.publish(2, **changes)
+    with pytest.raises(ManifestMismatch, match=found):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == follower.version == 1  # it is offered still
+
+
+def test_another_dtype_is_cast_with_a_warning_or_refused(opened, trainer, caplog):
+    engine, follower = Fused(), opened()
+    published = trainer.publish(1, out=torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ManifestMismatch, match=r"out, cast from torch.bfloat16 to torch.float32"):
+        installer_of(follower, engine, cast=False).install(1, 20)
+    assert not torch.equal(engine.norm.weight, published["norm"])
+    report = installer_of(follower, engine).install(1, 20)
+    assert list(report.staged) == ["out"]
+    assert engine.has(published | {"out": torch.ones(4, 4)})
+    assert "the engine casts out" in caplog.text
+
+
+def test_a_tensor_that_the_engine_has_no_place_for_is_ignored_with_a_warning(
+    opened, trainer, caplog
+):
+    engine = Fused()
+    published = trainer.publish(1, vision=torch.ones(3))
+    report = installer_of(opened(), engine).install(1, 20)
+    assert engine.has(published)
+    assert "no place for: vision" in caplog.text
+    assert list(report.ignored) == ["vision"]
+
+
+def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(opened):
+    engine = Fused()
+    with pytest.raises(DeadlineExceeded, match="version"):
+        installer_of(opened(), engine).install(9, 0.3)
+    assert float(engine.norm.weight[0]) == OLD
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"direct": "always"}, {"on_failure": "retry"}, {"buffer_bytes": 0}, {"relay": "yes"}],
+)
+def test_options_are_checked(options):
+    with pytest.raises(UsageError, match=f"{next(iter(options))}="):
+        InstallOptions(**options)
+
+
+# -- failures in the middle
+
+
+@pytest.mark.parametrize("on_failure", ["reread", "keep", "refuse"])
+def test_a_failure_after_the_first_byte(opened, trainer, on_failure):
+    """The last version is there again, from a peer or from a copy; or the engine has none."""
+    engine, follower, other = Fused(), opened(), opened()
+    obstacles = {"out.weight": Obstacle("packed")}
+    installer = installer_of(follower, engine, obstacles, on_failure=on_failure)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    if on_failure == "reread":
+        other.register({fqn: torch.zeros_like(one) for fqn, one in first.items()})
+        other.replicate(1, timeout_s=20)
+    trainer.publish(2)
+    module = engine.load_weights
+    engine.raises = "out"
+
+    def once(weights):
+        try:
+            module(weights)
+        finally:
+            engine.raises = None
+
+    engine.load_weights = once
+    with pytest.raises(RuntimeError, match="gives up"):
+        installer.install(2, 20)
+    assert installer.active == (None if on_failure == "refuse" else 1)
+    assert engine.has(first) == (on_failure != "refuse")
+    del engine.load_weights
+    third = trainer.publish(3)
+    installer.install(3, 20)
+    assert engine.has(third)
+    assert installer.active == 3
+
+
+# -- several ranks
+
+
+@pytest.fixture
+def pair(place):
+    """Two ranks, each a handle and an engine; `pair(step)` is what `step(rank)` gives on each."""
+    peers, engines = Together(2), [Fused(rank, 2) for rank in range(2)]
+    toys = [Toy(engine) for engine in engines]
+    installers = [None, None]
+    with ThreadPoolExecutor(2) as threads:
+
+        def each(step):
+            return [future.result(90) for future in [threads.submit(step, r) for r in range(2)]]
+
+        def prepare(rank):
+            handle = torch_ros.open("m", **place, replica="pair", rank=rank, world_size=2)
+            installers[rank] = Installer(handle, toys[rank], InstallOptions(), peers.of(rank))
+
+        each(prepare)
+        yield engines, toys, installers, each
+        each(lambda rank: installers[rank].handle.close(linger_s=0))
+
+
+def test_ranks_read_their_parts_and_offer_the_whole(pair, trainer, opened):
+    engines, _, installers, each = pair
+    published = trainer.publish(1)
+    reports = each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(published) for engine in engines)
+    assert [report.direct_share for report in reports] == [1, 1]
+    trainer.handle.unpublish()
+    reader, got = opened(), {fqn: torch.zeros_like(one) for fqn, one in published.items()}
+    reader.register(got)
+    reader.replicate(1, timeout_s=20)
+    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+
+
+def test_ranks_may_stage_different_tensors(pair, trainer):
+    engines, toys, installers, each = pair
+    toys[1].stands_in_the_way = {name: Obstacle("packed") for name in state_of(engines[1])}
+    for installer in installers:
+        installer.options = InstallOptions(buffer_bytes=1)
+    published = trainer.publish(1)
+    reports = each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(published) for engine in engines)
+    assert [sorted(report.staged) for report in reports] == [[], ["k", "norm", "out", "q"]]
+    assert {installer.handle.version for installer in installers} == {None}
+
+
+def test_a_rank_that_refuses_does_so_for_all_before_a_byte_is_written(pair, trainer):
+    engines, _, installers, each = pair
+    engines[1].bias = nn.Parameter(torch.zeros(3))
+    trainer.publish(1)
+
+    def attempt(rank):
+        with pytest.raises(ManifestMismatch, match="nothing for bias"):
+            installers[rank].install("latest", 30)
+
+    each(attempt)
+    assert float(engines[0].norm.weight[0]) == OLD
+
+
+def test_a_rank_that_fails_in_the_middle_fails_all(pair, trainer):
+    engines, toys, installers, each = pair
+    for toy in toys:
+        toy.stands_in_the_way = {"out.weight": Obstacle("packed")}
+    first = trainer.publish(1)
+    each(lambda rank: installers[rank].install("latest", 30))
+    engines[1].raises = "out"
+    trainer.publish(2)
+    errors = []
+
+    def attempt(rank):
+        with pytest.raises((TorchRosError, RuntimeError), match="gives up") as caught:
+            installers[rank].install("latest", 5)
+        errors.append(caught.value)
+
+    each(attempt)
+    assert len(errors) == 2
+    assert {installer.active for installer in installers} == {None}
+    engines[1].raises = None
+    third = trainer.publish(3)
+    each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(third) for engine in engines)
+    assert not engines[0].has(first)

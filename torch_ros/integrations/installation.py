@@ -1,0 +1,434 @@
+"""Brings versions into an engine: what lands in place, and what goes through its own loader."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, Protocol, TypeVar, get_args
+
+import torch
+
+import torch_ros
+from torch_ros.errors import ManifestMismatch, TorchRosError, UsageError
+from torch_ros.integrations.landing_plan import (
+    SAME,
+    LandingPlan,
+    Obstacle,
+    misplaced,
+    missing,
+    plan_landings,
+)
+from torch_ros.integrations.landings import Landing, Recording
+
+log = logging.getLogger(__name__)
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+Direct = Literal["auto", "proven", "never"]
+OnFailure = Literal["reread", "keep", "refuse"]
+NAMED_MAX = 8  # names in a message
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """An engine's weights, as the one file that knows the engine sees them."""
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers under each of their names, as they are now."""
+
+    def record(self, contents: Contents) -> Recording:
+        """Where the engine's loader puts these tensors."""
+
+    def obstacles(self, recording: Recording) -> Mapping[str, Obstacle]:
+        """The parameters that are not read into."""
+
+    def load(self, modules: Iterable[str], weights: Weights) -> None:
+        """Load these through the engine's loader, which makes these modules anew.
+
+        A tensor is valid until the next one is asked for.
+        """
+
+
+class EngineRanks(Protocol):
+    """The processes of one engine, which install a version together."""
+
+    def gather(self, mine: T) -> Sequence[T]:
+        """What each rank says, in the order of ranks; the same on all of them."""
+
+
+class Alone:
+    """An engine of one process."""
+
+    def gather(self, mine: T) -> Sequence[T]:
+        return [mine]
+
+
+@dataclass(frozen=True, slots=True)
+class InstallOptions:
+    """How versions are brought in.
+
+    Attributes:
+        buffer_bytes: Of each of the two buffers through which staged tensors go.
+        direct: "auto": read in place where the engine is known to use its parameters as they were
+            loaded; "proven": also where a version that the engine has loaded turns out to lie as
+            it would land; "never": load everything.
+        relay: The engine's parameters are a source for others once a version is whole in place.
+        on_failure: Of an install that has begun to write. "reread": bring back the last version,
+            from anybody who has it; "keep": from a copy in host memory, made each time before the
+            first byte; "refuse": leave the engine without a version.
+        cast: Load tensors of another dtype than the engine's, with a warning: its loader casts.
+    """
+
+    buffer_bytes: int = 256 << 20
+    direct: Direct = "auto"
+    relay: bool = True
+    on_failure: OnFailure = "reread"
+    cast: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("direct", get_args(Direct)),
+            ("on_failure", get_args(OnFailure)),
+            ("relay", (True, False)),
+            ("cast", (True, False)),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                expected = ", ".join(map(repr, allowed))
+                raise UsageError(f"{name}={value!r}: expected one of {expected}")
+        if type(self.buffer_bytes) is not int or self.buffer_bytes <= 0:
+            raise UsageError(f"buffer_bytes={self.buffer_bytes!r}: expected a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class InstallReport:
+    """How a version got into this rank's engine."""
+
+    version: int
+    direct: tuple[str, ...]  # read into the engine's own parameters
+    direct_bytes: int
+    staged: Mapping[str, str]  # loaded by the engine's own loader: the reason for each
+    staged_bytes: int
+    ignored: Mapping[str, str]  # the engine's loader fails for them, and needs none of them
+    stages_s: Mapping[str, float]  # look, read, load, prove
+
+    @property
+    def direct_share(self) -> float:
+        return self.direct_bytes / max(1, self.direct_bytes + self.staged_bytes)
+
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for fqn, reason in self.staged.items():
+            reasons.setdefault(reason, []).append(fqn)
+        megabytes = (self.direct_bytes + self.staged_bytes) / 1e6
+        took = ", ".join(f"{stage} {1e3 * s:.0f} ms" for stage, s in self.stages_s.items())
+        parts = [
+            f"version {self.version}: {len(self.direct)} tensors in place",
+            f"{100 * self.direct_share:.2f} % of {megabytes:.1f} MB ({took})",
+            *(f"staged, {reason}: {', '.join(fqns)}" for reason, fqns in reasons.items()),
+            *([f"ignored: {', '.join(self.ignored)}"] if self.ignored else []),
+        ]
+        return "; ".join(parts)
+
+
+@dataclass(slots=True)
+class Laps:
+    """The time that an install has left, and what it took until now."""
+
+    until_s: float
+    stages_s: dict[str, float] = field(default_factory=dict)
+    last_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self.until_s - time.perf_counter())
+
+    def lap(self, stage: str) -> None:
+        now_s = time.perf_counter()
+        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - self.last_s
+        self.last_s = now_s
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """Where the tensors of versions like the last one go, and what was found out since."""
+
+    contents: Contents
+    recording: Recording
+    proven: set[str] = field(default_factory=set)  # parameters whose obstacles are gone
+    refuted: dict[str, str] = field(default_factory=dict)  # those whose obstacles stay, and why
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How one version will get in."""
+
+    recorded: _Recorded
+    plan: LandingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """How much of it lands in place, on all ranks together."""
+
+    is_direct: bool  # something, somewhere
+    is_whole: bool  # everything, everywhere
+    staged: tuple[str, ...]  # tensors that some rank loads, in one order on all of them
+    provable: tuple[str, ...]
+
+
+class Installer:
+    """Brings versions into one engine, by a handle that nothing else uses."""
+
+    def __init__(
+        self,
+        handle: "torch_ros.ShardHandle",
+        engine: Engine,
+        options: InstallOptions,
+        peers: EngineRanks | None = None,
+    ) -> None:
+        self.handle, self.options = handle, options
+        self.active: int | None = None
+        """The version that the engine has; None: none, or nobody knows."""
+        self.report: InstallReport | None = None
+        """Of the last install that ended well."""
+        self._engine, self._peers = engine, peers or Alone()
+        self._recorded: _Recorded | None = None
+
+    def install(self, version: int | str, timeout_s: float) -> InstallReport:
+        """Bring a version into the engine of all ranks. Collective; all raise if one does.
+
+        All that can be refused is refused on all ranks before the first byte is written on any.
+        After an error, `active` is what the engine has.
+
+        Args:
+            version: As for `replicate`.
+            timeout_s: For all of it, and again for bringing back what was there before.
+
+        Raises:
+            ManifestMismatch: The version lacks something that the engine has, or would be cast
+                though it must not. Nothing has changed.
+            TorchRosError: As `contents`, `read` and `serve`.
+        """
+        watch = Laps(time.perf_counter() + timeout_s)
+        number = self._first(lambda: self.handle.contents(version, timeout_s=timeout_s).version)
+        look = self._together(lambda: self._look(number, watch))
+        before, kept = self.active, dict[str, torch.Tensor]()
+        if self.options.on_failure == "keep":
+            kept = self._together(lambda: _copy(self._engine.state()))
+        extent = self._extent(look)
+        self.active = None
+        try:
+            report = self._together(lambda: self._write(number, look, extent, watch))
+        except Exception:
+            if before is not None:
+                self._bring_back(before, kept, timeout_s)
+            raise
+        self.active, self.report = number, report
+        return report
+
+    # Ranks
+
+    def _first(self, look: Callable[[], int]) -> int:
+        """What rank 0 finds: another rank may know of a newer version."""
+        found = self._together(lambda: look() if self.handle.rank == 0 else -1)
+        return self._peers.gather(found)[0]
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """A step that all ranks take, or none: they raise the error of the lowest that has one."""
+        found: list[T] = []
+        failed: Exception | None = None
+        try:
+            found.append(step())
+        except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+            is_plain = isinstance(error, TorchRosError)
+            failed = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
+            failed.__cause__ = None if is_plain else error
+        for each in self._peers.gather(failed):
+            if each is not None:
+                raise failed or each
+        return found[0]
+
+    # Before
+
+    def _look(self, version: int, watch: Laps) -> _Look:
+        """The plan for this version; refuses what cannot be installed."""
+        contents = self.handle.contents(version, timeout_s=watch.left_s).tensors
+        recorded = self._recorded
+        if recorded is None or dict(recorded.contents) != dict(contents):
+            recorded = _Recorded(contents, self._engine.record(contents))
+            self._vet(version, recorded.recording)
+        self._recorded = recorded
+        plan = plan_landings(recorded.recording, self._obstacles(recorded))
+        watch.lap("look")
+        return _Look(recorded, plan)
+
+    def _vet(self, version: int, recording: Recording) -> None:
+        """Refuse a version with which a part of the engine would stay as it was."""
+        name = f"version {version} of model {self.handle.model!r}"
+        if lacking := missing(recording, self._engine.state()):
+            failed = [f"{fqn}: {recording.staged[fqn]}" for fqn in sorted(recording.failed)]
+            parts = [_some([f"{name} ({count} elements)" for name, count in lacking.items()])]
+            raise ManifestMismatch(
+                f"{name} in this engine",
+                "tensors for all of the engine's parameters",
+                "; ".join(["nothing for " + parts[0], *([_some(failed)] if failed else [])]),
+                "publish the missing tensors too, under the names of a checkpoint",
+            )
+        casts = [fqn for fqn, reason in recording.staged.items() if reason.startswith("cast ")]
+        if casts and not self.options.cast:
+            raise ManifestMismatch(
+                f"{name} in this engine",
+                "the engine's dtypes",
+                f"{_some(casts)}, {recording.staged[casts[0]]}",
+                "publish them as that, by publish_copy(dtype=...); or install with cast=True",
+            )
+        if casts:
+            log.warning("%s: the engine casts %s", name, _some(casts))
+        if recording.failed:
+            failed = [f"{fqn} ({recording.staged[fqn]})" for fqn in sorted(recording.failed)]
+            log.warning("%s: ignoring what the engine has no place for: %s", name, _some(failed))
+
+    def _obstacles(self, recorded: _Recorded) -> dict[str, Obstacle]:
+        if self.options.direct == "never":
+            return {name: Obstacle("direct='never'") for name in self._engine.state()}
+        found = dict(self._engine.obstacles(recorded.recording))
+        for name, one in list(found.items()):
+            if one.is_provable and name in recorded.refuted:
+                found[name] = Obstacle(recorded.refuted[name])
+            elif one.is_provable and name in recorded.proven:
+                del found[name]
+        return found
+
+    def _extent(self, look: _Look) -> _Extent:
+        plan = look.plan
+        whole = not plan.staged and len(plan.direct) == len(look.recorded.contents)
+        mine = (bool(plan.direct), whole, tuple(plan.staged), tuple(plan.provable))
+        direct, every, staged, provable = zip(*self._peers.gather(mine), strict=True)
+        return _Extent(any(direct), all(every), _joined(staged), _joined(provable))
+
+    # Writing
+
+    def _write(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> InstallReport:
+        handle, engine, plan, contents = (
+            self.handle,
+            self._engine,
+            look.plan,
+            look.recorded.contents,
+        )
+        if extent.is_direct:
+            handle.read(version, chunked(plan.direct, engine.state()), timeout_s=watch.left_s)
+        else:
+            handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
+        watch.lap("read")
+        with closing(self._stream(version, look, extent.staged, watch)) as weights:
+            if plan.staged:
+                mine = ((fqn, tensor) for fqn, tensor in weights if fqn in plan.staged)
+                engine.load(plan.modules, mine)
+            deque(weights, maxlen=0)  # what the loader did not ask for, peers may be waiting for
+        watch.lap("load")
+        if extent.provable:
+            self._prove(version, look, extent, watch)
+            watch.lap("prove")
+        if self.options.relay and extent.is_whole:
+            handle.serve(timeout_s=watch.left_s)
+            watch.lap("serve")
+        return InstallReport(
+            version,
+            tuple(plan.direct),
+            plan.direct_bytes,
+            plan.staged,
+            sum(_size(*contents[fqn]) for fqn in plan.staged),
+            plan.ignored,
+            watch.stages_s,
+        )
+
+    def _stream(
+        self, version: int, look: _Look, fqns: Iterable[str], watch: Laps
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """The tensors, read buffer by buffer. All ranks ask for the same ones."""
+        part: dict[str, torch.Tensor] = {}
+        left = self.options.buffer_bytes
+        for fqn in fqns:
+            dtype, shape = look.recorded.contents[fqn]
+            if part and _size(dtype, shape) > left:
+                self.handle.read(version, part, timeout_s=watch.left_s)
+                yield from part.items()
+                part, left = {}, self.options.buffer_bytes
+            part[fqn] = torch.empty(tuple(shape), dtype=dtype)
+            left -= part[fqn].nbytes
+        if part:
+            self.handle.read(version, part, timeout_s=watch.left_s)
+            yield from part.items()
+
+    def _prove(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> None:
+        """Find out whether the engine has what it has just loaded where it would land."""
+        landings, recorded = look.plan.provable, look.recorded
+        published = self._stream(version, look, extent.provable, watch)
+        mine = ((fqn, tensor) for fqn, tensor in published if fqn in landings)
+        left = set[str]()
+        for fqn, reason in misplaced(landings, self._engine.state(), mine).items():
+            names = {box.parameter for box in landings[fqn].boxes}
+            left |= names
+            if reason != SAME:
+                recorded.refuted |= dict.fromkeys(names, reason)
+        tried = {box.parameter for landing in landings.values() for box in landing.boxes}
+        recorded.proven |= tried - left
+
+    # After a failure
+
+    def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
+        """Give the engine the version that it had; after an error it has none."""
+        if self.options.on_failure == "refuse":
+            return
+        watch = Laps(time.perf_counter() + timeout_s)
+        try:
+            if kept:
+                self._together(lambda: self._put_back(kept))
+            else:
+                look = self._together(lambda: self._look(version, watch))
+                extent = self._extent(look)
+                self._together(lambda: self._write(version, look, extent, watch))
+        except Exception:
+            log.exception("the engine has no version: version %d cannot be brought back", version)
+        else:
+            self.active = version
+            log.warning("the engine has version %d again", version)
+
+    def _put_back(self, kept: Mapping[str, torch.Tensor]) -> None:
+        self.handle.unpublish()
+        state = self._engine.state()
+        for name, tensor in kept.items():
+            state[name].data.copy_(tensor)
+
+
+def chunked(
+    landings: Mapping[str, Landing], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a version that lie in an engine's parameters, to be read into."""
+    return {
+        fqn: torch_ros.Chunked(landing.shape, landing.dtype, dict(landing.chunks(state)))
+        for fqn, landing in landings.items()
+    }
+
+
+def _joined(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Each name once."""
+    return tuple(dict.fromkeys(fqn for fqns in lists for fqn in fqns))
+
+
+def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of it in host memory; of tensors in one memory, one."""
+    places = {(one.data_ptr(), tuple(one.shape)): name for name, one in state.items()}
+    return {name: state[name].detach().to("cpu", copy=True) for name in places.values()}
+
+
+def _size(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - NAMED_MAX} more"] if len(names) > NAMED_MAX else []
+    return ", ".join([*names[:NAMED_MAX], *more])

@@ -1,0 +1,248 @@
+"""The engine behind vLLM's backend `torch_ros`: one in each worker, with a handle of its own."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import torch_ros
+from torch_ros.errors import NotSupported, UsageError
+from torch_ros.integrations.installation import (
+    Direct,
+    Installer,
+    InstallOptions,
+    InstallReport,
+    OnFailure,
+)
+from torch_ros.integrations.vllm.model import VLLMModel
+from torch_ros.integrations.vllm.told import tell
+
+log = logging.getLogger("vllm.torch_ros")  # vLLM configures its own loggers only
+
+T = TypeVar("T")
+OURS = ("model", "replica", "rank", "world_size", "installs")  # never among the options
+
+
+@dataclass
+class ROSInitInfo(WeightTransferInitInfo):
+    """How an engine follows a model: the `init_info` of vLLM's calls, as JSON if need be.
+
+    Attributes:
+        model: The name under which versions are published.
+        replica: The name of this engine, needed if it has several workers or data parallelism: the
+            engines of a data parallel group are replicas NAME-dp0, NAME-dp1 and on.
+        options: The other options of `torch_ros.open`, by name, except rank and world_size.
+        timeout_s: For `init_weight_transfer_engine`, and for each update that names none.
+
+    The rest is `InstallOptions`.
+    """
+
+    model: str
+    replica: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    buffer_bytes: int = 256 << 20
+    direct: Direct = "auto"
+    relay: bool = True
+    on_failure: OnFailure = "reread"
+    cast: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise UsageError(f"options={self.options!r}: expected a mapping of options of `open`")
+        if taken := [name for name in OURS if name in self.options]:
+            raise UsageError(
+                f"options: {', '.join(taken)}: not there; the engine passes them itself"
+            )
+        self.install_options()
+
+    def install_options(self) -> InstallOptions:
+        return InstallOptions(
+            self.buffer_bytes, self.direct, self.relay, self.on_failure, self.cast
+        )
+
+
+@dataclass
+class ROSUpdateInfo(WeightTransferUpdateInfo):
+    """A version to bring in: the `update_info` of vLLM's calls."""
+
+    version: int | str = "latest"
+    timeout_s: float | None = None
+
+
+@dataclass
+class _Void:
+    """Stands for an info that this rank could not read; another one says so."""
+
+
+class Ranks:
+    """The workers of one engine."""
+
+    def __init__(self, parallel_config: Any) -> None:
+        has_dp = parallel_config.data_parallel_size > 1
+        self._group = get_tp_group() if has_dp else get_world_group()
+        self.rank, self.size = self._group.rank_in_group, self._group.world_size
+        if self.size != parallel_config.world_size:
+            raise NotSupported(
+                f"torch_ros with {parallel_config.world_size} workers per engine and "
+                f"data_parallel_size={parallel_config.data_parallel_size}",
+                "use tensor parallelism only beside data parallelism",
+            )
+
+    def gather(self, mine: T) -> Sequence[T]:
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, mine, group=self._group.cpu_group)
+        return found
+
+
+class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
+    """Follows a model whose versions are in torch_ros.
+
+    `update_weights` does all the work: it reads in place, has vLLM load what cannot be, offers the
+    parameters to others if all of a version lies in them, and acknowledges. If it fails, vLLM gives
+    up the session. With several workers the driver has to end that, by a `finish_weight_update`,
+    which fails: vLLM reads the answers of its workers up to the first that failed, and takes the
+    others for those to its next call, so only the last worker raises.
+
+    The driver pauses generation meanwhile: **between the first byte and the last, weights are of
+    two versions**.
+    """
+
+    init_info_cls = ROSInitInfo
+    update_info_cls = ROSUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._installer: Installer | None = None
+        self._timeout_s = 300.0
+        self._is_updated = False  # in this session
+
+    @property
+    def report(self) -> InstallReport | None:
+        """How the last version got in."""
+        return self._installer.report if self._installer else None
+
+    # Infos
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        parse = super().parse_init_info
+        return self._parsed(lambda: parse(init_dict))
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        parse = super().parse_update_info
+        return self._parsed(lambda: parse(update_dict))
+
+    def _parsed(self, parse: Callable[[], Any]) -> Any:
+        found: list[Any] = [_Void()]
+        with self._as_one():
+            found[0] = parse()
+        return found[0]
+
+    # vLLM's calls
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        if isinstance(init_info, _Void):
+            return
+        with self._as_one():
+            self._open(init_info)
+
+    def start_weight_update(self) -> None:
+        self._is_updated = False
+
+    def receive_weights(self, update_info: Any) -> None:
+        if isinstance(update_info, _Void):
+            return
+        with self._as_one():
+            if self._installer is None:
+                raise UsageError("no model to follow: call init_weight_transfer_engine first")
+            if self._is_updated:
+                raise UsageError(
+                    "a second update in one session: call finish_weight_update, and start anew"
+                )
+            timeout_s = update_info.timeout_s or self._timeout_s
+            report = self._installer.install(update_info.version, timeout_s)
+            log.info("%s: %s", self._installer.handle.replica, report)
+            self._is_updated = True
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do. vLLM never recovers from an error here."""
+
+    def shutdown(self) -> None:
+        if self._installer is not None:
+            self._installer.handle.close()
+            self._installer = None
+            self.model.__dict__.pop("load_weights", None)
+
+    # Steps
+
+    def _open(self, info: ROSInitInfo) -> None:
+        self.shutdown()
+        config, ranks = self.vllm_config, self._ranks
+        sleeps = bool(getattr(config.model_config, "enable_sleep_mode", False))
+        self._vet(info, ranks, sleeps=sleeps)
+        options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
+        if self.parallel_config.data_parallel_size > 1:
+            options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
+        handle = torch_ros.open(info.model, **options, rank=ranks.rank, world_size=ranks.size)
+        engine = VLLMModel(
+            self.model,
+            self.model_config,
+            self.device,
+            proves=info.direct == "proven",
+            is_mapped_anew=sleeps,
+            is_dummy=config.load_config.load_format == "dummy",
+        )
+        self._installer = Installer(handle, engine, info.install_options(), ranks)
+        self._timeout_s = info.timeout_s
+
+        def load_weights(weights: Any) -> Any:
+            handle.unpublish()  # somebody else loads: peers must not read that as our version
+            return engine.load_weights(weights)
+
+        self.model.__dict__["load_weights"] = load_weights
+
+    def _vet(self, info: ROSInitInfo, ranks: Ranks, *, sleeps: bool) -> None:
+        parallel = self.parallel_config
+        if parallel.enable_eplb:
+            raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
+        is_many = ranks.size > 1 or parallel.data_parallel_size > 1
+        if is_many and info.replica is None:
+            raise UsageError(
+                f"replica={info.replica!r}: expected a name for this engine: its {ranks.size} "
+                f"workers, and its {parallel.data_parallel_size} data parallel ranks, have none"
+            )
+        if sleeps and info.relay:
+            raise NotSupported(
+                "relay=True with sleep mode, which takes away the memory that peers read",
+                "pass relay=False, or start the engine without enable_sleep_mode",
+            )
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.parallel_config)
+
+    @contextmanager
+    def _as_one(self) -> Iterator[None]:
+        """If a rank fails, the last one raises, and no other."""
+        ranks, failure = self._ranks, ""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a call of the weight transfer failed")
+            active = self._installer.active if self._installer else None
+            failure = tell(error, active)
+        failures = [each for each in ranks.gather(failure) if each]
+        if failures and ranks.rank == ranks.size - 1:
+            raise RuntimeError(failures[0])

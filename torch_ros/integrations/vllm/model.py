@@ -1,0 +1,209 @@
+"""The weights of a vLLM model: how they were loaded, what became of them, how they are reloaded."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from torch_ros.errors import ManifestMismatch
+from torch_ros.integrations.installation import Contents, Weights
+from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
+from torch_ros.integrations.landings import Recording
+from torch_ros.integrations.recording import record
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # use the weight that was loaded
+
+
+class VLLMModel:
+    """One worker's model. Its live parameters keep their addresses, which CUDA graphs know.
+
+    Args:
+        proves: Parameters of which nobody knows what vLLM makes of them may land once a version
+            that vLLM has loaded turns out to lie as it would.
+        is_mapped_anew: Sleep takes the memory away behind our back.
+        is_dummy: Nothing was ever loaded, so that padding has what it was allocated with.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_config: Any,
+        device: torch.device,
+        *,
+        proves: bool,
+        is_mapped_anew: bool,
+        is_dummy: bool,
+    ) -> None:
+        self.model = model
+        self.load_weights: Callable[[Weights], Any] = model.load_weights  # type: ignore[assignment]
+        self._model_config, self._device = model_config, device
+        self._proves, self._is_mapped_anew, self._is_dummy = proves, is_mapped_anew, is_dummy
+        self._loaded: dict[str, Geometry] = {}  # as vLLM allocates it, before it loads
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return state_of(self.model)
+
+    # Recording
+
+    def record(self, contents: Contents) -> Recording:
+        with torch.device(self._device):
+            initialize_layerwise_reload(self.model)
+            try:
+                _unwrap(self.model)
+                loaded = state_of(self.model)
+                self._loaded = {name: Geometry.of(one) for name, one in loaded.items()}
+                return record(self.model, contents, self._load)
+            finally:
+                _put_back(self.model)
+
+    def obstacles(self, recording: Recording) -> dict[str, Obstacle]:
+        state = self.state()
+        if self._is_mapped_anew:
+            return dict.fromkeys(state, Obstacle("sleep mode maps the engine's memory anew"))
+        found = {name: Obstacle(PADDED, is_provable=True) for name in self._padded(recording)}
+        owners: dict[int, list[tuple[str, Obstacle | None]]] = {}
+        for path, module in self.model.named_modules():
+            for name, one in module.named_parameters(path, recurse=False):
+                owners.setdefault(one.data_ptr() or id(one), []).append((name, self._judge(module)))
+        for named in owners.values():  # by memory: a tied module's obstacle is that of all
+            if judged := [one for _, one in named if one is not None]:
+                worst = min(judged, key=lambda one: one.is_provable)
+                found |= {name: worst for name, _ in named}
+        found |= self._derived()
+        return found | changed(self._loaded, state)
+
+    def _padded(self, recording: Recording) -> Iterable[str]:
+        return recording.filled if self._is_dummy else ()
+
+    def _judge(self, module: torch.nn.Module) -> Obstacle | None:
+        """What speaks against landing in a module's own parameters."""
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            backend = method.unquantized_backend
+            if backend == UnquantizedMoeBackend.TRITON:
+                return None
+            return Obstacle(f"experts of backend {backend.value}", is_provable=self._proves)
+        if type(method) in PLAIN:
+            linear = module.__dict__.get("cpu_linear")
+            if getattr(linear, "__closure__", None):
+                return Obstacle("the CPU backend keeps a packed copy")
+            return None
+        if method is not None or hasattr(module, "process_weights_after_loading"):
+            made_by = type(module if method is None else method).__name__
+            return Obstacle(f"{made_by} may make something else of it", is_provable=self._proves)
+        return None
+
+    def _derived(self) -> dict[str, Obstacle]:
+        """Parameters below a module that makes something of them at the end of a load: MLA."""
+        found: dict[str, Obstacle] = {}
+        for module in self.model.modules():
+            if hasattr(module, "process_weights_after_loading"):
+                reason = f"{type(module).__name__} keeps what it derives from it"
+                below = {id(one) for child in module.children() for one in child.parameters()}
+                found |= {
+                    name: Obstacle(reason)
+                    for name, one in self.model.named_parameters(remove_duplicate=False)
+                    if id(one) in below
+                }
+        return found
+
+    # Loading
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return self.load_weights(iter(weights))
+
+    def load(self, modules: Iterable[str], weights: Weights) -> None:
+        """Run vLLM's layerwise reload over these modules; all others stay as they are."""
+        chosen = [self.model.get_submodule(path) for path in sorted(modules)]
+        attention = [one for one in self.model.modules() if is_deferred_attention_layer(one)]
+        part = torch.nn.ModuleList([*chosen, *attention])
+        with torch.device(self._device):
+            initialize_layerwise_reload(part)
+            try:
+                # Tensors wait for the rest of their module; our buffers do not.
+                self._load((fqn, tensor.clone()) for fqn, tensor in weights)
+                self._require_loaded(chosen)
+                finalize_layerwise_reload(part, self._model_config)
+            except BaseException:
+                _put_back(part)
+                raise
+            self._process_again(chosen)
+
+    def _require_loaded(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Raise if vLLM would keep one of these as it was: it warns only, where it notices."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for module in modules:
+            info = get_layerwise_info(module)
+            if info.can_load() and info.load_numel_total and info.load_numel <= 0:
+                raise ManifestMismatch(
+                    f"module {names[id(module)]!r} of this engine",
+                    f"{info.load_numel_total} elements",
+                    "none, when its loader had run",
+                    "publish the missing tensors too, under the names of a checkpoint",
+                )
+
+    def _process_again(self, loaded: Sequence[torch.nn.Module]) -> None:
+        """Do what vLLM's reload leaves out.
+
+        Of modules that share a parameter it processes those that got a name of their own. Kernels
+        of experts on CPUs pack their weights once, and a reload puts plain ones in their place.
+        """
+        uses = Counter(
+            id(one) for module in self.model.modules() for one in module.parameters(recurse=False)
+        )
+        shared = {id(one) for module in loaded for one in module.parameters(recurse=False)}
+        shared = {one for one in shared if uses[one] > 1}
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            own = {id(one) for one in module.parameters(recurse=False)}
+            if own & shared and isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+        for module in loaded:
+            method = getattr(module, "quant_method", None)
+            if (
+                isinstance(method, UnquantizedFusedMoEMethod)
+                and method.unquantized_backend == UnquantizedMoeBackend.CPU
+            ):
+                method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
+PADDED = "its padding was never loaded"
+
+
+def _unwrap(model: torch.nn.Module) -> None:
+    """Give parameters the loaders back that vLLM wraps for a reload."""
+    for module in model.modules():
+        for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            loader = getattr(one, "weight_loader", None)
+            while getattr(loader, "__name__", "") == "online_process_loader":
+                loader = loader.__wrapped__  # type: ignore[union-attr]
+                one.weight_loader = loader  # type: ignore[attr-defined]
+
+
+def _put_back(model: torch.nn.Module) -> None:
+    """Give modules that are not loaded yet the tensors that they had."""
+    _unwrap(model)
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload  # noqa: SLF001  # vLLM's names
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(module, info)
+            info.reset()
+    _unwrap(model)

@@ -1,0 +1,130 @@
+"""`attach`: an offline `vllm.LLM` that goes from version to version when it is told to."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal, Self
+
+import torch_ros
+from torch_ros.errors import TorchRosError
+from torch_ros.integrations.vllm.told import hear
+
+ENGINES_ONLY = ("retain", "spot")  # options that the handle of this process is opened without
+
+
+def attach(
+    llm: Any,
+    *,
+    model: str,
+    replica: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    pause: Literal["keep", "wait", "abort"] = "keep",
+    **init_info: Any,
+) -> "Attached":
+    """Let an engine follow a model.
+
+    Args:
+        llm: A `vllm.LLM` made with ``weight_transfer_config={"backend": "torch_ros"}``. Its weights
+            may be ``load_format="dummy"``: the first `update` brings all of them.
+        model: The name under which versions are published.
+        replica: The name of this engine; needed if it has several workers.
+        options: The other options of `torch_ros.open`, for each worker's handle.
+        pause: How vLLM treats requests that run when an update begins: they go on afterwards, with
+            the KV cache of the old weights; are finished first; or are aborted.
+        init_info: The other fields of `ROSInitInfo`: buffer_bytes, direct, relay, on_failure, cast,
+            timeout_s.
+
+    Raises:
+        TorchRosError: As `torch_ros.open`, and for what cannot be: EPLB, relay with sleep mode.
+
+    Example:
+        with attach(llm, model="policy", replica="vllm-0") as policy:
+            policy.update("latest")
+            outputs = llm.generate(prompts)
+    """
+    info = {"model": model, "replica": replica, "options": dict(options or {}), **init_info}
+    return Attached(llm, info, pause)
+
+
+class Attached:
+    """An engine that follows a model; what `attach` returns."""
+
+    def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
+        self._llm, self._pause = llm, pause
+        self._active: int | None = None  # by the last error
+        self.version: int | None = None
+        """The version that the engine answers with; None: none, and it stays paused."""
+        self._asked("init_weight_transfer_engine", {"init_info": info})
+        options = {n: one for n, one in info["options"].items() if n not in ENGINES_ONLY}
+        self._handle = torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
+        self._workers = llm.llm_engine.vllm_config.parallel_config.world_size
+
+    def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
+        """Go to `version` if the engine has another one; "latest" never goes back.
+
+        Generation pauses meanwhile, and caches of the old weights are dropped. Not while another
+        thread is in a call of the engine.
+
+        Returns:
+            Whether the engine has another version than before.
+
+        Raises:
+            InstallRejected: With the rank and its reason. If the engine still has its version it
+                goes on with that; else it stays paused, `version` is None, and a later `update`
+                may succeed.
+            TorchRosError: As `contents`: nothing has changed.
+        """
+        found = self._handle.contents(version, timeout_s=timeout_s).version
+        is_older = isinstance(version, str) and self.version is not None and found < self.version
+        if found == self.version or is_older:
+            return False
+        self._llm.sleep(level=0, mode=self._pause)
+        self.version = None
+        try:
+            self._update(found, timeout_s)
+        except TorchRosError:
+            self.version = self._active
+            if self.version is not None:
+                self._resume()
+            raise
+        self.version = found
+        self._resume()
+        return True
+
+    def close(self) -> None:
+        """Let go of the model: the engine keeps its weights, and offers them to nobody."""
+        self._handle.close()
+        self._asked("shutdown_weight_transfer_engine")
+
+    def _update(self, version: int, timeout_s: float | None) -> None:
+        info = {"version": version, "timeout_s": timeout_s}
+        self._asked("start_weight_update")
+        try:
+            self._asked("update_weights", {"update_info": info})
+        except Exception:
+            if self._workers > 1:  # the session of those that did not raise
+                with suppress(Exception):
+                    self._llm.finish_weight_update()
+            raise
+        self._asked("finish_weight_update", str(version))
+
+    def _resume(self) -> None:
+        self._llm.reset_prefix_cache()
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+        self._llm.wake_up(tags=["scheduling"])
+
+    def _asked(self, call: str, *args: object) -> None:
+        try:
+            getattr(self._llm, call)(*args)
+        except Exception as error:
+            heard = hear(error)
+            if heard is None:
+                raise
+            told, self._active = heard
+            raise told from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
