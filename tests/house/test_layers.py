@@ -24,6 +24,7 @@ DOORS = {
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
     "nixl": "p2p/nixl.py",
+    "transformers": "integrations/names.py",
     "verl": "integrations/verl.py",
     "vllm": "integrations/vllm",
 }
