@@ -9,6 +9,7 @@ engines on GPUs do. Medians; compare ratios, within one run.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -31,7 +32,7 @@ BYTES_PER_LAYER = 4 * (3 * 1024 * 3072 + 3 * 1024 * 1024)
 def model(path: str, mib: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415  # after the environment
 
-    layers = max(1, round(mib * 2**20 / BYTES_PER_LAYER))
+    layers = math.ceil(mib * 2**20 / BYTES_PER_LAYER)
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     config = Qwen3Config(**COMMON | sizes | heads, tie_word_embeddings=False)

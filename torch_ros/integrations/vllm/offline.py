@@ -55,7 +55,11 @@ class Attached:
         """The version that the engine answers with; None: none, and it stays paused."""
         self._asked("init_weight_transfer_engine", {"init_info": info})
         options = {n: one for n, one in info["options"].items() if n not in ENGINES_ONLY}
-        self._handle = torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
+        try:
+            self._handle = torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
+        except BaseException:
+            self._asked("shutdown_weight_transfer_engine")
+            raise
         self._workers = llm.llm_engine.vllm_config.parallel_config.world_size
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
