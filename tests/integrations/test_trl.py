@@ -1,11 +1,13 @@
 """TRL's weight transfer, against servers with vLLM's endpoints that read with real handles."""
 
+import ast
 import json
 import socket
 import threading
 import uuid
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,19 @@ def weights(value, log=None):
     memory.fill_(-1)
 
 
+def init_fields():
+    """The fields that the engine for vLLM has; vLLM, which it imports, is not here."""
+    source = Path(torch_ros.__file__).parent / "integrations/vllm/engine.py"
+    classes = (
+        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    (info,) = (node for node in classes if node.name == "ROSInitInfo")
+    return {node.target.id for node in info.body if isinstance(node, ast.AnnAssign)}
+
+
+INIT_FIELDS = init_fields()
+
+
 class Engine:
     """A server's half: a real handle, and the order of calls that vLLM insists on."""
 
@@ -43,7 +58,12 @@ class Engine:
             raise RuntimeError("out of memory")
         if path == "init_weight_transfer_engine":
             info = body["init_info"]
-            self.handles.append(torch_ros.open(info["model"], timeout_s=20, **info["options"]))
+            assert info.keys() <= INIT_FIELDS
+            self.handles.append(
+                torch_ros.open(
+                    info["model"], replica=info["replica"], timeout_s=20, **info["options"]
+                )
+            )
             self.handles[-1].register(self.tensors)
         elif path == "start_weight_update":
             assert not self.is_updating, "started twice"
@@ -116,8 +136,9 @@ def test_servers_have_the_weights_when_they_go_on(two):
         for engine in engines:
             assert all((tensor == value).all() for tensor in engine.tensors.values())
             assert engine.weight_version == str(number) == str(transfer.version)
-    update = ["start_weight_update", "update_weights", "finish_weight_update", "resume"]
-    expected = ["health", "init_weight_transfer_engine", *(["pause?mode=keep", *update] * 2)]
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    step_ = ["pause?mode=keep", *update, "resume"]
+    expected = ["health", "init_weight_transfer_engine", *step_, *step_]
     assert [engine.asked for engine in engines] == [expected] * 2
     assert [len(engine.handles) for engine in engines] == [1, 1]
     assert len({engine.handles[0].replica for engine in engines}) == 2

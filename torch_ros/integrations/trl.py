@@ -94,8 +94,7 @@ class ROSWeightTransfer:
 
     def _info(self, replica: str) -> dict[str, Any]:
         """The body that tells an engine whom to follow; the caller's own words win."""
-        options = {"replica": replica, **self._init_info.get("options", {})}
-        return {"init_info": {"model": self._model, **self._init_info, "options": options}}
+        return {"init_info": {"model": self._model, "replica": replica, **self._init_info}}
 
     def pause(self) -> None:
         """Have the servers stop between two steps of theirs."""
@@ -125,6 +124,7 @@ class ROSWeightTransfer:
                 self._servers.ask("finish_weight_update")
             raise
         self._servers.ask("finish_weight_update", {"weight_version": str(version)})
+        self._servers.ask("reset_prefix_cache")  # which vLLM leaves to its drivers
         log.info("sent version %d, %d bytes, in %.3f s", version, size, time.monotonic() - begun_s)
 
     def destroy(self) -> None:
