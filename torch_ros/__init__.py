@@ -16,6 +16,7 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
     from torch_ros.p2p.huge_pages import HugePageReport
+    from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.opening import open  # noqa: A004
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Borrowed",
     "Chunked",
     "Contents",
     "Costs",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {  # imported at their first use
+    "Borrowed": "torch_ros.shard.borrowing",
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",

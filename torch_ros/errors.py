@@ -10,11 +10,13 @@
     * NotSupported       a documented option that this release does not have yet
   * NotAvailable       wait, or ask for another version           (also LookupError)
     * VersionNotFound
+    * LoanRefused        the version is there, and its lender lends no more now
     * DeadlineExceeded   carries the last reason for waiting      (also TimeoutError)
   * PeerError          another process failed and nothing else was left to try
     * TransferFailed     one transfer between two agents
     * SourceLost         a replica vanished while it was read
     * CorruptWeights     what was read is not what was published
+    * LoanBroken         what was borrowed was written over before it was given back
     * CallAborted        another rank of this group gave up on the call
   * SeatLost           this process lost its place, and takes it again: call again later
     * Fenced             for good: close the handle and open a new one
@@ -184,6 +186,19 @@ class VersionNotFound(NotAvailable):
         self.model, self.version, self.reason = model, version, reason
 
 
+class LoanRefused(NotAvailable):
+    """A replica has the version in memory that it may lend, and lends no more of it now."""
+
+    _message = (
+        "version {self.version} of model {self.model!r} is not lent by replica {self.replica!r}: "
+        "{self.reason}; borrow the next version, replicate this one, or {self.advice}"
+    )
+
+    def __init__(self, model: str, version: int, replica: str, reason: str, advice: str, /) -> None:
+        self.model, self.version, self.replica = model, version, replica
+        self.reason, self.advice = reason, advice
+
+
 class DeadlineExceeded(NotAvailable, TimeoutError):
     """The call's ``timeout_s`` ran out; `reason` is what it last waited for."""
 
@@ -233,6 +248,22 @@ class CorruptWeights(PeerError):
 
     def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source
+
+
+class LoanBroken(PeerError):
+    """A borrowed copy was written over before the block was left, whoever has unlocked it.
+
+    Bytes that were used inside the block may be a mixture of two versions.
+    """
+
+    _message = (
+        "version {self.version} of model {self.model!r}, borrowed from replica {self.replica!r}, "
+        "was written over before it was given back; do not use what was computed from it, and "
+        "borrow again; use one release of torch_ros for all processes of a model"
+    )
+
+    def __init__(self, model: str, version: int, replica: str, /) -> None:
+        self.model, self.version, self.replica = model, version, replica
 
 
 class CallAborted(PeerError):

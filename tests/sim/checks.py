@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +60,19 @@ def told_at_once(check: Callable) -> Callable:
             raise
 
     return checked
+
+
+def tensors_content(shapes, tensors) -> int | None:
+    """The content that all of these are of; None: they are torn."""
+    found = set()
+    for number, (fqn, shape) in enumerate(shapes):
+        of_all = np.arange(math.prod(shape)).reshape(shape) + 100 * number
+        boxes = getattr(tensors[fqn], "chunks", {(0,) * len(shape): tensors[fqn]})
+        for offsets, box in boxes.items():
+            part = tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))
+            found |= set((box.numpy() - of_all[part]).flatten().tolist())
+    [content, *others] = found
+    return None if others or content % CONTENT else content // CONTENT
 
 
 class Checks:
@@ -281,7 +296,7 @@ class Checks:
         """Cells that are said to be there."""
         word, end = self._shown(process)
         last = min(last, end)
-        if first >= last:
+        if first >= last or process.start.borrow_bytes:  # its copies are elsewhere
             return
         expected = self._expected(process, word.mark)
         if expected is None:
@@ -295,7 +310,7 @@ class Checks:
     def _compare_with(self, process: Process, holding: Holding, key: str) -> None:
         """What its replica is said to hold, by its record."""
         word, end = self._shown(process)
-        if process.is_gone or word.mark != holding.mark:
+        if process.is_gone or word.mark != holding.mark or process.start.borrow_bytes:
             return
         content = self.truth.get(holding.uid)
         if content is None:
@@ -318,6 +333,28 @@ class Checks:
         good = cells == process.expected(content).tolist()
         demand(good, f"I4: {process} copies {copy.kept.ref} as {cells}")
         self.world.saw("copied to host memory")
+
+    @told_at_once
+    def filled(self, lent) -> None:
+        """I11: who is about to be written to is nobody's."""
+        for process, loans in self.world.loans.items():
+            had = [loan for loan in loans if loan._end.alive and not process.is_gone]
+            had = [loan for loan in had if not hasattr(loan, "is_unlocked")]
+            for loan in had:
+                is_same = os.fstat(loan._fd).st_ino == lent._file
+                demand(not is_same, f"I11: {process} has a buffer that is filled again")
+
+    @told_at_once
+    def borrowed(self, process: Process, tensors) -> None:
+        """I1, I11: what is borrowed is what was published, all the time."""
+        world, version = self.world, tensors.version
+        content = tensors_content(world.shapes, tensors)
+        known = {self.truth[uid] for uid, v in world.versions.items() if v == version}
+        demand(content in known, f"I11: {process} borrowed {content} as {version}, not {known}")
+        world.saw("borrowed")
+        holders = {k.parse_holding(key).version for key in self.holdings}
+        if version not in holders:
+            world.saw("borrowed while it was given up")
 
     # The store
 

@@ -7,6 +7,7 @@ rule's story has in the table of docs/TESTING.md, where it has one.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import math
 import re
@@ -15,9 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import loans  # noqa: F401  # its scenes are among those that find faults
 import msgspec
 import numpy as np
 
+from torch_ros.p2p import lending
+from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
@@ -37,7 +41,7 @@ from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, manifests, reads, replication, word
+from torch_ros.shard import beginnings, borrowing, manifests, reads, replication, word
 from torch_ros.shard import host_copies as copies
 from torch_ros.store import loops, memory
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -57,7 +61,7 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import batches, feed, mailbox, peers, reading
+from torch_ros.transfer import batches, feed, mailbox, peers, reading, turns
 from torch_ros.transfer.card import ALL_BLOCKS
 
 
@@ -1257,6 +1261,111 @@ def _(rule):
 fault("serve: the version's record is not guarded", (serving, "serve"), scenario="served anew")(
     edited(guards=not_on("versions"))
 )
+
+
+# Loans
+
+
+@fault("a lent buffer is filled again", (LentMemory, "close"), scenario="stays")
+def _(close):
+    def faulty(self):
+        self.is_closed = True
+        return True
+
+    return faulty
+
+
+@fault("a borrower locks nothing", (Loan, "__init__"), scenario="stays")
+def _(init):
+    def faulty(self, *args):
+        init(self, *args)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    return faulty
+
+
+@fault(
+    "the name of a content is not looked at again once it is locked",
+    (lending, "_word"),
+    scenario="locked late",
+)
+def _(word):
+    seen = {}
+    return lambda fd: seen.setdefault(fd, word(fd))
+
+
+@fault(
+    "the fill is not cleared before a content is written",
+    (LentMemory, "begin"),
+    scenario="lost lock",
+)
+def _(begin):
+    return lambda self: None
+
+
+@fault(
+    "who leaves does not look at the fill",
+    (Loan, "is_intact"),
+    scenario="lost lock",
+)
+def _(is_intact):
+    return True
+
+
+@fault(
+    "the fill is looked at before the devices are done",
+    (borrowing.Loans, "leave"),
+    scenario="kernels last",
+)
+def _(leave):
+    def faulty(self):
+        is_intact = all(loan.is_intact for loan in self.loans)
+        with patch.object(Loan, "is_intact", is_intact):
+            leave(self)
+
+    return faulty
+
+
+@fault(
+    "who leaves unlocks before it looks at the fill",
+    (borrowing.Loans, "leave"),
+    scenario="left in order",
+)
+def _(leave):
+    def faulty(self):
+        for loan in self.loans:
+            loan.end()
+        borrowing.time.sleep(1.0)
+        leave(self)
+
+    return faulty
+
+
+@fault("what was left stays locked", (Loan, "end"), scenario="left in order")
+def _(end):
+    return lambda self: None
+
+
+@fault("what is lent already does not count", (turns.Turns, "lent"), scenario="bound")
+def _(lent):
+    return lambda self, *, but: [] if but else lent(self, but=but)
+
+
+@fault(
+    "what is not published any more can be borrowed still",
+    (turns.Turns, "lent"),
+    scenario="bound",
+)
+def _(lent):
+    def faulty(self, *, but):
+        were_open = [b.lent for b in self.buffers if not b.lent.is_closed]
+        found = lent(self, but=but)
+        for each in were_open:
+            if each.is_closed:
+                each.open()
+        return found
+
+    return faulty
 
 
 @contextmanager

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from torch_ros.costs import Costs
-from torch_ros.errors import Fenced, SeatLost, TorchRosError
+from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
 from torch_ros.shard import opening
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
+from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -58,6 +59,7 @@ class Start:
     drain_s: float = 60.0
     linger_s: float = 0.0
     digests: str = "off"
+    borrow_bytes: int = 0  # more: it publishes copies
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -235,6 +237,7 @@ class Process:
                 drain_s=start.drain_s,
                 linger_s=start.linger_s,
                 digests=start.digests,
+                borrow_bytes=start.borrow_bytes,
                 costs=CHEAP_COPIES,
             )
         except TorchRosError as error:
@@ -294,6 +297,9 @@ class Process:
     # Calls
 
     def publish(self, task: Task) -> None:
+        if self.start.borrow_bytes:
+            self._lend(task)
+            return
         if self.handle.version is not None and self.world.random() < 0.9:
             self.handle.unpublish(timeout_s=task.timeout_s)  # before it trains
         if self.handle.version is None:
@@ -318,6 +324,12 @@ class Process:
         else:
             assert self.handle.version == task.version, "it returned, and nothing is held"
             self.world.saw("not waited for")
+
+    def _lend(self, task: Task) -> None:
+        self.cells[:] = self.expected(task.content)
+        state, options = LocalState(self.tensors, {}, {}), {"timeout_s": task.timeout_s}
+        self.handle.checkpoints.save(SaveRequest(task.version, state, copying=Copying(), **options))
+        self.world.checks.returned(self, task.version)
 
     def unpublish(self, task: Task) -> None:
         self.handle.unpublish(timeout_s=task.timeout_s)
@@ -388,7 +400,20 @@ class Process:
         self.handle.list(timeout_s=task.timeout_s)
 
     def idle(self, task: Task) -> None:
-        self.world.sleep(task.timeout_s)
+        if self.world.is_lending and not self.start.is_trainer:
+            self._borrow(task.timeout_s)
+        else:
+            self.world.sleep(task.timeout_s)
+
+    def _borrow(self, lasts_s: float) -> None:
+        world = self.world
+        try:
+            with self.handle.borrow(timeout_s=5) as tensors:
+                world.checks.borrowed(self, tensors)
+                world.sleep(lasts_s)
+                world.checks.borrowed(self, tensors)
+        except NotAvailable as error:
+            world.saw(f"borrow: {type(error).__name__}")
 
     # The end, when all faults are over
 

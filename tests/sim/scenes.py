@@ -70,6 +70,7 @@ class Scene(World):
         self.claims = 0  # the most that a source had at a time
         self.reached: set[str] = set()
         self.holds: list[Hold] = []
+        self.before_lock: dict[Process, Callable[[], object]] = {}  # done before its next one
         self.again: dict[int, int] = {}  # call -> content, where a number is published twice
 
     def _trouble(self) -> None:
@@ -152,6 +153,10 @@ class Scene(World):
             return fault
         is_lost = self.requests == self.loses_reply
         return "lose reply" if is_lost else super().request_fault(connection)
+
+    def about_to_lock(self) -> None:
+        super().about_to_lock()
+        self.before_lock.pop(self.current.process, lambda: None)()
 
     def about_to_watch(self, watch: Watch) -> None:
         self._hold(watch, is_reply=False)

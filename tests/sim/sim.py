@@ -81,7 +81,7 @@ def _history(scene: str, seed: int) -> None:
 
 def _why(story: str) -> tuple[str, str]:
     why = re.split(r"seed \d+: \w+: ", story)[-1].partition("\nreplay")[0]
-    named = re.match(r"(I\d(?:, I\d)*): ", why)
+    named = re.match(r"(I\d+(?:, I\d+)*): ", why)
     return (named[1] if named else "other"), " ".join(why.split())[:150]
 
 

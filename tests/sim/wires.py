@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 from functools import partial
 
 from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.p2p import voucher
+from torch_ros.p2p.voucher import LetGo, Neighbour
 from torch_ros.spans import HOST
 
 LOOK_S = 1.0  # a reader looks again after that, so that its deadlines count
@@ -42,6 +45,13 @@ class Wire:
         if self.is_closed:
             raise ClosedError("the transport is closed")
         return _Registration(self, regions, next(self._keys))
+
+    def prove(self, agent: str, descriptor: bytes):
+        """All files are open in this one process, whoever has made them."""
+        peer = self.world.wires.get(agent)
+        if peer is None or peer.is_closed or peer.process.is_gone:
+            raise LetGo(ABSENT)
+        return Neighbour(agent, voucher.Process(os.getpid()))
 
     def connect(self, connection: bytes):
         return _Peer(self, connection.decode())

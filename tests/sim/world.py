@@ -8,6 +8,7 @@ loops and all the rules. Only three things are others: the store (`stores`), the
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib
 import logging
@@ -19,7 +20,6 @@ from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import msgspec
 from checks import Broken, Checks
 from replicas import BLOCK_CELLS, PROBE, RELEASE_S, TTL_S, Process, Start, Task
 from schedule import Scheduler
@@ -29,6 +29,8 @@ from wires import LOOK_S, Wire
 
 from torch_ros import deadline, protocol, shard, transfer
 from torch_ros.deadline import Deadline
+from torch_ros.p2p import lending
+from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
@@ -61,6 +63,9 @@ FAULTS = (
 EVENTS = (
     *(f"fault: {kind}" for kind in FAULTS),
     "attached",
+    "borrowed",
+    "borrow: LoanRefused",
+    "borrowed while it was given up",
     "attached to a copy",
     "attached to a relay",
     "attached to what lingers",
@@ -113,6 +118,16 @@ def planned(sources, target, **options) -> ReadPlan:
     return plans[key]
 
 
+class Locks:
+    """The module `fcntl`, with locks that others may be faster to take."""
+
+    def __init__(self, flock) -> None:
+        self.flock = flock
+
+    def __getattr__(self, name: str):
+        return getattr(fcntl, name)
+
+
 class World(Scheduler):
     def __init__(self, seed: int, *, story: int = STORY) -> None:
         super().__init__(seed)
@@ -134,6 +149,7 @@ class World(Scheduler):
         self.versions: dict[str, int] = {}  # by uid
         self.is_calm = False
         self.meetings: dict[str, set] = {}
+        self.loans: dict[Process, list[Loan]] = {}
         self.steps = 0
         self.shapes = rng.choice(SHAPES)
         self.checks = Checks(self)
@@ -147,6 +163,7 @@ class World(Scheduler):
         self.is_seen_through = rng.random() < 0.35  # until everybody is well again; that takes long
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
+        self.is_lending = seed % 7 == 6  # the others stay what they were
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
@@ -182,7 +199,7 @@ class World(Scheduler):
         return Deadline(what, timeout_s, self.now_s, **options)
 
     def process_of(self, shard) -> Process:
-        return self.wires[msgspec.msgpack.decode(shard.card, type=Card).agent].process
+        return self.wires[Card.decode(shard.card).agent].process
 
     def start_of(self, replica: str, nonce: str) -> Start:
         """Whose group record that is: its creator is about to say so."""
@@ -212,6 +229,9 @@ class World(Scheduler):
                 made.retain = rng.choice([("latest",), ("latest-1",), ("latest", "1")])
             # Drawn apart, so that each seed stays what it was.
             made.store_wait_s = Random(f"{self.seed}/{made.number}").choice([None, None, 0, 3.0])
+            if self.is_lending and is_trainer:
+                apart = Random(f"{self.seed}/{made.number}/lends")
+                made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
         if self.is_in_datacenters:
             made.datacenter = rng.choice(["east", "west"])
         made.is_probe = is_probe
@@ -347,6 +367,9 @@ class World(Scheduler):
         kinds = {"lose": 0.25, "lose reply": 0.3, "late": 0.1}
         return next((kind for kind, p in kinds.items() if self._strikes(kind, p)), "")
 
+    def about_to_lock(self) -> None:
+        self.pause("is about to lock")
+
     def about_to_watch(self, watch: Watch) -> None:
         pass
 
@@ -446,6 +469,8 @@ class World(Scheduler):
         self.tell(victim, "IS KILLED")
         victim.died_s, victim.is_gone, victim.reads_from = self.now_s, True, []
         self.kill(victim.actors)
+        for loan in self.loans.pop(victim, []):
+            loan._end()  # as the kernel does
 
     def _start_again(self) -> None:
         name = self.rng.choice([start.replica for start in self.starts])
@@ -520,6 +545,21 @@ class World(Scheduler):
         def not_survived(_, what, error):
             raise error  # a mistake of ours, or a check: threads must not go on here
 
+        def flock(fd, how):
+            if how != fcntl.LOCK_UN:  # which may come as late as with the garbage
+                world.about_to_lock()
+            fcntl.flock(fd, how)
+
+        lend, borrowed = LentMemory.begin, Loan.__init__
+
+        def begin(lent):
+            world.checks.filled(lent)
+            lend(lent)
+
+        def loan(self, process, word):
+            borrowed(self, process, word)
+            world.loans.setdefault(world.current.process, []).append(self)
+
         def identify(replica, rank, world_size, *, timeout_s):
             return Identity(replica, rank, world_size, world.current.process.start.nonce)
 
@@ -554,6 +594,10 @@ class World(Scheduler):
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
+            stack.enter_context(patch.object(lending, "fcntl", Locks(flock)))
+            stack.enter_context(patch.object(lending, "_name", f"{id(self)} {{}}".format))
+            stack.enter_context(patch.object(LentMemory, "begin", begin))
+            stack.enter_context(patch.object(Loan, "__init__", loan))
             stack.enter_context(patch.object(Mailbox, "serve", slow_serve))
             stack.enter_context(patch.object(Mailbox, "void", slow_void))
             stack.enter_context(patch.object(group.Group, "_surprised", not_survived))

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import stat
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -159,16 +160,10 @@ class Mapping:
         fd, self._path = _open(stretch)
         try:
             _refuse_faults(fd, stretch)
-            size = stretch.size_bytes
-            flags = (mmap.PROT_READ, mmap.MAP_SHARED)
-            address = _libc.mmap(None, size, *flags, fd, stretch.offset)
-            if address == _FAILED:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number), self._path)
+            self.address = _mapped(fd, stretch.size_bytes, stretch.offset)
         finally:
             os.close(fd)
-        self.address: int = address
-        _libc.madvise(address, size, mmap.MADV_DONTFORK)
+        _libc.madvise(self.address, stretch.size_bytes, mmap.MADV_DONTFORK)
 
     @property
     def is_abandoned(self) -> bool:
@@ -268,6 +263,28 @@ class MappedMemory:
         return self.mappings[stretch]
 
 
+def read_only(fd: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """The first bytes of a file, mapped for as long as anybody has the answer.
+
+    Inherited by `fork`. A write to it ends the process.
+
+    Raises:
+        OSError: This process cannot have it.
+    """
+    address = _mapped(fd, size_bytes, 0)
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return memory
+
+
+def _mapped(fd: int, size_bytes: int, offset: int) -> int:
+    address: int = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
 def _open(stretch: Stretch) -> tuple[int, str]:
     for path in stretch.paths:
         with suppress(FileNotFoundError):
@@ -275,14 +292,15 @@ def _open(stretch: Stretch) -> tuple[int, str]:
             found = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 if _file_at(f"/proc/self/fd/{found}") == stretch.file:
-                    _refuse_others(found)
+                    refuse_others(found)
                     return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), path
             finally:
                 os.close(found)
     raise FileNotFoundError(f"{', '.join(stretch.paths) or 'no path'}: not there, or another file")
 
 
-def _refuse_others(fd: int) -> None:
+def refuse_others(fd: int) -> None:
+    """Raises: OSError: The file is not on tmpfs, as a memfd is."""
     said = (ctypes.c_long * 64)()  # twice what the kernel writes
     if _libc.fstatfs(fd, said) != 0 or said[0] != _TMPFS:
         raise OSError("the file is not on tmpfs")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
+from torch_ros.p2p.voucher import Neighbour, Process
 from torch_ros.spans import HOST, Region, Spans
 
 _PREFIX = "memory:"
@@ -135,6 +137,10 @@ class MemoryTransport:
         with _lock:
             self._refuse_closed()
             return MemoryRegistration(self, regions, next(self._keys))
+
+    def prove(self, agent: str, descriptor: bytes) -> Neighbour:
+        _unwrap(agent, descriptor)
+        return Neighbour(agent, Process(os.getpid()))
 
     def connect(self, connection: bytes) -> MemoryPeer:
         with _lock:

@@ -376,6 +376,25 @@ class NearTransport:
             self.vouch()
             raise
 
+    def prove(self, agent: str, descriptor: bytes) -> Neighbour:
+        said, own = _unpack(agent, descriptor)[2], self.process
+        if not (said.host and said.process.pid and self.is_used and own.pid):
+            raise Unproven('both ends need transport="auto", and a /proc of their own')
+        if said.host != self.host:
+            raise Unproven("it is on another host")
+        if said.process.namespace != own.namespace:
+            raise Unproven("it is in another pid namespace, as of another container")
+        if said.process.pid == self.never:
+            raise Unproven("it is in this very process")
+        process = Neighbour(agent, said.process)
+        try:
+            if digest(descriptor) not in process.vouched():
+                raise LetGo(f"process {said.process.pid} does not vouch for its mailbox")
+        except BaseException:
+            process.close()
+            raise
+        return process
+
     def connect(self, connection: bytes) -> NearPeer:
         self.refuse_fork()
         peer = NearPeer(self, self._base.connect(connection))

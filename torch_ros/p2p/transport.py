@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch_ros.p2p.voucher import Neighbour
 from torch_ros.spans import HOST, Region, Spans
 
 
@@ -98,6 +99,14 @@ class Transport(Protocol):
 
         Raises:
             UsageError: An empty region, or memory that cannot be registered.
+        """
+
+    def prove(self, agent: str, descriptor: bytes) -> Neighbour:
+        """The process on this host that has made this descriptor; the caller closes the answer.
+
+        Raises:
+            Unproven: There is none that this process may look at; why.
+            TransferFailed: These bytes are not a descriptor.
         """
 
     def connect(self, connection: bytes) -> Peer:

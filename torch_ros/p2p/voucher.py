@@ -194,7 +194,10 @@ class Neighbour:
             os.close(found)
         if seals & _SEALS != _SEALS:
             raise Unproven(f"the voucher of process {pid} can be written to")
-        if not self._is_its_own(held.st_ino):
+        mode = self.mode(self.process.voucher, held.st_ino)
+        if mode is None:  # it has shown another one since; nothing is wrong with that
+            raise _ReplacedError
+        if mode != os.O_RDWR:
             raise Unproven(f"process {pid} only reads the voucher that it shows")
         try:
             said = msgspec.msgpack.decode(content, type=_Content)
@@ -209,17 +212,17 @@ class Neighbour:
             )
         return _file(held), frozenset(said.digests)
 
-    def _is_its_own(self, inode: int) -> bool:
-        """Whether it has the file open as who made it has, for writing too.
+    def mode(self, number: int, inode: int) -> int | None:
+        """How it has that file open: O_RDWR as who made it has; None: another file is there.
 
         Raises:
-            _ReplacedError: It has shown another one since; nothing is wrong with that.
+            OSError: As `read`.
         """
-        lines = self.read(f"fdinfo/{self.process.voucher}").splitlines()
+        lines = self.read(f"fdinfo/{number}").splitlines()
         said = dict(line.split(":", 1) for line in lines if ":" in line)
         if int(said.get("ino", inode)) != inode:  # kernels before 5.14 do not say
-            raise _ReplacedError
-        return int(said["flags"], 8) & os.O_ACCMODE == os.O_RDWR
+            return None
+        return int(said["flags"], 8) & os.O_ACCMODE
 
     def read(self, name: str) -> str:
         """A text of the kernel's about the process.

@@ -103,7 +103,7 @@ class LoadRequest:
 class Checkpoints:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._buffers = CopyBuffers()
+        self._buffers = CopyBuffers(shard.transport.agent, shard.settings.borrow_bytes)
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property
@@ -297,7 +297,9 @@ class _Save:
 
     def _register(self) -> Registered:
         self._state = self._state or self._gather()
-        self._registered = self._registered or self._shard.tensors.show(self._state)
+        if self._registered is None:
+            self._registered = self._shard.tensors.show(self._state)
+            self._buffers.lend(self._registered)
         return self._registered
 
 

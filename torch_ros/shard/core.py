@@ -58,6 +58,7 @@ class Settings:
     check_contract: bool
     relay: bool
     on_progress: OnProgress | None
+    borrow_bytes: int
 
 
 class Shard:
@@ -86,7 +87,7 @@ class Shard:
         self.digests = Digests()  # of the version that is held
         self.last_read: ReadReport | None = None
         self.is_closed = False
-        self._transport = transport
+        self.transport = transport
         self._lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller = 0  # the thread that is in a call
@@ -298,7 +299,7 @@ class Shard:
         depth = self.settings.depth
         self.digests = Digests(depth, registered.digests(depth))
         self.mailbox.show_digests(self.digests)
-        self.word.serve(call.mark)
+        self.word.serve(call.mark, registered.lent)
 
     # Giving up what is held
 
@@ -425,7 +426,7 @@ class Shard:
                     self.reading.peers.close()
                     self.mailbox.close()
                     self.tensors.forget()
-                    self._transport.close()
+                    self.transport.close()
                 _open_shards.discard(self)
 
     def _hand_over(self, linger_s: float) -> bool:

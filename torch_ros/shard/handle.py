@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
 
@@ -13,6 +14,7 @@ from torch_ros.errors import UsageError
 from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.versions import listing, spec_ranges
 from torch_ros.shard import replication
+from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
@@ -403,6 +405,54 @@ class ShardHandle:
         compared.
         """
         return self._reads.serve(timeout_s)
+
+    # Borrowing
+
+    def borrow(
+        self, version: int | str = "latest", *, timeout_s: float | None = None
+    ) -> AbstractContextManager[Borrowed]:
+        """A version's tensors where their publisher on this host has them: `with` this.
+
+        This process's own question: no collective, nothing need be registered, nothing is held. No
+        byte is copied, so it takes the same milliseconds for any size. Blocks until the version
+        exists.
+
+        Only copies are lent: those of `publish_copy` (and of `ROSWriter(mode="copy")`), by a
+        replica whose handles were opened with `borrow_bytes`, all of its ranks being processes of
+        this user on this host. What is lent stays as it is until the block is left, whatever the
+        publisher does meanwhile: it publishes on, is closed, killed or fenced, or etcd is wiped. It
+        waits for no borrower. No lease is needed: the loan of a process that ends ends with it.
+
+        The tensors are for reading: a write to them ends this process with SIGSEGV, since the
+        memory is mapped so; a copy of the written page instead would be weights that nobody
+        published. Do not register them, nor publish them. Those that are kept when the block is
+        left stay mapped, and show what the publisher writes there next.
+
+        Leaving the block waits for this process's CUDA devices. Have other threads that use the
+        tensors end first. If something was written there meanwhile, it raises `LoanBroken`, in the
+        context of the error that left the block, or as a note on Ctrl-C.
+
+        Args:
+            version: As for `replicate`.
+
+        Returns:
+            A context manager, to be entered once, of a mapping of fqns to tensors, which has the
+            `version` and the `replica` that lends it. A tensor of which one rank of the publisher
+            has all is a tensor, the others are `Chunked`, with a box for each piece. Objects that
+            DCP pickled are left out.
+
+        Raises:
+            NotSupported: The publisher's tensors are live ones or on a GPU, nothing was to be lent
+                when they were copied, or it is on another host, in another pid namespace, of
+                another user or without `transport="auto"`; says which, and what to do.
+            LoanRefused: The publisher lends as much already as its `borrow_bytes` allow.
+            VersionNotFound, DeadlineExceeded, StoreUnavailable: As `replicate`.
+            LoanBroken: When the block is left.
+
+        Cost: 2 round trips to etcd, no write; a look at the open files of the publisher's
+        processes.
+        """
+        return borrowing(self._shard, version, timeout_s)
 
     # Looking around
 

@@ -30,7 +30,7 @@ class Manifests:
         """The layouts that the ranks of replica `inst` show now, rank by rank."""
         if inst == self._group.seat.inst:
             return [manifest.layout for manifest in self.own(deadline)]
-        shown = self._shown(self._shards(inst, deadline), replica_of(inst), deadline)
+        shown = self._shown(self.shards(inst, deadline), replica_of(inst), deadline)
         return [manifest.layout for manifest in shown]
 
     def own(self, deadline: Deadline) -> list[Manifest]:
@@ -76,7 +76,8 @@ class Manifests:
                 raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
         return manifests
 
-    def _shards(self, inst: str, deadline: Deadline) -> list[ShardRecord]:
+    def shards(self, inst: str, deadline: Deadline) -> list[ShardRecord]:
+        """The records of the ranks of replica `inst`, rank by rank."""
         within = self._group.seat.keys.shards(inst)
         return self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
 

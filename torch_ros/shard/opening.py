@@ -58,6 +58,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "staging_bytes": arguments.whole(0, 1 << 40),
     "costs": arguments.optional(arguments.instance(Costs)),
     "retain": _several,
+    "borrow_bytes": arguments.whole(0, 1 << 50),
     "huge_pages": arguments.yes_or_no,
     "on_progress": arguments.optional(_function),
 }
@@ -85,6 +86,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     staging_bytes: int = 4 << 20,
     costs: Costs | None = None,
     huge_pages: bool = True,
+    borrow_bytes: int = 0,
     on_progress: OnProgress | None = None,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
@@ -140,6 +142,11 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             this host copy it: they then read up to twice as fast. Takes half a core for 5 s per
             GiB, once; `ShardHandle.huge_pages` says how far it is. Pinned memory is left alone.
             The environment's TORCH_ROS_HUGE_PAGES=0 turns it off without a change of code.
+        borrow_bytes: How much of the copies that this process publishes, in bytes of their tensors,
+            may be lent at a time to processes on this host that `borrow` them; whole copies only.
+            If loans last, `publish_copy` takes so much memory at most beside its two buffers. It
+            never waits for a borrower: a version that would exceed the bound is not lent. For
+            borrowers that go from version to version, twice the shard. 0: nothing is lent.
         on_progress: Called with the bytes that have arrived and the bytes in all, after each batch
             of a read, by the thread that reads. Its exceptions are logged. None: a read of more
             than a second draws a bar if stderr is a terminal, on the first rank of each host;
@@ -158,7 +165,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
-    settings = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress)
+    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
@@ -190,7 +197,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         )
         group = Group.join(kv, seat, deadline)
         undo.callback(group.close)
-        handle = ShardHandle(Shard(model, group, ways, mailbox, reading, settings, pages))
+        handle = ShardHandle(Shard(model, group, ways, mailbox, reading, chosen, pages))
         undo.pop_all()
     log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
     return handle

@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import BackendError, CorruptWeights, SeatLost, SourceLost
+from torch_ros.errors import BackendError, CorruptWeights, SeatLost, SourceLost, UsageError
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
@@ -49,7 +49,15 @@ class Target:
 
     def prepare(self) -> None:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
-        self._shard.ready("replicate")
+        lent = self._shard.ready("replicate").lent
+        if lent is None:
+            return
+        if not lent.close():
+            raise UsageError(
+                "replicate: the registered tensors are a copy of publish_copy's that somebody has "
+                "borrowed; unregister() them, and register() others"
+            )
+        lent.begin()
 
     def register(self, _: Sequence[Layout]) -> Registered:
         """Register the tensors that a version with these layouts, rank by rank, is read into."""

@@ -5,9 +5,10 @@ While a version is read, `Progress` tells here how much of it is there.
 
 from collections.abc import Callable
 
+from torch_ros.p2p.lending import LentMemory
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import mark
-from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Mailbox
 
 
@@ -18,9 +19,11 @@ class OwnWord:
         self._ledger, self._mailbox = group.ledger, mailbox
         self._ledger.skip = self.skip
 
-    def serve(self, mark: int) -> None:
-        """All of a call's content is there."""
+    def serve(self, mark: int, lent: LentMemory | None = None) -> None:
+        """All of a call's content is there, and in this buffer, which keeps its name when lent."""
         self._mailbox.serve(mark, ALL_BLOCKS)
+        if lent is not None:
+            lent.name(Word(mark, ALL_BLOCKS).pack())
 
     def void(self) -> None:
         """Clear it: tensors are written to, or taken back, next."""

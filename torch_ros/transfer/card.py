@@ -40,6 +40,11 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     mailbox: bytes  # descriptor of the region that holds it
     mailbox_address: int
 
+    @classmethod
+    def decode(cls, card: bytes) -> Card:
+        """Raises: msgspec.MsgspecError, UnicodeDecodeError: These bytes are none."""
+        return msgspec.msgpack.decode(card, type=cls)
+
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     address: int

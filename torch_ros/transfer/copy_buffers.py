@@ -1,8 +1,8 @@
 """Publishing a copy: tensors that are cast, gathered into one piece, or free to change at once."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -10,17 +10,20 @@ import torch
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
-from torch_ros.p2p import mapped
-from torch_ros.transfer.registered import LocalState
+from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.transfer.staging_buffers import aligned
+from torch_ros.transfer.turns import BUFFERS, Turns
 from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
+from torch_ros.weights.manifest import Manifest
 
+log = logging.getLogger(__name__)
+
+HOST_MEMORY = torch.device("cpu")
 OPTIONS: Mapping[str, arguments.Check] = {
     "dtype": arguments.optional(arguments.instance(torch.dtype)),
     "keep_dtype": arguments.texts,
     "copy_bytes": arguments.optional(arguments.whole(0, 1 << 50)),
 }
-BUFFERS = 2  # one is filled while readers are still at the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,50 @@ class Copying:
 
 
 class CopyBuffers:
-    """Memory that copies are published from; registered once, as long as what is copied fits."""
+    """Memory that copies are published from; registered once, as long as what is copied fits.
 
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, list[torch.Tensor]] = {}
-        self._next = 0
+    Args:
+        agent: Of this process.
+        borrow_bytes: How much of the host memory among it may be lent at a time.
+    """
+
+    def __init__(self, agent: str, borrow_bytes: int) -> None:
+        self._turns: dict[torch.device, Turns] = {}
+        self._lender = agent if borrow_bytes else None
+        self._borrow_bytes = borrow_bytes
+        self._outgrown: list[Turns] = []  # whose buffers were too small, and may be lent
 
     def turn(self) -> None:
         """Switch buffers: readers may be using the one filled last."""
-        self._next = (self._next + 1) % BUFFERS
+        for turns in self._turns.values():
+            turns.turn()
+
+    def lend(self, registered: Registered) -> None:
+        """Lend the copy that was filled last, if the bound allows, and no other from now on.
+
+        Called when the version before is unpublished, and before this one is named.
+        """
+        copy = registered.lent
+        if copy is None:
+            return
+        addresses = tuple(map(copy.offset_of, registered.addresses))
+        manifest = Manifest(registered.layout, addresses, tuple(registered.devices), b"")
+        copy.describe(manifest.encode())
+        turns = [*self._outgrown, *self._turns.values()]
+        lent_bytes = sum(lent.content_bytes for each in turns for lent in each.lent(but=copy))
+        self._outgrown = [each for each in self._outgrown if each.lent(but=None)]
+        if lent_bytes + copy.content_bytes <= self._borrow_bytes:
+            copy.open()
+        else:
+            log.info(
+                "a copy of %d bytes is not lent: %d bytes are, and borrow_bytes=%d",
+                copy.content_bytes,
+                lent_bytes,
+                self._borrow_bytes,
+            )
 
     def fill(self, state: LocalState, copying: Copying) -> LocalState:
-        """A copy of `state`, contiguous and cast, in a buffer that is not published.
+        """A copy of `state`, contiguous and cast, in a buffer that is neither published nor lent.
 
         The state dict's objects are not copied: they are copies already.
 
@@ -64,7 +99,35 @@ class CopyBuffers:
                 earlier ones. Nothing was copied.
         """
         sizes = _sizes(state, copying)
-        kept = {device: buffers[0].numel() for device, buffers in self._buffers.items()}
+        if self._lender is not None:
+            sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + _manifest_room(state)
+        self._make_room(sizes, copying)
+        rooms = {device: self._turns[device].take() for device in sizes}
+        ends = dict.fromkeys(sizes, 0)
+        tensors = []
+        for tensor in state.tensors:
+            dtype, chunks = copying.dtype_of(tensor), []
+            for chunk in tensor.chunks:
+                device = chunk.tensor.device
+                start = ends[device]
+                ends[device] = start + _room(chunk, dtype)
+                size = chunk.tensor.numel() * dtype.itemsize
+                copy = rooms[device][start : start + size].view(dtype).view(chunk.tensor.shape)
+                if dtype == chunk.tensor.dtype:
+                    copy_bits(copy, chunk.tensor)
+                else:
+                    _cast(tensor.fqn, copy, chunk.tensor)
+                chunks.append(LocalChunk(chunk.offsets, copy))
+            tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
+        pools = [buffer.room for turns in self._turns.values() for buffer in turns.buffers]
+        lent = self._turns[HOST_MEMORY].filled.lent if self._lender is not None else None
+        if lent is not None:
+            here = (c.tensor for t in tensors for c in t.chunks if c.tensor.device == HOST_MEMORY)
+            lent.end(sum(chunk.nbytes for chunk in here))
+        return LocalState(tensors, state.objects, state.paths, pools, lent=lent)
+
+    def _make_room(self, sizes: Mapping[torch.device, int], copying: Copying) -> None:
+        kept = {device: turns.size_bytes for device, turns in self._turns.items()}
         # A buffer that is too small is published still while the ones in its place are filled.
         new = {device: size for device, size in sizes.items() if size > kept.get(device, 0)}
         needed = BUFFERS * (sum(kept.values()) + sum(new.values()))
@@ -75,26 +138,9 @@ class CopyBuffers:
                 "to a smaller dtype, or publish in place"
             )
         for device, size in new.items():
-            self._buffers[device] = [_buffer(size, device) for _ in range(BUFFERS)]
-        ends = dict.fromkeys(self._buffers, 0)
-        tensors = []
-        for tensor in state.tensors:
-            dtype, chunks = copying.dtype_of(tensor), []
-            for chunk in tensor.chunks:
-                device = chunk.tensor.device
-                start = ends[device]
-                ends[device] = start + _room(chunk, dtype)
-                size = chunk.tensor.numel() * dtype.itemsize
-                place = self._buffers[device][self._next][start : start + size]
-                copy = place.view(dtype).view(chunk.tensor.shape)
-                if dtype == chunk.tensor.dtype:
-                    copy_bits(copy, chunk.tensor)
-                else:
-                    _cast(tensor.fqn, copy, chunk.tensor)
-                chunks.append(LocalChunk(chunk.offsets, copy))
-            tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
-        pools = [buffer for buffers in self._buffers.values() for buffer in buffers]
-        return LocalState(tensors, state.objects, state.paths, pools)
+            made = Turns(size, device, self._lender)
+            self._outgrown += filter(None, [self._turns.get(device)])
+            self._turns[device] = made
 
 
 def _cast(fqn: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -105,13 +151,6 @@ def _cast(fqn: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
             f"{fqn!r}: torch cannot cast {tensor.dtype} to {copy.dtype} ({error}); name it in "
             "keep_dtype"
         ) from error
-
-
-def _buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and size_bytes:
-        with suppress(OSError):  # it only makes readers on this host faster
-            return torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8)
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:
@@ -126,3 +165,12 @@ def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:
 
 def _room(chunk: LocalChunk, dtype: torch.dtype) -> int:
     return aligned(chunk.tensor.numel() * dtype.itemsize)
+
+
+def _manifest_room(state: LocalState) -> int:
+    """More than the manifest of a copy takes: msgpack has nine bytes at most for a number."""
+    names = sum(len(t.fqn.encode()) + 9 * len(t.shape) + 64 for t in state.tensors)
+    paths = sum(len(repr(path).encode()) for path in state.paths.values())
+    objects = sum(len(fqn.encode()) + 192 for fqn in state.objects)
+    chunks = sum(128 + 27 * len(t.shape) for t in state.tensors for _ in t.chunks)
+    return aligned(256 + names + paths + objects + chunks)

@@ -127,7 +127,7 @@ class Peers:
             TransferFailed: The process is gone, or shows what cannot be read.
         """
         with _believing("?", "its card"):
-            where = msgspec.msgpack.decode(card, type=Card)
+            where = Card.decode(card)
         peer, mailbox = self._reach(where), (where.agent, where.mailbox_address)
         # The word first: a process shows something before it serves it, and nothing says in which
         # order the bytes of one read are fetched.

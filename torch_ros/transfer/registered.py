@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_ros.p2p.lending import LentMemory
 from torch_ros.spans import Region
 from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.columns import Ints
@@ -35,6 +36,7 @@ class LocalState:
 
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
     known: Registered | None = None
+    lent: LentMemory | None = None  # of those in host memory, if they may be lent
 
     @property
     def layout(self) -> Layout:
@@ -77,6 +79,7 @@ class Registered:
     phases: Sequence[Phase]  # objects come before tensors; of tied chunks only the first
     ties: Mapping[int, int]  # a chunk that is the memory of an earlier one -> that one
     pools: Sequence[torch.Tensor] = ()
+    lent: LentMemory | None = None
 
     @property
     def digest(self) -> str:
@@ -105,7 +108,7 @@ class Registered:
         phases = [_phase(layout, memory, read, is_objects=False)]
         if state.objects:
             phases.insert(0, _phase(layout, memory, objects, is_objects=True))
-        return cls(layout, memory, state.objects, phases, ties, state.pools)
+        return cls(layout, memory, state.objects, phases, ties, state.pools, state.lent)
 
     @property
     def addresses(self) -> list[int]:

@@ -1,0 +1,239 @@
+"""Borrowing a version where it lies: docs/PROTOCOL.md#loans, invariant I11.
+
+One process's own business: no call of the group, and no record.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import LoanBroken, LoanRefused, NotSupported, PeerError, SourceLost
+from torch_ros.p2p.lending import Closed, Loan, NotLent
+from torch_ros.p2p.voucher import LetGo, Unproven
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.records import Holding, VersionRecord, VersionRef
+from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.spans import HOST
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.txn import Unseen, View
+from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
+from torch_ros.weights.chunked import Chunked
+from torch_ros.weights.manifest import Manifest, dtype_named, logical
+from torch_ros.weights.whole import tiles
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05  # before another look for a publisher that has gone on
+
+_LIVE = "these are live tensors, or no copy that a handle with borrow_bytes made"
+_COPY = "publish it with publish_copy, on a handle opened with borrow_bytes; or replicate it"
+_HOST = "publish it from host memory, or replicate it"
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    ref: VersionRef
+    layout: str  # digest
+    holdings: Mapping[str, Holding]  # of its publishers, which may have it in a copy
+
+
+class Borrowed(Mapping[str, torch.Tensor]):
+    """The tensors of a version, by fqn, where its publisher has them."""
+
+    def __init__(self, version: int, replica: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.version, self.replica, self._tensors = version, replica, tensors
+
+    def __getitem__(self, fqn: str) -> torch.Tensor:
+        return self._tensors[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"Borrowed(version={self.version}, replica={self.replica!r}, {len(self)} tensors)"
+
+
+@dataclass(frozen=True, slots=True)
+class Loans:
+    """All that is locked for one block."""
+
+    model: str
+    borrowed: Borrowed
+    loans: Sequence[Loan]
+
+    def leave(self) -> None:
+        """Give all of it back.
+
+        Raises:
+            LoanBroken: Something was written there meanwhile.
+        """
+        try:
+            _finish_devices()
+            _fence()
+            # Before they are unlocked: from then on their lenders may write.
+            is_intact = all(loan.is_intact for loan in self.loans)
+        finally:
+            for loan in self.loans:
+                loan.end()
+        if not is_intact:
+            raise LoanBroken(self.model, self.borrowed.version, self.borrowed.replica)
+
+
+@contextmanager
+def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iterator[Borrowed]:
+    """The tensors of a version, for as long as the block lasts."""
+    loans = _borrow(shard, version, shard.deadline(f"borrow {version}", timeout_s))
+    try:
+        yield loans.borrowed
+    except Exception:
+        loans.leave()  # an error of its own has the block's as its context
+        raise
+    except BaseException as error:  # Ctrl-C stays Ctrl-C
+        try:
+            loans.leave()
+        except LoanBroken as broken:
+            error.add_note(str(broken))
+        raise
+    loans.leave()
+
+
+def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:
+    spec = Spec.parse(version)
+    shard.require_usable()
+    while True:
+        offer = _available(shard, spec, deadline)
+        refusals = list[NotSupported | LoanRefused]()
+        for inst in sorted(offer.holdings):
+            try:
+                return _borrow_from(shard, offer, inst, deadline)
+            except (NotSupported, LoanRefused) as error:
+                refusals.append(error)
+            except PeerError as error:
+                log.info("replica %r: %s", replica_of(inst), error)
+        # A copy is there for as long as its holding is: was it, all the time?
+        if refusals and _available(shard, spec, deadline) == offer:
+            raise refusals[0]
+        deadline.check(f"version {offer.ref.version} was at {', '.join(offer.holdings)}")
+        time.sleep(PAUSE_S)
+
+
+def _available(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
+    """The version that is meant, and its publishers; once there are some."""
+    keys = shard.group.seat.keys
+
+    def rule(view: View) -> Step[_Offer]:
+        offer = resolve(view, keys, spec)
+        if isinstance(offer, Wait):
+            return offer
+        ref = offer.ref
+        holdings = {inst: held for inst, held in offer.holdings.items() if held.is_original}
+        if not holdings:
+            if not shows_all(view, keys, offer):
+                raise Unseen
+            if spec.absolute is None:  # its publisher is about to publish the next one
+                reason = f"version {ref.version} is held by replicas that read it; none lends"
+                return Wait(reason, (keys.versions(),))
+            who = ", ".join(sorted(map(replica_of, offer.holdings)))
+            reason = "it has read the version, and only copies of publishers are lent"
+            raise LoanRefused(shard.model, ref.version, who, reason, "publish it again")
+        key = keys.version(ref.run, ref.version)
+        record = VersionRecord.decode(view.entries[key].value, key)
+        return Done(_Offer(ref, record.layout, holdings))
+
+    return shard.group.ask(spec_ranges(keys), rule, deadline)
+
+
+def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> Loans:
+    """Borrow all that one publisher has, or nothing.
+
+    Raises:
+        SourceLost: It has gone on, or is gone.
+    """
+    model, ref, holding, replica = shard.model, offer.ref, offer.holdings[inst], replica_of(inst)
+    records = shard.manifests.shards(inst, deadline)
+    if len(records) < holding.world_size:
+        reason = f"{len(records)} of its {holding.world_size} processes are alive"
+        raise SourceLost(replica, reason, 0, 0)
+    what = f"borrowing version {ref.version} from replica {replica!r}"
+    word = Word(holding.mark, ALL_BLOCKS).pack()
+    with ExitStack() as undo:
+        loans = list[Loan]()
+        for rank, record in enumerate(records):
+            try:
+                loans.append(_loan(shard, record.card, word))
+                undo.callback(loans[-1].end)
+            except Closed as error:
+                reason = "it lends as much already as its borrow_bytes allow"
+                advice = "open it with more of them"
+                raise LoanRefused(model, ref.version, replica, reason, advice) from error
+            except LetGo as error:
+                raise SourceLost(replica, f"rank {rank}: {error}", 0, 0) from error
+            except (Unproven, NotLent, OSError) as error:
+                raise NotSupported(f"{what} (rank {rank}: {str(error) or _LIVE})", _COPY) from error
+        manifests = [Manifest.decode(loan.manifest) for loan in loans]
+        if logical([manifest.layout for manifest in manifests]).digest != offer.layout:
+            raise SourceLost(replica, "it lends other tensors", 0, 0)
+        if any(device != HOST for manifest in manifests for device in manifest.devices):
+            raise NotSupported(f"{what} (it is on a GPU, and CUDA IPC is missing)", _HOST)
+        borrowed = Borrowed(ref.version, replica, _tensors(manifests, loans))
+        undo.pop_all()
+    log.info("borrowed version %d of %r from replica %r", ref.version, model, replica)
+    return Loans(model, borrowed, loans)
+
+
+def _loan(shard: Shard, card: bytes, word: int) -> Loan:
+    where = Card.decode(card)
+    with closing(shard.transport.prove(where.agent, where.mailbox)) as process:
+        return Loan(process, word)
+
+
+def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, torch.Tensor]:
+    """The tensors of a version: as one, if a chunk has all of it, else of boxes."""
+    found = {}
+    for record, own in tiles(tuple(manifest.layout for manifest in manifests)).items():
+        dtype, boxes = dtype_named(record.dtype), dict[tuple[int, ...], torch.Tensor]()
+        for tile in own:
+            start = manifests[tile.rank].addresses[tile.chunk] + tile.start * dtype.itemsize
+            steps = zip(tile.sizes, tile.strides, strict=True)
+            reach = 1 + sum((size - 1) * stride for size, stride in steps)
+            memory = torch.frombuffer(
+                loans[tile.rank].memory, dtype=dtype, count=reach, offset=start
+            )
+            boxes[tile.offsets] = memory.as_strided(tile.sizes, tile.strides)
+        if not boxes:  # it has no elements
+            boxes[(0,) * len(record.shape)] = torch.empty(record.shape, dtype=dtype)
+        first = next(iter(boxes.values()))
+        is_whole = first.shape == record.shape
+        found[record.fqn] = first if is_whole else Chunked(record.shape, dtype, boxes)
+    return found
+
+
+def _finish_devices() -> None:
+    """Wait for kernels and copies that were queued inside the block, on any device that is used."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):
+                torch.cuda.synchronize(device)
+
+
+def _fence() -> None:
+    """Order all loads of this thread before it, and those after it behind it.
+
+    Locks do: no load moves up past the taking of one, none down past its release.
+    """
+    for _ in range(2):
+        with _order:
+            pass
+
+
+_order = threading.Lock()
