@@ -370,8 +370,9 @@ class ShardHandle:
             ManifestMismatch: A name, shape or dtype that the version does not have. Nothing has
                 changed; but if a version with other tensors comes while what is held is given up,
                 nothing is held.
-            VersionNotFound, SourceLost, CorruptWeights, DeadlineExceeded, CallAborted, SeatLost,
-                StoreUnavailable: As `replicate`. If what was held is given up, nothing is held.
+            VersionNotFound, SourceLost, CorruptWeights: As `replicate`. If what was held is given
+                up, nothing is held.
+            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: Likewise.
 
         Cost: As unpublish and replicate; before, a look at the version, and with several ranks one
         call in which they agree.

@@ -37,12 +37,10 @@ class Chunked(torch.Tensor):
     every element. If several have one, the lowest rank's is read. Nothing is computed with it, and
     nothing is copied.
 
-    Args:
-        shape: Of the whole tensor.
-        dtype: Of each box.
-        chunks: The box's memory by the offsets at which it begins in the whole tensor; its shape is
-            that of the box. Any strides, any device: a view of anything. The boxes must be
-            disjoint, and so must their memory. Kept allocated, and not modified but by a read.
+    `shape` is that of the whole tensor, `dtype` that of each box. `chunks` has the memory of each
+    box by the offsets at which it begins in the whole tensor; the memory's shape is that of the
+    box. Any strides, any device: a view of anything. The boxes must be disjoint, and so must their
+    memory. Kept allocated, and not modified but by a read.
 
     Raises:
         UsageError: No such shape or dtype; offsets that are not whole numbers, or what is not a
