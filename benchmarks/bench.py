@@ -27,6 +27,7 @@ import planning
 import plots
 import resharding
 import steady
+import streams
 import tcp
 from harness import ChildFailed, Setup, etcd_at, say
 from report import Report, as_json, machine, page, table, target_table
@@ -37,6 +38,7 @@ PARTS = {
     "planning": planning,
     "fanout": fanout,
     "steady": steady,
+    "streams": streams,
     "huge-pages": huge_pages,
     "tcp": tcp,
     "footprint": footprint,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.opening import open  # noqa: A004
     from torch_ros.shard.report import ReadReport
+    from torch_ros.shard.streams import Stream
     from torch_ros.weights.chunked import Chunked
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "HugePageReport",
     "ReadReport",
     "ShardHandle",
+    "Stream",
     "errors",
     "open",
 ]
@@ -44,6 +46,7 @@ _HOMES = {  # imported at their first use
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "ReadReport": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.shard.handle",
+    "Stream": "torch_ros.shard.streams",
     "open": "torch_ros.shard.opening",
 }
 

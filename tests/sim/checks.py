@@ -219,6 +219,31 @@ class Checks:
         if ref is not None and self.truth[ref.uid] != content:
             raise Broken(f"I1: {process} has {content} as {ref}, not {self.truth[ref.uid]}")
 
+    @told_at_once
+    def handed_out(self, process: Process, stream, good: list) -> None:
+        """I12: what a stream has handed out is of the version's content while it is good."""
+        ref = stream._filling.wanted.ref
+        content = self.truth[ref.uid]
+        numbers = {fqn: n for n, (fqn, _) in enumerate(self.world.shapes)}
+        for fqn, tensor in good:
+            cells = tensor.flatten().numpy()
+            wanted = np.arange(len(cells)) + 100 * numbers[fqn] + content * CONTENT
+            if not np.array_equal(cells, wanted):
+                raise Broken(f"I12: {process} was handed {fqn} of {ref} as {cells}, not {wanted}")
+
+    @told_at_once
+    def stream_ended(self, process: Process, stream) -> None:
+        """I12: nobody is held up by a stream that has ended."""
+        if self.world.now_s < process.unsure_until_s or not stream._filling.over.is_set():
+            return  # its lease ends by itself
+        self.no_record_of(process, stream, "has ended")
+
+    def no_record_of(self, process: Process, stream, why: str) -> None:
+        seat = process.handle._shard.group.seat
+        mine = f"/{stream._filling._name}/{seat.rank:06d}"
+        left = [key for key in self.world.store._entries if key.endswith(mine)]
+        demand(not left, f"I12: a stream of {process} {why}, and {left} are there")
+
     def _held_by(self, process: Process) -> VersionRef | None:
         kept = process.handle._shard.group.ledger.held
         return kept.ref if kept else None
@@ -245,7 +270,7 @@ class Checks:
     @told_at_once
     def took(self, process: Process, task, took_s: float) -> None:
         calls = 1 if task.kind == "unpublish" else 2  # of the handle, one after the other
-        late = took_s > calls * task.timeout_s + SLACK_S and task.kind != "idle"
+        late = took_s > calls * task.timeout_s + SLACK_S and task.kind not in {"idle", "stream"}
         if late and not self.world.was_hindered(process, took_s):
             demand(False, f"I6: {process} took {took_s:.1f} s for {task}")
 

@@ -41,7 +41,7 @@ from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, borrowing, manifests, reads, replication, word
+from torch_ros.shard import beginnings, borrowing, filling, manifests, reads, replication, word
 from torch_ros.shard import host_copies as copies
 from torch_ros.store import loops, memory
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -1261,6 +1261,86 @@ def _(rule):
 fault("serve: the version's record is not guarded", (serving, "serve"), scenario="served anew")(
     edited(guards=not_on("versions"))
 )
+
+
+# Streams
+
+
+fault(
+    "stream: handed out before the word",
+    (feed.Following, "ask"),
+    scenario="streamed beside a write",
+)(lambda ask: lambda self, rank: None if type(self._progress) is feed.Arrivals else ask(self, rank))
+
+fault(
+    "stream: the record is kept while the consumer sleeps",
+    (filling, "IDLE_S"),
+    scenario="sleeping consumer",
+)(lambda idle_s: 1000.0)
+
+
+@fault(
+    "stream: a buffer is filled while it is used",
+    (filling.Filling, "_await_room"),
+    scenario="sleeping consumer",
+)
+def _(await_room):
+    return lambda self, number: None
+
+
+@fault(
+    "stream: reads of a lost source are not ended",
+    (batches, "close_all"),
+    scenario="streamed from another",
+)
+def _(close_all):
+    return lambda reads: None
+
+
+@fault(
+    "stream: a number stands for its content",
+    (filling.streams, "choose"),
+    (filling.streams, "attach"),
+    scenario="streamed anew",
+)
+def _(rule):
+    @functools.wraps(rule)
+    def faulty(view, seat, ref, *args, **options):
+        within = seat.keys.holdings_of(ref.run, ref.version)
+        uids = [records.Holding.decode(e.value, key).uid for key, e in view.seen(within)]
+        uid = uids[-1] if uids else ref.uid
+        return rule(view, seat, msgspec.structs.replace(ref, uid=uid), *args, **options)
+
+    return faulty
+
+
+@fault("stream: its record stays", (filling.Filling, "_leave"), scenario="dropped stream")
+def _(leave):
+    def faulty(self):
+        self._at = self._session = None
+
+    return faulty
+
+
+@fault(
+    "stream: its record hangs on the lease of its rank",
+    (filling.Filling, "_lease"),
+    scenario="dropped stream",
+)
+def _(lease):
+    def faulty(self, deadline):
+        group = self._group
+
+        class Rank:
+            lease_id = group.seat.lease_id
+            is_valid = group.session.is_valid
+
+            def close(self):
+                pass
+
+        return Rank()
+
+    return faulty
 
 
 # Loans

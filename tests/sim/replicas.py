@@ -283,7 +283,7 @@ class Process:
             error = failed
         took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
         world.checks.took(self, task, took_s)
-        if task.kind not in {"unpublish", "idle"}:
+        if task.kind not in {"unpublish", "idle", "stream"}:
             self.scribble_if_free()
         return error
 
@@ -392,6 +392,57 @@ class Process:
             version = self.handle.serve(timeout_s=task.timeout_s)
             self.world.saw("served")
             self.world.checks.returned(self, version)
+
+    def stream(self, task: Task) -> None:
+        """Look at all tensors, in no hurry; and now and then leave in the middle."""
+        world = self.world
+        draw = Random(f"stream/{world.seed}/{self.number}/{self.made}")
+        slow, leaves = draw.random() < 0.3, draw.random() < 0.2
+        self.streamed(
+            task.version,
+            draw.choice([96, 200, 1 << 20]),
+            timeout_s=task.timeout_s,
+            pause_s=lambda: draw.random() * (20 if slow else 0.1),
+            leave_after=draw.randrange(3) if leaves else len(world.shapes),
+        )
+
+    def streamed(
+        self,
+        version: int | str,
+        buffer_bytes: int = 96,  # the smallest tensor
+        *,
+        timeout_s: float = 100.0,
+        pause_s: Callable = lambda: 0.0,
+        leave_after: int = 1 << 30,
+    ) -> list[str]:
+        """The names that came, each with the version's content for as long as it is good."""
+        world, shapes = self.world, dict(self.world.shapes)
+        stream = self.handle.stream(
+            version, list(shapes), buffer_bytes=buffer_bytes, timeout_s=timeout_s
+        )
+        world.saw("stream begun")
+        came, good = [], []
+        while len(came) < leave_after:
+            world.checks.handed_out(self, stream, good)  # nobody writes there until it is asked
+            began_s, hindered_s = world.now_s, self.hindered_s
+            try:
+                if stream.left_in_buffer == 0:
+                    good = []
+                fqn, tensor = next(stream)
+            except StopIteration:
+                break
+            finally:
+                took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
+                world.checks.took(self, Task("next", timeout_s=timeout_s), took_s)
+            came.append(fqn)
+            good.append((fqn, tensor))
+            world.checks.handed_out(self, stream, good)
+            world.sleep(pause_s())
+        world.checks.handed_out(self, stream, good)
+        world.saw("stream left" if len(came) < len(shapes) else "streamed")
+        stream.close()
+        world.checks.stream_ended(self, stream)
+        return came
 
     def wait(self, task: Task) -> None:
         self.handle.wait(bool, timeout_s=task.timeout_s)

@@ -30,11 +30,13 @@ from torch_ros.protocol import membership
 from torch_ros.protocol.records import Call, Failure, Kept, Outcome, ShardRecord, VersionRef
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
+from torch_ros.shard.filling import IDLE_S
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 
 SIZE = 2  # ranks of a replica
+MANY_TENSORS = tuple((f"w{number}", (12,)) for number in range(7))
 UNEVEN_S = 0.9  # less than STALL_S, after which a reader asks the store whether its source is there
 
 
@@ -1069,6 +1071,163 @@ def served_anew(scene: Scene) -> None:
     scene.play()
 
 
+def _train_until(me: Process, *wheres: str) -> None:
+    """Publish; unpublish once these are reached, soon, and write."""
+    publish(me, 1)
+    me.world.until(*wheres)
+    took_s = unpublish(me)
+    demand(took_s < IDLE_S + 3, f"I12: {me} waited {took_s:.1f} s for a consumer that sleeps")
+    me.world.reach("gave up")
+
+
+def sleeping_consumer(scene: Scene) -> None:
+    """I12: a consumer that stands still holds nobody up, and goes on from somebody else."""
+    scene.shapes = MANY_TENSORS
+
+    def consume(me: Process) -> None:
+        scene.until("has it")
+        naps = iter([0.0, 30.0])
+
+        def pause_s() -> float:
+            nap_s = next(naps, 0.0)
+            if nap_s:
+                scene.reach(f"sleeps {me.rank}")
+            return nap_s
+
+        came = me.streamed(1, pause_s=pause_s)
+        demand(len(came) == len(MANY_TENSORS), f"I12: only {came} came")
+        scene.reach(f"done {me.rank}")
+
+    def keep(me: Process) -> None:
+        replicate(me)
+        scene.reach("has it")
+        scene.until("done 0", "done 1")
+
+    scene.start("t", lambda me: _train_until(me, "sleeps 0", "sleeps 1"), size=1)
+    scene.start("r0", keep, size=1)
+    scene.start("r1", consume)
+    scene.play()
+
+
+def _await_flight(scene: Scene) -> None:
+    """Until the reader has something in flight."""
+    (reader,) = scene.start_named("r").processes
+    wire = scene.wires[f"agent-{reader.number}"]
+    scene.when(lambda: wire.flying or "done" in scene.reached, "a read in flight")
+
+
+def streamed_beside_a_write(scene: Scene) -> None:
+    """I12: what landed while its source was written to is not handed out."""
+    scene.shapes = MANY_TENSORS
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("came")
+        _await_flight(scene)
+        scene.sleep(scene.random() / 2)
+        unpublish(me)  # and leaves readers behind
+
+    def consume(me: Process) -> None:
+        def pause_s() -> float:
+            scene.slow_s[me] = 0.5
+            scene.reach("came")
+            return 0.0
+
+        with suppress(SourceLost, VersionNotFound):
+            me.streamed(1, pause_s=pause_s)
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
+def streamed_from_another(scene: Scene) -> None:
+    """I12: what is still in flight from a source that was lost lands over nothing that counts."""
+    scene.shapes = MANY_TENSORS
+
+    def consume(me: Process) -> None:
+        scene.until("t", "u")
+        scene.uneven.add(me)
+        scene.reach("reads")
+        came = me.streamed(1, 200)
+        demand(len(came) == len(MANY_TENSORS), f"I12: only {came} came")
+        scene.reach("done")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach(me.start.replica)
+        if me.start.replica == "t":
+            scene.until("reads")
+            for _ in range(2):
+                _await_flight(scene)
+                unpublish(me)
+                scene.sleep(2.0)
+                publish(me, 1)  # the other has it still: the same content
+        scene.until("done")
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("u", train, size=1, drain_s=0.1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
+def streamed_anew(scene: Scene) -> None:
+    """I12: a stream does not go on in other content that has come under the same number."""
+    scene.shapes = MANY_TENSORS
+
+    def train(me: Process) -> None:
+        _train_until(me, "sleeps")
+        publish(me, 1, 8)
+        scene.reach("anew")
+        scene.until("refused")
+
+    def consume(me: Process) -> None:
+        def pause_s() -> float:
+            scene.reach("sleeps")
+            scene.until("anew")
+            return 0.0
+
+        try:
+            me.streamed(1, pause_s=pause_s)
+        except VersionNotFound:
+            scene.reach("refused")
+        else:
+            demand(holds=False, why="I12: a stream went on in other content")
+
+    scene.start("t", train, size=1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
+def dropped_stream(scene: Scene) -> None:
+    """I12: nothing is left of a stream that is dropped, not even by a request that applies late."""
+    scene.shapes = MANY_TENSORS
+
+    def consume(me: Process) -> None:
+        scene.until("has 1")
+        if scene.seed % 2:
+            scene.losses[me] = puts("/readers/"), "late"
+            with suppress(DeadlineExceeded, StoreUnavailable):
+                me.streamed(1, timeout_s=1.0)
+        else:
+            me.streamed(1, leave_after=2)
+        scene.reach("left it")
+        scene.until("gave up")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("has 1")
+        scene.until("left it")
+        scene.sleep(13.0)  # a late request has come by then
+        took_s = unpublish(me)
+        demand(took_s < 3, f"I12: {me} waited {took_s:.1f} s for a stream that is over")
+        scene.reach("gave up")
+
+    scene.start("t", train, size=1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
 def only_on_spot(scene: Scene) -> None:
     """I4: who gives up what it retains keeps a copy, if all others that have it are on spots."""
 
@@ -2099,6 +2258,11 @@ SCENES = {
     "published again": published_again,
     "serves": serves,
     "served anew": served_anew,
+    "sleeping consumer": sleeping_consumer,
+    "streamed beside a write": streamed_beside_a_write,
+    "streamed from another": streamed_from_another,
+    "streamed anew": streamed_anew,
+    "dropped stream": dropped_stream,
     "only on spot": only_on_spot,
     "does not wait": does_not_wait,
     "given up before": given_up_before,

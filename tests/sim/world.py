@@ -92,6 +92,9 @@ EVENTS = (
     "seats taken again",
     "served",
     "started twice",
+    "stream left",
+    "stream: SourceLost",
+    "streamed",
     "some left out",
     "unpublish: DeadlineExceeded",
     "unpublished with a copy",
@@ -262,7 +265,10 @@ class World(Scheduler):
             self.top = max(self.top, version)
             return Task("publish", version, self.content(version), timeout_s)
         if last.kind != "idle" and rng.random() < 0.5:
-            return self._idle()
+            idle = self._idle()
+            # Drawn apart, so that each seed stays much what it was.
+            draw = Random(f"streams/{self.seed}/{at.number}/{len(at.tasks)}").random()
+            return Task("stream", "latest", timeout_s=timeout_s) if draw < 0.2 else idle
         version = rng.choice(["latest"] * 8 + ["latest-1", max(0, self.top - 1), self.top])
         kind = rng.choices(["replicate", "update", "unpublish"], [1, 15, 4])[0]
         return Task(kind, version, timeout_s=timeout_s)

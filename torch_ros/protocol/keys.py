@@ -17,6 +17,7 @@ VERSION_DIGITS = 20  # of 2**64 - 1: key order is version order
 VERSION_MAX = 2**63 - 1
 RANK_DIGITS = 6
 LINGERS = "linger"
+STREAMS = "stream"
 
 
 def instance(replica: str, nonce: str) -> str:
@@ -31,6 +32,12 @@ def copy_of(inst: str, call: int) -> str:
     """
     replica, _, nonce = inst.partition("@")
     return f"{replica}+{call}@{nonce}"
+
+
+def stream_of(inst: str, number: int) -> str:
+    """The name under which the `number`-th stream of one of its ranks reads."""
+    replica, _, nonce = inst.partition("@")
+    return f"{replica}+{STREAMS}{number}@{nonce}"
 
 
 def lingering_of(inst: str, call: int) -> str:

@@ -6,6 +6,7 @@ server decide it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
@@ -21,6 +22,7 @@ from torch_ros.store.txn import (
     Put,
     Range,
     Ranges,
+    Reply,
     Sample,
     Txn,
     Unseen,
@@ -116,7 +118,7 @@ def claim_of(
 
 def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
     """At most half of the idle full sources, if nobody else is seen that looks for one."""
-    holdings = _seen_holdings(view, seat, ref)
+    holdings = seen_holdings(view, seat, ref)
     if any(holding.state == "filling" for holding, _ in holdings.values()):
         return []
     candidates, suspected = _known(view, seat, ref, holdings, None), suspects(view, seat.keys)
@@ -126,7 +128,7 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
     return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
 
-def _seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
+def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
     found = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return {
         where.inst: (holding, entry)
@@ -156,7 +158,7 @@ def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate
     Raises:
         Unseen: It takes a look at those first, and at their readers.
     """
-    own, holdings = view.get(seat.holding(ref)), _seen_holdings(view, seat, ref)
+    own, holdings = view.get(seat.holding(ref)), seen_holdings(view, seat, ref)
     found = _known(view, seat, ref, holdings, own)
     if _is_whole(view, seat, ref):
         return found
@@ -230,7 +232,7 @@ def _by_count(
     has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
     before = sum(
         entry.create_rev < own.create_rev and holding.state == "filling" and inst not in has_source
-        for inst, (holding, entry) in _seen_holdings(view, seat, ref).items()
+        for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
     )
     free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
     # The nearest sources first; among those a full one starts at once.
@@ -353,15 +355,7 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
     if not (is_waiting or _is_source(seat, ref, source, holding, entry, own)):
         raise left
 
-    def learn(shards: Mapping[str, Entry]) -> Source:
-        found = {rank: s for _, rank, s, _ in readable(shards.items(), k.parse_rank, ShardRecord)}
-        records = tuple(found[rank] for rank in range(holding.world_size) if rank in found)
-        if len(records) < holding.world_size:
-            reason = f"{len(records)} of its {holding.world_size} processes are alive"
-            raise SourceLost(k.replica_of(source), reason, 0, 0)
-        is_full = holding.state != "filling"
-        return Source(source, holding.mark, born, is_full, records, holding.call)
-
+    learn = partial(learned, source, holding, born)
     key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
     if view.get(key):  # put before, and the reply was lost
         return Done(learn(dict(view.within(keys.shards(source)))))
@@ -372,12 +366,28 @@ def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
         tuple(map(view.unchanged, unchanged)),
         (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),
     )
+    return Act(txn, lambda reply: learn(shards_in(reply)))
 
-    def learned(results: tuple[Mapping[str, Entry] | int, ...]) -> Source:
-        assert not isinstance(results[0], int)
-        return learn(results[0])
 
-    return Act(txn, lambda reply: learned(reply.results))
+def shards_in(reply: Reply) -> Mapping[str, Entry]:
+    """The shards of a source, as the transaction that attached to it got them."""
+    assert not isinstance(reply.results[0], int)
+    return reply.results[0]
+
+
+def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry]) -> Source:
+    """The source, once this rank's reader record is there.
+
+    Raises:
+        SourceLost: One of its processes is gone (I7).
+    """
+    found = {rank: s for _, rank, s, _ in readable(shards.items(), k.parse_rank, ShardRecord)}
+    records = tuple(found[rank] for rank in range(holding.world_size) if rank in found)
+    if len(records) < holding.world_size:
+        reason = f"{len(records)} of its {holding.world_size} processes are alive"
+        raise SourceLost(k.replica_of(inst), reason, 0, 0)
+    is_full = holding.state != "filling"
+    return Source(inst, holding.mark, born, is_full, records, holding.call)
 
 
 def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
@@ -388,7 +398,11 @@ def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ..
 
 def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     """Whether a source that makes no progress may still make some."""
-    ref = _version_read(view, seat, call)
+    return Done(still_offers(view, seat, _version_read(view, seat, call), source))
+
+
+def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
+    """Whether what its processes show is held still, by whatever name."""
     for range_ in there_ranges(seat, ref, source):
         for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
             # Processes that came back with all of it show it with the mark that they had; those
@@ -396,8 +410,8 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
             is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
             is_same = source.is_full or is_born_then or k.lingers(where.inst)
             if is_same and holding.mark == source.mark:
-                return Done(value=True)
-    return Done(value=False)
+                return True
+    return False
 
 
 def has_other(

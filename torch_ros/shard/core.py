@@ -88,6 +88,7 @@ class Shard:
         self.last_read: ReadReport | None = None
         self.is_closed = False
         self.transport = transport
+        self.before_end: list[Callable[[], object]] = []  # done first when it closes
         self._lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller = 0  # the thread that is in a call
@@ -416,6 +417,8 @@ class Shard:
         with self._ending:
             if self not in _open_shards:
                 return
+            for end in self.before_end:
+                end()
             try:
                 self.group.close(partial(self._hand_over, linger_s))
             finally:

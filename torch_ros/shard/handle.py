@@ -1,7 +1,7 @@
 """ShardHandle: one process's shard of a replica, as its users see it."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Self
@@ -20,6 +20,7 @@ from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport
+from torch_ros.shard.streams import Stream, Streams
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import View, whole
 from torch_ros.transfer.copy_buffers import Copying
@@ -38,11 +39,12 @@ class ShardHandle:
        rollout: `replicate`, then `update` as often as wanted
     4. `unpublish`, `unregister`, `close`; or just `close`
 
-    publish, unpublish, replicate, update, read and serve are calls of the whole group: every rank
-    makes the same ones in the same order, no collective is involved, and all get the same answer or
-    the same error. An error on one rank ends the call on all of them. contents, list and wait are
-    this process's own. Safe to call from several threads, one call at a time. A signal handler that
-    makes one in the middle of another, in the same thread, gets a UsageError.
+    publish, unpublish, replicate, update, read, serve and the beginning of a stream are calls of
+    the whole group: every rank makes the same ones in the same order, no collective is involved,
+    and all get the same answer or the same error. An error on one rank ends the call on all of
+    them. contents, list and wait are this process's own. Safe to call from several threads, one
+    call at a time. A signal handler that makes one in the middle of another, in the same thread,
+    gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SeatLost error, except list, wait, unpublish and close.
@@ -56,7 +58,7 @@ class ShardHandle:
         self.model = shard.model
         self.checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
-        self._reads = Reads(shard)
+        self._reads, self._streams = Reads(shard), Streams(shard)
 
     def __repr__(self) -> str:
         return repr(self._shard)
@@ -406,6 +408,50 @@ class ShardHandle:
         compared.
         """
         return self._reads.serve(timeout_s)
+
+    def stream(
+        self,
+        version: int | str,
+        fqns: Iterable[str],
+        *,
+        buffer_bytes: int,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Iterate over tensors of a version, each whole, without memory for all of them.
+
+            for fqn, tensor in handle.stream("latest", fqns, buffer_bytes=64 << 20):
+                load(fqn, tensor)
+
+        Deciding the version is collective, and has ended on return; all ranks get the same. From
+        there on each rank is on its own, with any names in any order. It works beside what the
+        handle holds, which stays as it is; sources are other replicas that hold the version whole.
+
+        Tensors come in the order of `fqns`, in host memory, contiguous, in two buffers: while one
+        is used, a thread reads the next tensors into the other. A tensor is valid until `next` is
+        called with `left_in_buffer` at 0: with its last tensor, a buffer ends, and is filled
+        again. What is needed for longer has to be copied. Nothing that is handed out may still
+        turn out to be wrong.
+
+        The consumer may take its time. A source waits for it for 5 s; when the consumer goes on
+        later, the stream finds that source again or another one. Close the stream, or drop it, to
+        end it early; closing the handle ends it.
+
+        Args:
+            fqns: Names of tensors, each once. See `contents`.
+            buffer_bytes: Of each buffer; a tensor that is larger has a larger buffer for itself.
+            timeout_s: For the version to come; then for each buffer, while it is read.
+
+        Raises:
+            UsageError: A name that stands there twice, or a bad `buffer_bytes`.
+            ManifestMismatch: The version has no tensor of that name.
+            VersionNotFound: The version is gone, or only this replica holds it.
+            SourceLost, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `replicate`.
+
+        Cost: 5 requests to etcd, with several ranks up to 7; 4 more after each pause of more than
+        5 s.
+        Memory: 2 * max(buffer_bytes, largest tensor).
+        """
+        return self._streams.open(version, fqns, buffer_bytes, timeout_s)
 
     # Borrowing
 

@@ -101,10 +101,10 @@ class Verification:
             return Digests(known.depth, (), known.totals) if known else Digests()
         if manifests[0].totals:
             return Digests(depth, (), manifests[0].totals)
-        summed = _summed(manifests)
-        if summed is None:
+        found = summed(manifests)
+        if found is None:
             log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
-        return summed or Digests()
+        return found or Digests()
 
     @property
     def known(self) -> Digests:
@@ -112,7 +112,7 @@ class Verification:
         if self._expected.totals or not self._manifests or self._manifests[0].depth == "off":
             return self._expected
         with suppress(NotSupported):  # overlapping parts: their digests do not add up
-            return _summed(self._manifests) or self._expected
+            return summed(self._manifests) or self._expected
         return self._expected
 
     # Bytes
@@ -158,7 +158,7 @@ class Verification:
         return held.digest
 
 
-def _summed(manifests: Sequence[Manifest]) -> Digests | None:
+def summed(manifests: Sequence[Manifest]) -> Digests | None:
     """The digests of a version, from those of its chunks; None: some are not there."""
     depth = manifests[0].depth
     if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):

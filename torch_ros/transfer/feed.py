@@ -24,13 +24,25 @@ from torch_ros.weights.plan import ReadPlan
 TORN_S = 1.0  # for which a mailbox may contradict itself: to rewrite it takes microseconds
 
 
-class Progress:
-    """Which blocks have arrived, and the word that says so to this rank's readers."""
+class Arrivals:
+    """Which blocks of a target have arrived, and are what they should be."""
+
+    def __init__(self, blocks: int) -> None:
+        self.done: Bools = np.zeros(blocks, np.bool_)
+        self.bytes_read = 0
+
+    def add(self, blocks: Ints, bytes_read: int) -> None:
+        """Count these blocks."""
+        self.done[blocks] = True
+        self.bytes_read += bytes_read
+
+
+class Progress(Arrivals):
+    """Arrivals, and the word that tells them to this rank's readers."""
 
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
+        super().__init__(target.layout.blocks.total)
         self._mailbox, self.target, self._mark = mailbox, target, 0
-        self.done: Bools = np.zeros(target.layout.blocks.total, np.bool_)
-        self.bytes_read = 0
 
     def serve(self, mark: int) -> None:
         """Tell readers from now on, under this mark."""
@@ -38,11 +50,9 @@ class Progress:
         self._tell()
 
     def add(self, blocks: Ints, bytes_read: int) -> None:
-        """Count these blocks: they have arrived, and are what they should be."""
-        self.done[blocks] = True
+        super().add(blocks, bytes_read)
         tied, read = self.target.tied_blocks
         self.done[tied] = self.done[read]
-        self.bytes_read += bytes_read
         self._tell()
 
     def _tell(self) -> None:
@@ -133,7 +143,7 @@ class Following:
     """
 
     def __init__(
-        self, peers: Peers, supply: Supply, progress: Progress, deadline: Deadline, limit_s: float
+        self, peers: Peers, supply: Supply, progress: Arrivals, deadline: Deadline, limit_s: float
     ) -> None:
         self._peers, self._progress, self._deadline = peers, progress, deadline
         self.feed, self._bytes_total = supply.feed, supply.plan.bytes_read

@@ -3,6 +3,8 @@
 The steps are those of docs/PROTOCOL.md#reading.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
@@ -15,7 +17,7 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import Batch, Preparation, close_batches
-from torch_ros.transfer.feed import Following, Progress, Supply
+from torch_ros.transfer.feed import Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
@@ -39,7 +41,8 @@ class Reading:
     """The reads of this process: its peers, plans, staging and prepared batches.
 
     One thread at a time. `staging_bytes` is the size of each device's buffer; `costs` are those
-    of memory that this process copies itself, and those of all other memory.
+    of memory that this process copies itself, and those of all other memory. `keeps`: what it has
+    prepared for a read, for the next one into the same memory.
     """
 
     def __init__(
@@ -48,12 +51,21 @@ class Reading:
         staging_bytes: int,
         costs: tuple[Costs, Costs],
         pages: HugePages,
+        *,
+        keeps: bool = True,
     ) -> None:
+        self._transport, self._pages, self._keeps = transport, pages, keeps
         self.peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
         self._near_costs, self._far_costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
+
+    def beside(self) -> Reading:
+        """Another, for a thread of its own, whose reads are each prepared anew."""
+        costs = (self._near_costs, self._far_costs)
+        size_bytes = self._staging.size_bytes
+        return Reading(self._transport, size_bytes, costs, self._pages, keeps=False)
 
     def plan(
         self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
@@ -84,7 +96,7 @@ class Reading:
         self,
         supplies: Sequence[Supply],
         phase: Phase,
-        progress: Progress,
+        progress: Arrivals,
         deadline: Deadline,
         counted: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -104,7 +116,7 @@ class Reading:
             return
         reads = ReadPass(self.peers, supplies, phase, progress, deadline, counted)
         try:
-            if done.any():  # the rest, after a source was lost
+            if done.any() or not self._keeps:  # it may be the rest, after a source was lost
                 preparation = Preparation(self.peers, self._staging, phase)
                 batches = preparation.batches(supplies, np.flatnonzero(~done))
                 try:
@@ -163,7 +175,7 @@ class ReadPass(Watcher):
         peers: Peers,
         supplies: Sequence[Supply],
         phase: Phase,
-        progress: Progress,
+        progress: Arrivals,
         deadline: Deadline,
         counted: Callable[[int], object],
     ) -> None:

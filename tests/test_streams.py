@@ -1,0 +1,541 @@
+"""Streams of a version's tensors through two buffers: over memory, and over etcd with NIXL."""
+
+import gc
+import logging
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ros
+from torch_ros.dcp import ROSWriter
+from torch_ros.errors import (
+    ClosedError,
+    CorruptWeights,
+    DeadlineExceeded,
+    ManifestMismatch,
+    SourceLost,
+    UsageError,
+    VersionNotFound,
+)
+from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.shard import filling
+from torch_ros.store.txn import Read
+
+only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+ROW = 1024  # bytes of one of the tensors below
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def endpoint(request):
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("etcd_endpoint")
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def opened(endpoint):
+    model, handles = "m-" + uuid.uuid4().hex[:8], []
+
+    def open_(replica=None, **options):
+        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
+        handles.append(torch_ros.open(model, replica=replica, **options))
+        return handles[-1]
+
+    yield open_
+    for handle in handles:
+        handle.close()
+
+
+@pytest.fixture
+def ranks(opened, pool):
+    def open_ranks(name, count=2, **options):
+        def open_rank(rank):
+            return opened(name, rank=rank, world_size=count, **options)
+
+        return list(pool.map(open_rank, range(count)))
+
+    return open_ranks
+
+
+def rows(count, seed=1):
+    made = torch.Generator().manual_seed(seed)
+    return {f"w{n:02d}": torch.randn(ROW // 4, generator=made) for n in range(count)}
+
+
+def publisher(opened, tensors, version=1, name="trainer", **options):
+    handle = opened(name, **options)
+    handle.register(tensors)
+    handle.publish(version)
+    return handle
+
+
+def readers(handle):
+    """The reader records that are there now."""
+    group = handle._shard.group
+    return list(group.kv.read(Read((group.seat.keys.readers(),)), timeout_s=5).entries)
+
+
+def until(holds, limit_s=20.0):
+    end_s = time.monotonic() + limit_s
+    wait = threading.Event()
+    while not holds():
+        assert time.monotonic() < end_s, "it did not come to that"
+        wait.wait(0.01)
+
+
+def streams_of(handle):
+    return handle._streams._open
+
+
+def is_over(handle):
+    """Whether nothing of any stream is left."""
+    return not streams_of(handle) and not readers(handle)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A consumer that stands still is noticed soon."""
+    monkeypatch.setattr(filling, "IDLE_S", 0.05)
+
+
+# What comes out
+
+
+def test_every_tensor_comes_whole_in_the_order_that_was_asked_for(opened):
+    tensors = {
+        **rows(9),
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "strided": torch.randn(8, 6).t(),
+        "large": torch.randn(5 * ROW // 4),
+    }
+    publisher(opened, tensors)
+    engine, fqns = opened("engine"), sorted(tensors, reverse=True)
+    with engine.stream("latest", fqns, buffer_bytes=2 * ROW) as stream:
+        assert stream.version == 1
+        came = [fqn for fqn, tensor in stream if _same(tensor, tensors[fqn])]
+    assert came == fqns
+    until(lambda: is_over(engine))
+    assert list(engine.stream(1, [], buffer_bytes=1)) == []
+    assert [fqn for fqn, _ in engine.stream(1, ["empty", "scalar"], buffer_bytes=1)] == [
+        "empty",
+        "scalar",
+    ]
+
+
+def _same(tensor, other):
+    assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+    assert torch.equal(tensor, other)
+    return True
+
+
+@only_memory
+def test_sharded_and_replicated_sources_are_put_together(opened, ranks, pool):
+    whole = torch.randn(8, 6)
+    trainers = ranks("trainer", 2)
+    for rank, handle in enumerate(trainers):
+        half = {(4 * rank, 0): whole[4 * rank : 4 * rank + 4].clone()}
+        part = torch_ros.Chunked((8, 6), torch.float32, half)
+        handle.register({"cut": part, "equal": torch.arange(5.0)})
+    list(pool.map(lambda handle: handle.publish(1), trainers))
+    got = dict(opened("engine").stream(1, ["equal", "cut"], buffer_bytes=1 << 20))
+    assert _same(got["cut"], whole)
+    assert _same(got["equal"], torch.arange(5.0))
+
+
+@only_memory
+def test_a_tensor_is_valid_until_its_buffer_ends_and_a_buffer_is_filled_while_one_is_used(opened):
+    tensors = rows(8)
+    publisher(opened, tensors)
+    stream = opened("engine").stream(1, tensors, buffer_bytes=2 * ROW)
+    here = []
+    for count, (fqn, tensor) in enumerate(stream, start=1):
+        here.append((fqn, tensor))
+        assert stream.left_in_buffer == count % 2
+        if not stream.left_in_buffer:
+            # The next buffer has landed in other memory, and these are what they were.
+            buffers = min(count // 2 + 1, 4)
+            until(lambda buffers=buffers: stream._filling.landed >= buffers)
+            for name, kept in here:
+                assert _same(kept, tensors[name])
+            here = []
+
+
+@only_memory
+def test_memory_is_two_buffers_and_a_larger_tensor_has_one_for_itself(opened):
+    tensors = {**rows(6), "large": torch.randn(4 * ROW // 4)}
+    publisher(opened, tensors)
+    stream = opened("engine").stream(1, tensors_in("w", 6, "large"), buffer_bytes=2 * ROW)
+    sizes = [buffer.numel() for buffer in stream._filling._buffers._buffers]
+    assert sizes == [2 * ROW, 4 * ROW]  # buffers 0 and 2, and 1 and 3
+    assert len(list(stream)) == 7
+
+
+def tensors_in(prefix, count, *others):
+    return [f"{prefix}{n:02d}" for n in range(count)] + list(others)
+
+
+# Beside the handle's other work
+
+
+def test_a_stream_leaves_what_is_held_and_served_alone(opened):
+    trainer, engine = publisher(opened, rows(6)), opened("engine")
+    mine = {fqn: torch.zeros_like(tensor) for fqn, tensor in rows(6).items()}
+    engine.register(mine)
+    engine.replicate(1)
+    word, shown = engine._shard.mailbox._word[0], engine._shard.mailbox.manifest
+    stream = engine.stream(1, mine, buffer_bytes=ROW)
+    next(stream)
+    assert engine.version == 1
+    assert engine._shard.mailbox._word[0] == word != 0
+    assert engine._shard.mailbox.manifest is shown
+    follower = opened("follower")
+    follower.register({fqn: torch.zeros_like(tensor) for fqn, tensor in mine.items()})
+    assert follower.replicate(1) == 1
+    engine.unpublish()  # in the middle of the stream
+    trainer.unpublish()
+    trainer.publish(2)
+    engine.update("latest")
+    assert engine.version == 2
+    assert len(list(stream)) == 5  # on from the follower, where it has to
+    assert engine.version == 2
+
+
+@only_memory
+def test_several_streams_of_one_handle_do_not_disturb_each_other(opened, pool):
+    tensors = rows(12)
+    publisher(opened, tensors)
+    engine = opened("engine")
+    streams = [engine.stream(1, tensors, buffer_bytes=size * ROW) for size in (1, 3, 5)]
+
+    def consume(stream):
+        return [fqn for fqn, tensor in stream if _same(tensor, tensors[fqn])]
+
+    assert list(pool.map(consume, streams)) == [list(tensors)] * 3
+    until(lambda: is_over(engine))
+
+
+@only_memory
+def test_the_ranks_of_a_group_stream_different_names_of_the_same_version(opened, ranks, pool):
+    trainer = publisher(opened, rows(6))
+    engines = ranks("engine")
+
+    def stream(engine, names):
+        return engine.stream("latest", names, buffer_bytes=ROW)
+
+    for version in range(2, 5):
+        trainer.unpublish()
+        published = pool.submit(trainer.publish, version)
+        streams = list(pool.map(stream, engines, [tensors_in("w", 3), ["w05"]]))
+        published.result()
+        assert len({stream.version for stream in streams}) == 1
+        assert [len(list(stream)) for stream in streams] == [3, 1]
+    assert [len(e._shard.group.ledger.ended) for e in engines] == [3, 3]
+
+
+@only_memory
+def test_bad_arguments_of_one_rank_are_no_business_of_the_others(opened, ranks, pool):
+    publisher(opened, rows(3))
+    engines = ranks("engine")
+
+    def stream(rank, fqns):
+        if rank:
+            with pytest.raises(UsageError, match="twice"):
+                engines[rank].stream(1, fqns, buffer_bytes=1)
+        else:
+            assert len(list(engines[rank].stream(1, fqns, buffer_bytes=1))) == 1
+
+    list(pool.map(stream, range(2), [["w00"], ["w00", "w00"]]))
+    streams = pool.map(lambda e: e.stream(1, ["w01"], buffer_bytes=1), engines)
+    assert [len(list(stream)) for stream in streams] == [1, 1]
+    for bad in ({"fqns": "w00"}, {"buffer_bytes": 0}):
+        options = {"fqns": ["w00"], "buffer_bytes": 1, **bad}
+        with pytest.raises(UsageError):
+            opened("alone").stream(1, options["fqns"], buffer_bytes=options["buffer_bytes"])
+    assert is_over(engines[0])
+
+
+@only_memory
+def test_a_name_that_is_no_tensor_of_the_version_is_refused_at_once(opened):
+    trainer = opened("trainer")
+    writer = ROSWriter(1, handle=trainer)
+    dcp.save({"w": torch.ones(3), "step": 7}, storage_writer=writer, no_dist=True)
+    engine = opened("engine")
+    for fqn in ("v", "step"):
+        with pytest.raises(ManifestMismatch, match=fqn):
+            engine.stream(1, ["w", fqn], buffer_bytes=64)
+    with pytest.raises(DeadlineExceeded):
+        engine.stream(2, ["w"], buffer_bytes=64, timeout_s=0.2)
+    with pytest.raises(VersionNotFound, match="no replica but this one"):
+        trainer.stream(1, ["w"], buffer_bytes=64)
+    until(lambda: is_over(engine))
+
+
+# Consumers that stand still
+
+
+def test_a_consumer_that_stands_still_holds_nobody_up_and_goes_on_elsewhere(opened, patient):
+    tensors = rows(8)
+    trainer, other = publisher(opened, tensors), opened("other")
+    copies = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
+    other.register(copies)
+    other.replicate(1)
+    engine = opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    came = [next(stream)[0]]
+    until(lambda: not readers(engine))
+    began_s = time.monotonic()
+    trainer.unpublish()
+    assert time.monotonic() - began_s < trainer._shard.group.seat.drain_s / 2
+    for tensor in tensors.values():
+        tensor.add_(1)  # it trains
+    for fqn, tensor in stream:
+        assert _same(tensor, copies[fqn])
+        came.append(fqn)
+    assert came == list(tensors)
+
+
+@only_memory
+def test_a_stream_whose_version_is_gone_says_so_and_hands_out_no_other_bytes(opened, patient):
+    tensors = rows(8)
+    trainer, engine = publisher(opened, tensors), opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    next(stream)
+    until(lambda: not readers(engine))
+    trainer.unpublish()
+    for tensor in tensors.values():
+        tensor.add_(1)
+    trainer.publish(1)  # anew: another content under the same number
+    next(stream)  # it had landed before
+    for _ in range(2):
+        with pytest.raises(VersionNotFound, match="no replica but this one"):
+            next(stream)
+    until(lambda: is_over(engine))
+
+
+@only_memory
+def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(opened, patient):
+    tensors = rows(8)
+    trainer, source = publisher(opened, tensors), opened("source")
+    places = [{fqn: torch.zeros(ROW // 4) for fqn in tensors} for _ in range(2)]
+    source.register(places[0])
+    source.replicate(1)
+    trainer.unpublish()
+    engine = opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    came = [next(stream)]
+    until(lambda: not readers(engine))
+    spare = opened("spare")
+    spare.register({fqn: torch.zeros(ROW // 4) for fqn in tensors})
+    spare.replicate(1)
+    source.unpublish()
+    source.unregister()
+    for place in places[0].values():
+        place.fill_(-1)
+    source.register(places[1])
+    source.replicate(1)  # the same content, elsewhere
+    spare.unpublish()
+    came += [(fqn, tensor.clone()) for fqn, tensor in stream]
+    for fqn, tensor in came[1:]:
+        assert _same(tensor, tensors[fqn])
+    assert len(came) == len(tensors)
+
+
+def test_time_in_which_the_consumer_does_other_things_is_no_waiting(opened):
+    tensors = rows(6)
+    publisher(opened, tensors)
+    stream = opened("engine").stream(1, tensors, buffer_bytes=ROW, timeout_s=2.0)
+    next(stream)
+    threading.Event().wait(2.5)
+    assert len(list(stream)) == 5
+
+
+# Ends
+
+
+def test_a_stream_that_is_dropped_closed_or_left_leaves_nothing(opened):
+    tensors = rows(9)
+    trainer, engine = publisher(opened, tensors), opened("engine")
+
+    def stream():
+        return engine.stream(1, tensors, buffer_bytes=ROW)
+
+    next(stream())  # nobody refers to it any more
+    gc.collect()
+    until(lambda: is_over(engine))
+
+    def fail():
+        for _ in stream():
+            raise KeyError("of the consumer")
+
+    with pytest.raises(KeyError):
+        fail()
+    gc.collect()
+    until(lambda: is_over(engine))
+
+    closed = stream()
+    fqn, tensor = next(closed)
+    closed.close()
+    closed.close()
+    assert is_over(engine)
+    assert list(closed) == []
+    assert _same(tensor, tensors[fqn])
+
+    with stream() as left:
+        next(left)
+    assert is_over(engine)
+    began_s = time.monotonic()
+    trainer.unpublish()
+    assert time.monotonic() - began_s < 5
+
+
+def test_closing_the_handle_ends_its_streams(opened):
+    tensors = rows(9)
+    trainer, engine = publisher(opened, tensors), opened("engine")
+    streams = [engine.stream(1, tensors, buffer_bytes=ROW) for _ in range(2)]
+    fqn, tensor = next(streams[0])
+    began_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began_s < 5
+    assert not readers(trainer)
+    assert not streams_of(engine)
+    assert _same(tensor, tensors[fqn])
+    with pytest.raises(ClosedError):
+        next(streams[0])
+    streams[0].close()
+    streams[1].close()
+    assert list(streams[0]) == []
+
+
+@only_memory
+def test_ctrl_c_while_a_buffer_is_awaited_costs_nothing(opened, monkeypatch):
+    tensors = rows(4)
+    publisher(opened, tensors)
+    engine = opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    latch, interrupted = filling.Latch.wait, []
+
+    def interrupt(self, timeout_s):
+        if threading.current_thread() is threading.main_thread() and not interrupted:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+        return latch(self, timeout_s)
+
+    held, post = threading.Event(), MemoryTransfer.post
+
+    def slow_post(self):
+        held.wait(5)
+        post(self)
+
+    came = [next(stream)[0], next(stream)[0]]
+    monkeypatch.setattr(MemoryTransfer, "post", slow_post)
+    monkeypatch.setattr(filling.Latch, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            came.append(next(stream)[0])
+    held.set()
+    came += [fqn for fqn, _ in stream]
+    assert came == list(tensors)
+
+
+# Sources that fail
+
+
+@only_memory
+def test_a_source_that_ends_in_the_middle_is_left_for_another(opened, caplog):
+    tensors = rows(9)
+    holders = [publisher(opened, tensors, name="a"), opened("b")]
+    holders[1].register({fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()})
+    holders[1].replicate(1)
+    engine = opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    next(stream)
+    (source,) = {key.split("/")[6].partition("@")[0] for key in readers(engine)}
+    first = next(handle for handle in holders if handle.replica == source)
+    with caplog.at_level(logging.WARNING, "torch_ros"):
+        first.close()
+        for fqn, tensor in stream:
+            assert _same(tensor, tensors[fqn])
+    assert "lost" in caplog.text
+    holders.remove(first)
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    next(stream)
+    holders[0].close()
+    with pytest.raises((SourceLost, VersionNotFound)):
+        list(stream)
+    until(lambda: not streams_of(engine))
+
+
+@only_memory
+def test_bytes_that_landed_beside_a_write_are_never_handed_out(opened, monkeypatch):
+    tensors = rows(6)
+    trainer = publisher(opened, tensors, drain_s=0.0)
+    engine, post, stepped = opened("engine"), MemoryTransfer.post, []
+
+    def posted_late(self):
+        if not stepped and self.size_bytes == ROW:
+            stepped.append(1)
+            trainer.unpublish()  # does not wait for anybody
+            for tensor in tensors.values():
+                tensor.fill_(7)
+        post(self)
+
+    published = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    came = [next(stream)[0]]
+    monkeypatch.setattr(MemoryTransfer, "post", posted_late)
+
+    def consume():
+        for fqn, tensor in stream:
+            assert _same(tensor, published[fqn])
+            came.append(fqn)
+
+    with pytest.raises((SourceLost, VersionNotFound)):
+        consume()
+    assert stepped
+    assert 1 <= len(came) < len(tensors)
+
+
+@only_memory
+def test_what_is_not_what_was_published_is_read_elsewhere_or_refused(opened):
+    tensors = rows(4)
+    trainer = publisher(opened, tensors, digests="full")
+    good = opened("good", digests="full")
+    good.register({fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()})
+    good.replicate(1)
+    tensors["w01"][3] += 1  # while it is published
+    for depth in ("full", "sampled"):
+        got = dict(opened(digests=depth).stream(1, tensors, buffer_bytes=1 << 20))
+        assert not torch.equal(got["w01"], tensors["w01"])
+    good.close()
+    with pytest.raises(CorruptWeights, match="w01"):
+        dict(opened(digests="full").stream(1, tensors, buffer_bytes=ROW))
+    assert dict(opened("trusts").stream(1, tensors, buffer_bytes=ROW)).keys() == tensors.keys()
+    assert trainer.version == 1
+
+
+@only_memory
+def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
+    tensors = rows(6)
+    publisher(opened, tensors)
+    engine = opened("engine")
+    stream = engine.stream(1, tensors, buffer_bytes=ROW)
+    next(stream)
+    session = stream._filling._session
+    engine._shard.group.kv.revoke(session.lease_id, timeout_s=5)
+    until(lambda: not session.is_valid())
+    assert len(list(stream)) == 5
+    until(lambda: is_over(engine))

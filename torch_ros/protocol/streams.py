@@ -1,0 +1,130 @@
+"""How one rank streams a version (docs/PROTOCOL.md#stream): what it asks of the store. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from zlib import crc32
+
+import msgspec
+
+from torch_ros.errors import BackendError, SourceLost, VersionNotFound
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.legible import keyed
+from torch_ros.protocol.records import Call, Holding, Outcome, Reader, VersionRecord, VersionRef
+from torch_ros.protocol.seat import Seat, recorded
+from torch_ros.protocol.sources import (
+    TRIES_MAX,
+    Source,
+    distance,
+    learned,
+    seen_holdings,
+    shards_in,
+    still_offers,
+    suspects,
+)
+from torch_ros.protocol.versions import Spec, resolve
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import Get, Put, Ranges, Txn, Unseen, View, one, sample
+
+
+def version_to_stream(view: View, seat: Seat, call: Call, spec: Spec) -> Step[Call]:
+    """Decide which version, and end the call at once: nobody is waited for in it."""
+    offer = resolve(view, seat.keys, spec)
+    if isinstance(offer, Wait):
+        return offer
+    return recorded(view, seat, msgspec.structs.replace(call, ref=offer.ref, outcome=Outcome()))
+
+
+def choice_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    keys = seat.keys
+    return (
+        one(keys.version(ref.run, ref.version)),
+        sample(keys.holdings_of(ref.run, ref.version)),
+        sample(keys.readers_for(ref.run, ref.version)),
+        keys.suspects(),
+    )
+
+
+def choose(
+    view: View, seat: Seat, ref: VersionRef, tried: Mapping[str, int], lost: SourceLost | None
+) -> Step[tuple[str, str]]:
+    """A full source, and the layout that it has to show; "": the version's record is gone.
+
+    Raises:
+        SourceLost: No other source is left than the one that was lost.
+        VersionNotFound: Nobody else holds this content whole.
+    """
+    left = {inst: n for inst, n in _full(view, seat, ref).items() if tried.get(inst, 0) < TRIES_MAX}
+    if not left:
+        if not view.shows(seat.keys.holdings_of(ref.run, ref.version)):
+            raise Unseen
+        reason = "no replica but this one holds it whole, with the content that it had"
+        raise lost or VersionNotFound(seat.keys.model, str(ref.version), reason)
+    found = view.seen(seat.keys.readers_for(ref.run, ref.version))
+    pairs = {(source, reader) for _, (source, reader, _), _ in keyed(found, k.parse_reader)}
+    readers = Counter(source for source, _ in pairs)
+    suspected = suspects(view, seat.keys)
+
+    def worth(inst: str) -> tuple[int, ...]:
+        turn = crc32(f"{inst} {seat.inst} {seat.rank}".encode())
+        far = distance(left[inst].datacenter, seat)
+        return (tried.get(inst, 0), inst in suspected, far, readers[inst], turn)
+
+    key = seat.keys.version(ref.run, ref.version)
+    record = VersionRecord.at(view, key)
+    layout = record.layout if record is not None and record.uid == ref.uid else ""
+    return Done((min(left, key=worth), layout))
+
+
+def _full(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
+    return {
+        inst: holding
+        for inst, (holding, _) in seen_holdings(view, seat, ref).items()
+        if holding.state == "full" and holding.uid == ref.uid and not k.is_of(inst, seat.inst)
+    }
+
+
+def attach_ranges(seat: Seat, ref: VersionRef, source: str, reader: str) -> Ranges:
+    keys = seat.keys
+    return (one(keys.holding(ref.run, ref.version, source)), one(reader), keys.shards(source))
+
+
+def attach(
+    view: View, seat: Seat, ref: VersionRef, source: str, reader: str, lease_id: int
+) -> Step[Source]:
+    """Announce, by the record `reader`, that this rank reads from `source` while the lease lives.
+
+    Raises:
+        SourceLost: It does not offer this content any more, or one of its processes is gone.
+    """
+    held = seat.keys.holding(ref.run, ref.version, source)
+    entry = view.get(held)
+    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+    if entry is None:
+        raise left
+    try:
+        holding = Holding.decode(entry.value, held)
+    except BackendError as error:
+        raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
+    learn = partial(learned, source, holding, entry.create_rev)
+    there = view.get(reader)
+    if there is not None and there.lease_id == lease_id:  # put before, and the reply was lost
+        return Done(learn(dict(view.within(seat.keys.shards(source)))))
+    if holding.state != "full" or holding.uid != ref.uid:
+        raise left
+    guards = (view.unchanged(held), view.unchanged(reader))
+    ops = (Put(reader, Reader(0).encode(), lease_id), Get(seat.keys.shards(source)))
+    return Act(Txn(guards, ops), lambda reply: learn(shards_in(reply)))
+
+
+def is_there(view: View, seat: Seat, ref: VersionRef, source: Source) -> Step[bool]:
+    """Whether a source that makes no progress may still make some."""
+    return Done(still_offers(view, seat, ref, source))
+
+
+def has_other(
+    view: View, seat: Seat, ref: VersionRef, source: Source, tried: Mapping[str, int]
+) -> Step[bool]:
+    """Whether somebody else has the version, and failed this rank no more often than `source`."""
+    others = _full(view, seat, ref).keys() - {source.inst} - suspects(view, seat.keys)
+    return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))

@@ -1,0 +1,431 @@
+"""Fills the buffers of one stream, in a thread of its own: docs/PROTOCOL.md#stream.
+
+It knows its consumer by two numbers: how many buffers were asked for, and how many count. Each is
+written by one side only, and a bell wakes the other; so no signal, and no consumer that is dropped
+anywhere, leaves either of them waiting.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    ClosedError,
+    CorruptWeights,
+    DeadlineExceeded,
+    ManifestMismatch,
+    SourceLost,
+    StoreUnavailable,
+    TorchRosError,
+    UsageError,
+)
+from torch_ros.protocol import streams
+from torch_ros.protocol.call import CLEAN_UP_S
+from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, suspect
+from torch_ros.protocol.keys import replica_of, stream_of
+from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.sources import Source, there_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.shard.verification import summed
+from torch_ros.store.latch import Latch
+from torch_ros.store.loops import Step, settle
+from torch_ros.store.run import run
+from torch_ros.store.session import Session
+from torch_ros.store.txn import Ranges, View
+from torch_ros.transfer.feed import Arrivals, Feed, FeedSource, Supply, connect
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.reading import Reading
+from torch_ros.transfer.registered import Phase
+from torch_ros.transfer.streamed import BUFFERS, Buffers, Named, Part, layout_of, parts_of
+from torch_ros.weights.digest import chunk_digests
+from torch_ros.weights.manifest import OBJECT, Layout, logical
+from torch_ros.weights.plan import ReadPlan
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0  # for which a source waits for a consumer that does not ask for a buffer
+LOOK_S = 2.0  # who waits looks this often, whatever he heard
+HEAL_TRIES = 2  # of a buffer whose digests differ
+
+
+class Dropped(Exception):
+    """Nobody wants the stream any more."""
+
+
+class Bell:
+    """Rung by any thread, in a finalizer too. Who waits takes the latch, then looks, then waits."""
+
+    def __init__(self) -> None:
+        self.latch = Latch()
+
+    def ring(self) -> None:
+        rung, self.latch = self.latch, Latch()
+        rung.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A stream, as it was asked for and decided."""
+
+    ref: VersionRef
+    fqns: Sequence[str]
+    buffer_bytes: int
+    timeout_s: float  # for each buffer, while it is filled
+    number: int  # of this stream among those of this rank
+
+    @property
+    def what(self) -> str:
+        return f"stream {self.ref.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A source that this rank has a reader record at, and what it shows."""
+
+    source: Source
+    feed: Feed
+    plan: ReadPlan
+    digests: Digests  # of the version, as far as they are known and wanted
+
+
+class Filling:
+    """Reads what is wanted, ahead of the consumer by one buffer.
+
+    Args:
+        ended: Called at its end, with nothing in flight: takes the reading back.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        reading: Reading,
+        wanted: Wanted,
+        ended: Callable[["Filling"], None],
+    ) -> None:
+        self._shard, self._group, self.reading, self.wanted = shard, shard.group, reading, wanted
+        self._ended = ended
+        self.asked, self.landed = 0, 0  # buffers: by the consumer; those that count
+        self.parts: Sequence[Part] = ()  # known once it is planned
+        self.is_planned = self.is_dropped = False
+        self.error: Exception | None = None  # raised by the consumer once `over`
+        self.over = Latch()
+        self._news, self._wishes = Bell(), Bell()
+        self._asked_s = time.monotonic()
+        self._name = stream_of(self._group.seat.inst, wanted.number)
+        self._session: Session | None = None
+        self._inst = ""  # the source that was chosen last
+        self._at: Attachment | None = None
+        self._target: Layout | None = None
+        self._buffers: Buffers | None = None
+        self._views: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(BUFFERS)]
+        self._reroutes = self._bytes_read = 0
+
+    # Called by the consumer
+
+    def plan(self) -> None:
+        """Wait until a source was found, and has what is wanted."""
+        self._await(lambda: self.is_planned)
+
+    def take(self, number: int) -> list[tuple[str, torch.Tensor]]:
+        """Give up the buffer before `number`, and wait for this one."""
+        self._asked_s = time.monotonic()
+        self.asked = max(self.asked, number + 1)
+        self._wishes.ring()
+        self._await(lambda: self.landed > number)
+        return self._views[number % BUFFERS]
+
+    def drop(self) -> None:
+        """End it, soon. May be called by a finalizer, in any thread."""
+        self.is_dropped = True
+        self._wishes.ring()
+
+    def _await(self, is_there: Callable[[], bool]) -> None:
+        while True:
+            latch = self._news.latch
+            if is_there():
+                return
+            if self.over.is_set():
+                raise self.error or ClosedError(f"{self.wanted.what}: it was closed")
+            latch.wait(LOOK_S)
+
+    # Its thread
+
+    def run(self) -> None:
+        """Fill all; then, or when it is dropped or fails, leave nothing behind."""
+        try:
+            self._fill_all()
+        except Dropped:
+            pass
+        except Exception as error:  # noqa: BLE001  # the consumer gets it
+            self.error = error
+        finally:
+            try:
+                self._leave()
+            finally:
+                self.end()
+
+    def end(self) -> None:
+        """Let go of what it has. Nothing is in flight."""
+        try:
+            if self._buffers is not None:
+                self._buffers.close()
+            self._ended(self)
+        finally:
+            self.over.set()
+            self._news.ring()
+
+    def _fill_all(self) -> None:
+        wanted = self.wanted
+        self._with_source(self._deadline("a source"), lambda _: None)
+        self._buffers = Buffers(self._shard.transport, self._shard.pages, self.parts)
+        self.is_planned = True
+        self._news.ring()
+        for number, part in enumerate(self.parts):
+            self._await_room(number)
+            self._fill(number, part)
+            self.landed = number + 1
+            self._news.ring()
+        log.info(
+            "version %d of %r streamed from %r: %.1f MB in %d buffers, %d re-routed",
+            wanted.ref.version,
+            self._shard.model,
+            replica_of(self._inst),
+            self._bytes_read / 1e6,
+            len(self.parts),
+            self._reroutes,
+        )
+
+    def _deadline(self, what: str) -> Deadline:
+        """Of a step of this thread: time in which the consumer does other things is none of it."""
+        text = f"{self.wanted.what}: {what}"
+        return Deadline(text, self.wanted.timeout_s, check_open=self._check)
+
+    def _check(self) -> None:
+        if self.is_dropped:
+            raise Dropped
+
+    def _check_with(self, session: Session) -> None:
+        self._check()
+        if not session.is_valid():
+            raise _LeaseEnded
+
+    def _await_room(self, number: int) -> None:
+        """Wait until the consumer has done with what lies where buffer `number` comes to lie."""
+        while number >= BUFFERS:
+            latch = self._wishes.latch
+            self._check()
+            if self.asked >= number:
+                return
+            left_s = self._asked_s + IDLE_S - time.monotonic()
+            if left_s <= 0:
+                self._leave()  # nobody is held up by a consumer that stands still
+            latch.wait(left_s if left_s > 0 else LOOK_S)
+
+    def _fill(self, number: int, part: Part) -> None:
+        assert self._buffers is not None
+        views = self._views[number % BUFFERS] = part.views(self._buffers[number])
+        phase, deadline = part.phase(views), self._deadline(f"buffer {number}")
+        if not phase.memory:
+            return
+
+        def read(at: Attachment) -> None:
+            supply = Supply(part.plan(at.plan), at.feed)
+            self.reading.read([supply], phase, arrivals, deadline)
+
+        for tries_left in reversed(range(HEAL_TRIES)):
+            arrivals = Arrivals(phase.layout.blocks.total)
+            self._with_source(deadline, read)
+            self._bytes_read += arrivals.bytes_read
+            if (fqn := self._first_difference(phase)) is None:
+                return
+            source = replica_of(self._inst)
+            wrong = CorruptWeights(self._shard.model, self.wanted.ref.version, fqn, source)
+            if not tries_left:
+                raise wrong
+            self._lose(str(wrong), deadline)
+
+    def _first_difference(self, phase: Phase) -> str | None:
+        """The fqn of a tensor in a buffer that is not what was published, where that is known."""
+        digests = self._at.digests if self._at else Digests()
+        if digests.depth == "off":
+            return None
+        found = chunk_digests(phase.layout, phase.memory, depth=digests.depth)
+        for chunk, digest in zip(phase.layout.chunks, found, strict=True):
+            fqn = phase.layout.tensors[chunk.tensor].fqn
+            if digests.totals.get(fqn) != digest:
+                return fqn
+        return None
+
+    # Its sources
+
+    def _with_source(self, deadline: Deadline, use: Callable[[Attachment], None]) -> None:
+        """`use` a source; when that is lost, another. When `use` raises, nothing is in flight."""
+        tried, lost = Counter[str](), None
+        while True:
+            at, chosen = self._at, ("", "")
+            if at is None or self._session is None or not self._session.is_valid():
+                self._leave()
+                at, chosen = None, self._choose(tried, lost, deadline)
+            try:
+                if at is None:
+                    self._at = at = self._attach(*chosen, deadline)
+                use(at)
+            except SourceLost as error:
+                lost = error
+                tried[self._inst] += 1
+                log.warning("%s: lost %r (%s)", deadline.what, lost.replica, lost.what)
+                self._lose(lost.what, deadline)
+            else:
+                return
+
+    def _choose(
+        self, tried: Counter[str], lost: SourceLost | None, deadline: Deadline
+    ) -> tuple[str, str]:
+        seat, ref = self._group.seat, self.wanted.ref
+        rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost)
+        inst, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
+        if tried[inst]:
+            deadline.check(str(lost))
+            time.sleep(RETRY_S)
+        return inst, layout
+
+    def _attach(self, inst: str, layout: str, deadline: Deadline) -> Attachment:
+        self._inst = inst
+        source = self._announce(inst, deadline)
+        there = FeedSource(
+            replica_of(inst),
+            source.mark,
+            is_full=True,
+            is_there=partial(self._is_there, source, deadline),
+            has_other=partial(self._has_other, source, deadline),
+            check=self._check,
+        )
+        cards = [shard.card for shard in source.shards]
+        feed = connect(self.reading.peers, cards, there, deadline)
+        if layout and _digest_of(feed) != layout:
+            raise SourceLost(replica_of(inst), "it does not show the version", 0, 0)
+        if self._target is None:
+            named = self._named(feed)
+            self._target, self.parts = layout_of(named), parts_of(named, self.wanted.buffer_bytes)
+        near = self.reading.peers.is_near([agent for agent, _ in feed.manifests])
+        rank = self._group.seat.rank
+        try:
+            plan = self.reading.plan(feed.layouts, self._target, rank, is_near=near)
+        except UsageError as error:
+            raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
+        return Attachment(source, feed, plan, self._digests_of(feed))
+
+    def _announce(self, inst: str, deadline: Deadline) -> Source:
+        """Put the reader record, on a lease that ends with this attachment."""
+        group, ref = self._group, self.wanted.ref
+        while True:
+            self._leave()
+            session = self._session = self._lease(deadline)
+            key = group.seat.keys.reader(ref.run, ref.version, inst, self._name, group.seat.rank)
+            rule = partial(
+                streams.attach,
+                seat=group.seat,
+                ref=ref,
+                source=inst,
+                reader=key,
+                lease_id=session.lease_id,
+            )
+            steps = settle(deadline.what, streams.attach_ranges(group.seat, ref, inst, key), rule)
+            try:
+                return run(steps, group.kv, deadline, check=partial(self._check_with, session))
+            except _LeaseEnded:
+                deadline.check("the lease of its reader record has ended")
+
+    def _lease(self, deadline: Deadline) -> Session:
+        group = self._group
+        while True:
+            try:
+                return Session(
+                    group.kv,
+                    ttl_s=group.applicant.ttl_s,
+                    on_lost=lambda _: None,
+                    name=replica_of(self._name),
+                )
+            except StoreUnavailable as error:
+                deadline.check(str(error))
+                time.sleep(RETRY_S)
+
+    def _leave(self) -> None:
+        """Take the reader record back, if there is one: nothing is read, nor in flight."""
+        self._at = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _lose(self, reason: str, deadline: Deadline) -> None:
+        """Leave a source that failed; others shall prefer another for a while."""
+        self._leave()
+        self._reroutes += 1
+        timeout_s = min(CLEAN_UP_S, max(0.5, deadline.left_s()))
+        with suppress(TorchRosError):  # load, not safety
+            suspect(self._group, [self._inst], reason, timeout_s=timeout_s)
+
+    def _named(self, feed: Feed) -> Named:
+        contents = logical(feed.layouts)
+        for fqn in self.wanted.fqns:
+            found = contents.get(fqn)
+            if found is None or found.dtype == OBJECT:
+                raise ManifestMismatch(
+                    f"version {self.wanted.ref.version}",
+                    f"a tensor {fqn!r}, to be streamed",
+                    "no such name" if found is None else "an object that DCP has pickled",
+                    "contents() tells what there is; dcp.load reads objects",
+                )
+        return [(fqn, contents[fqn]) for fqn in self.wanted.fqns]
+
+    def _digests_of(self, feed: Feed) -> Digests:
+        manifests = [manifest for _, manifest in feed.manifests]
+        if self._shard.settings.depth == "off" or manifests[0].depth == "off":
+            return Digests()
+        if manifests[0].totals:
+            return Digests(manifests[0].depth, (), manifests[0].totals)
+        return summed(manifests) or Digests()
+
+    def _is_there(self, source: Source, deadline: Deadline) -> bool:
+        seat, ref = self._group.seat, self.wanted.ref
+        rule = partial(streams.is_there, seat=seat, ref=ref, source=source)
+        return self._glance(there_ranges(seat, ref, source), rule, deadline, unknown=True)
+
+    def _has_other(self, source: Source, deadline: Deadline) -> bool:
+        seat, ref = self._group.seat, self.wanted.ref
+        rule = partial(streams.has_other, seat=seat, ref=ref, source=source, tried={})
+        return self._glance(streams.choice_ranges(seat, ref), rule, deadline, unknown=False)
+
+    def _glance(
+        self,
+        ranges: Ranges,
+        rule: Callable[[View], Step[bool]],
+        deadline: Deadline,
+        *,
+        unknown: bool,
+    ) -> bool:
+        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+        within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
+        brief = Deadline(deadline.what, within_s, check_open=self._check)
+        try:
+            return self._group.ask(ranges, rule, brief)
+        except (DeadlineExceeded, StoreUnavailable):
+            return unknown
+
+
+class _LeaseEnded(Exception):
+    pass
+
+
+def _digest_of(feed: Feed) -> str:
+    try:
+        return logical(feed.layouts).digest
+    except ManifestMismatch as error:
+        raise SourceLost(feed.source.replica, str(error), 0, 0) from error

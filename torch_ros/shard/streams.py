@@ -1,0 +1,193 @@
+"""Streams of a version's tensors: `ShardHandle.stream`, and what a handle keeps of them."""
+
+import itertools
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Self
+
+import torch
+
+from torch_ros import arguments
+from torch_ros.deadline import Deadline
+from torch_ros.errors import ClosedError, UsageError
+from torch_ros.protocol import streams
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.versions import Spec, resolve, spec_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.shard.filling import Filling, Wanted
+from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.store.txn import View
+from torch_ros.transfer.reading import Reading
+
+CLOSE_S = 5.0  # for its thread to see reads in flight to their end, and to take its record back
+
+
+class Stream(Iterator[tuple[str, torch.Tensor]]):
+    """Whole tensors of one version, one after the other, in two buffers; see `ShardHandle.stream`.
+
+    For one thread at a time. After an error, `next` raises it again; after Ctrl-C in `next`, the
+    next call goes on. A stream that is dropped, exhausted or closed leaves nothing behind.
+    """
+
+    def __init__(self, shard: Shard, filling: Filling) -> None:
+        self._shard, self._filling = shard, filling
+        self._left: deque[tuple[str, torch.Tensor]] = deque()
+        self._taken = 0  # buffers
+        self._is_closed = False
+        weakref.finalize(self, filling.drop).atexit = False
+
+    @property
+    def version(self) -> int:
+        """The version that is streamed."""
+        return self._filling.wanted.ref.version
+
+    @property
+    def left_in_buffer(self) -> int:
+        """How many tensors are to come before the next `next` ends those of this buffer."""
+        return len(self._left)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        """The next tensor, and its name.
+
+        Raises:
+            SourceLost: The last source was lost; what was handed out before is good.
+            VersionNotFound: Likewise, of a consumer that stood still: nobody has it any more.
+            DeadlineExceeded: A buffer was not filled in time.
+            CorruptWeights: A tensor of the buffer is not what was published.
+            ClosedError: The handle was closed, or this is a fork.
+        """
+        if self._is_closed:
+            raise StopIteration
+        self._shard.require_usable()
+        if not self._left:
+            if self._taken == len(self._filling.parts):
+                raise StopIteration
+            self._left = deque(self._filling.take(self._taken))
+            self._taken += 1
+        return self._left.popleft()
+
+    def close(self) -> None:
+        """End it: nothing is read any more, and no source waits for it. Idempotent.
+
+        Waits for reads in flight, for at most 5 s. What was handed out stays valid.
+        """
+        self._is_closed = True
+        self._left.clear()
+        self._filling.drop()
+        with suppress(ClosedError):  # its thread has ended, or is the parent's
+            self._shard.require_usable()
+            self._filling.over.wait(CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Streams:
+    """The streams of one handle, until it closes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._numbers = itertools.count(1)
+        self._open: set[Filling] = set()
+        self._spare: list[Reading] = []  # connected, and used by nobody
+        shard.before_end.append(self.close)
+
+    def open(
+        self, version: int | str, fqns: Iterable[str], buffer_bytes: int, timeout_s: float | None
+    ) -> Stream:
+        shard = self._shard
+        deadline = shard.deadline(f"stream {version}", timeout_s)
+
+        check = partial(_names, fqns, buffer_bytes)
+
+        def decide() -> tuple[VersionRef, list[str]]:
+            # The call of a group has ended when one rank finds that its own names are bad.
+            names = check() if shard.is_alone else None
+            ref = self._decide(Spec.parse(version), deadline)
+            return ref, check() if names is None else names
+
+        ref, names = shard.busy(lambda: shard.as_one(deadline.what, decide))
+        reading = self._spare.pop() if self._spare else shard.reading.beside()
+        number = next(self._numbers)
+        filling = Filling(
+            shard,
+            reading,
+            Wanted(ref, names, buffer_bytes, deadline.timeout_s, number),
+            self._ended,
+        )
+        self._open.add(filling)
+        name = f"torch_ros streams {shard.group.seat.replica} {number}"
+        try:
+            threading.Thread(target=filling.run, name=name, daemon=True).start()
+        except BaseException:  # Ctrl-C, or no thread to be had
+            filling.drop()
+            filling.end()
+            raise
+        try:
+            filling.plan()
+        except BaseException:
+            filling.drop()
+            raise
+        return Stream(shard, filling)
+
+    def _decide(self, spec: Spec, deadline: Deadline) -> VersionRef:
+        """The version, the same on all ranks. The call has ended when this returns."""
+        shard, group = self._shard, self._shard.group
+        keys = group.seat.keys
+
+        def perform(call: GroupCall) -> VersionRef:
+            call.decide(spec_ranges(keys), partial(streams.version_to_stream, spec=spec))
+            return call.ref
+
+        def rule(view: View) -> Step[VersionRef]:
+            offer = resolve(view, keys, spec)
+            return offer if isinstance(offer, Wait) else Done(offer.ref)
+
+        if shard.is_alone:
+            return group.ask(spec_ranges(keys), rule, deadline)
+        return shard.make(GroupTask("agree", deadline.what, deadline, perform))
+
+    def _ended(self, filling: Filling) -> None:
+        self._open.discard(filling)
+        if filling.error is None and not self._shard.is_closed and not self._spare:
+            self._spare.append(filling.reading)
+        else:
+            _close(filling.reading)
+
+    def close(self) -> None:
+        """End all; wait for what they have in flight."""
+        left = list(self._open)
+        for filling in left:
+            filling.drop()
+        for filling in left:
+            filling.over.wait(CLOSE_S)
+        while self._spare:
+            _close(self._spare.pop())
+
+
+def _close(reading: Reading) -> None:
+    reading.close()
+    reading.peers.close()
+
+
+def _names(fqns: Iterable[str], buffer_bytes: int) -> list[str]:
+    """Raises: UsageError: The arguments of a stream are bad."""
+    arguments.whole(1, 1 << 40)("buffer_bytes", buffer_bytes)
+    names = fqns if isinstance(fqns, str) else list(fqns)
+    arguments.texts("fqns", names)
+    twice = [fqn for fqn, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UsageError(f"fqns: {twice[0]!r} stands there twice; expected each name once")
+    return list(names)

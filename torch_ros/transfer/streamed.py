@@ -1,0 +1,139 @@
+"""Whole tensors that come one after the other, through two buffers that are filled in turn."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.transport import Registration, Transport
+from torch_ros.spans import Region
+from torch_ros.transfer.registered import Phase
+from torch_ros.transfer.staging_buffers import aligned
+from torch_ros.weights.manifest import (
+    ChunkRecord,
+    Layout,
+    LogicalTensor,
+    TensorRecord,
+    dtype_named,
+    item_bytes,
+)
+from torch_ros.weights.plan import ReadPlan
+
+BUFFERS = 2  # one is filled while the other is used
+
+Named = Sequence[tuple[str, LogicalTensor]]
+
+
+def layout_of(tensors: Named) -> Layout:
+    """The layout of whole tensors, each contiguous, in this order. An empty one has no chunk."""
+    chunks = []
+    for number, (_, (_, shape)) in enumerate(tensors):
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        if 0 not in shape:
+            record = ChunkRecord(number, (0,) * len(shape), shape, strides, spread=False)
+            chunks.append(record)
+    records = (TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors)
+    return Layout(tuple(records), tuple(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors that are in a buffer at the same time, and each one's place there in bytes."""
+
+    tensors: Named
+    starts: Sequence[int]
+    size_bytes: int
+    first_chunk: int  # its number in the layout of all tensors
+
+    @property
+    def chunk_count(self) -> int:
+        return sum(0 not in tensor.shape for _, tensor in self.tensors)
+
+    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        found = []
+        for (fqn, (name, shape)), start in zip(self.tensors, self.starts, strict=True):
+            dtype = dtype_named(name)
+            size = math.prod(shape) * dtype.itemsize
+            there = (
+                buffer[start : start + size].view(dtype) if size else torch.empty(0, dtype=dtype)
+            )
+            found.append((fqn, there.view(shape)))
+        return found
+
+    def phase(self, views: Sequence[tuple[str, torch.Tensor]]) -> Phase:
+        layout = layout_of(self.tensors)
+        memory = [view for _, view in views if view.numel()]
+        return Phase(layout, memory, np.arange(layout.blocks.total))
+
+    def plan(self, whole: ReadPlan) -> ReadPlan:
+        """The part of a plan for all tensors that fills this one."""
+        first, end = self.first_chunk, self.first_chunk + self.chunk_count
+        rows = np.arange(*np.searchsorted(whole.direct.target_chunk, [first, end]))
+        direct = whole.direct.take(rows)
+        direct = replace(direct, target_chunk=direct.target_chunk - first)
+        ends = (bisect_left(whole.staged, n, key=attrgetter("target_chunk")) for n in (first, end))
+        staged = tuple(
+            replace(piece, target_chunk=piece.target_chunk - first)
+            for piece in whole.staged[slice(*ends)]
+        )
+        read = int(direct.size_bytes.sum()) + sum(piece.size_bytes for piece in staged)
+        return ReadPlan(direct, staged, self.size_bytes, read)
+
+
+def parts_of(tensors: Named, buffer_bytes: int) -> list[Part]:
+    """Fill buffers in order; a tensor that is larger than one has a buffer for itself."""
+    parts: list[Part] = []
+    some: list[tuple[str, LogicalTensor]] = []
+    starts: list[int] = []
+    end = chunks = 0
+
+    def close() -> None:
+        nonlocal some, starts, end, chunks
+        parts.append(Part(some, starts, end, chunks))
+        chunks += parts[-1].chunk_count
+        some, starts, end = [], [], 0
+
+    for fqn, tensor in tensors:
+        size = math.prod(tensor.shape) * item_bytes(tensor.dtype)
+        if some and aligned(end) + size > buffer_bytes:
+            close()
+        starts.append(aligned(end))
+        some.append((fqn, tensor))
+        end = starts[-1] + size
+    if some:
+        close()
+    return parts
+
+
+class Buffers:
+    """The memory that parts are read into, registered until `close`; views of it stay valid."""
+
+    def __init__(self, transport: Transport, pages: HugePages, parts: Sequence[Part]) -> None:
+        sizes = [max((p.size_bytes for p in parts[n::BUFFERS]), default=0) for n in range(BUFFERS)]
+        self._buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._registrations: list[Registration] = []
+        try:
+            for buffer in filter(torch.Tensor.numel, self._buffers):
+                region = Region(buffer.data_ptr(), buffer.nbytes)
+                pages.ask([region])
+                self._registrations.append(transport.register([region]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The buffer of the part of that number."""
+        return self._buffers[number % BUFFERS]
+
+    def close(self) -> None:
+        """Nothing is read into them any more."""
+        while self._registrations:
+            registration = self._registrations.pop()
+            with suppress(Exception):  # its transport has ended
+                registration.close()
