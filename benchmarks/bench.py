@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Nothing here is for other hosts.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
+import borrow
 import checkpoint
 import fanout
 import footprint
@@ -39,6 +40,7 @@ PARTS = {
     "fanout": fanout,
     "steady": steady,
     "streams": streams,
+    "borrow": borrow,
     "huge-pages": huge_pages,
     "tcp": tcp,
     "footprint": footprint,
