@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ros
-from torch_ros import Chunked
+from torch_ros import Chunked, Float8
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import (
     ClosedError,
@@ -107,6 +107,18 @@ def test_tensors_of_any_dtype_and_shape_are_borrowed_as_they_are(lender, borrowe
         for fqn, tensor in tensors.items():
             assert torch.equal(got[fqn], tensor)
             assert got[fqn].dtype == tensor.dtype
+
+
+def test_a_quantised_copy_is_lent_with_its_scales(opened, borrower):
+    lender = opened("lender", borrow_bytes=1 << 20)
+    tensors = {f"{number}.weight": torch.randn(4, 8) for number in range(40)}
+    recipe = Float8(["*.weight"], suffix="_scale" + 300 * "s")  # there is room for long names
+    lender.publish_copy(1, tensors, transform=recipe, to="cpu")
+    with borrower.borrow(1) as lent:
+        assert len(lent) == 80
+        for fqn, tensor in tensors.items():
+            again = lent[fqn].float() * lent[fqn + recipe.suffix]
+            assert torch.allclose(again, tensor, rtol=1 / 15, atol=0.01)
 
 
 def test_ranks_that_have_a_part_each_lend_boxes(opened, borrower):

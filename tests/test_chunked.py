@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ros
-from torch_ros import Chunked
+from torch_ros import Cast, Chunked
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.errors import ContractBroken, UsageError
 
@@ -113,7 +113,7 @@ def test_a_copy_is_cast_and_lies_in_one_piece(opened):
     trainer, rollout, engine = opened("trainer"), opened("rollout"), Engine(dtype=torch.bfloat16)
     source = Engine()
     source.fill(3)
-    trainer.publish_copy(3, source.tensors, dtype=torch.bfloat16)
+    trainer.publish_copy(3, source.tensors, transform=Cast(torch.bfloat16))
     source.fill(4)
     rollout.register(engine.tensors)
     rollout.replicate()

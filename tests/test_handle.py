@@ -442,8 +442,10 @@ def test_bad_arguments_of_calls_are_named(opened):
         (lambda: handle.publish(1, timeout_s="3"), "timeout_s='3'"),
         (lambda: handle.list(timeout_s=-1), "timeout_s=-1"),
         (lambda: handle.guard(None), "Optimizer"),
-        (lambda: handle.publish_copy(1, {}, keep_dtype="abc"), "keep_dtype='abc'"),
-        (lambda: handle.publish_copy(1, {}, dtype="bf16"), "dtype='bf16'"),
+        (lambda: handle.publish_copy(1, {}, transform="bf16"), "transform='bf16'"),
+        (lambda: handle.publish_copy(1, {}, transform=torch.bfloat16), "transform=torch.bf"),
+        (lambda: handle.publish_copy(1, {}, transform=[torch_ros.Cast]), "transform=.*Cast"),
+        (lambda: handle.publish_copy(1, {}, to="cuda"), "to='cuda'"),
         (lambda: handle.publish_copy(1, {}, copy_bytes=-1), "copy_bytes=-1"),
     ):
         with pytest.raises(UsageError, match=found):

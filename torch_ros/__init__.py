@@ -23,30 +23,39 @@ if TYPE_CHECKING:
     from torch_ros.shard.report import ReadReport
     from torch_ros.shard.streams import Stream
     from torch_ros.weights.chunked import Chunked
+    from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
 
 __version__ = "0.1.0"
 __all__ = [
     "Borrowed",
+    "Cast",
     "Chunked",
     "Contents",
     "Costs",
+    "Float8",
     "HugePageReport",
+    "MadeTensor",
     "ReadReport",
     "ShardHandle",
     "Stream",
+    "Transform",
     "errors",
     "open",
 ]
 
 _HOMES = {  # imported at their first use
     "Borrowed": "torch_ros.shard.borrowing",
+    "Cast": "torch_ros.weights.transforms",
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
+    "Float8": "torch_ros.weights.transforms",
     "HugePageReport": "torch_ros.p2p.huge_pages",
+    "MadeTensor": "torch_ros.weights.transforms",
     "ReadReport": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.shard.handle",
     "Stream": "torch_ros.shard.streams",
+    "Transform": "torch_ros.weights.transforms",
     "open": "torch_ros.shard.opening",
 }
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter, default_handle
@@ -328,7 +329,8 @@ def test_the_only_copy_is_not_given_up_for_another_place(handles):
 def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
     trainer, rollout = handles
     saved = {"model": {"w": torch.randn(10, 3), "norm": torch.randn(3)}, "step": 5}
-    writer = ROSWriter(1, handle=trainer, mode="copy", dtype=torch.bfloat16, keep_dtype=("*norm",))
+    cast = torch_ros.Cast(torch.bfloat16, keep=("*norm",))
+    writer = ROSWriter(1, handle=trainer, mode="copy", transform=cast)
     dcp.save(saved, storage_writer=writer)
     expected = saved["model"]["w"].bfloat16()
     norm = saved["model"]["norm"].clone()
@@ -343,9 +345,44 @@ def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
     assert got["step"] == 5
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_quantised_copy_has_its_scales_beside_its_tensors_in_the_state_dict(handles, own):
+    trainer, rollout = handles
+    recipe = torch_ros.Float8(["*.w"])
+    for version in range(1, 4):  # the third time, our planner knows it
+        saved = {"model": {"w": torch.randn(10, 3), "b": torch.randn(3)}, "step": version}
+        writer = ROSWriter(version, handle=trainer, mode="copy", transform=recipe, to="cpu")
+        planner = writer.planner() if own else None
+        dcp.save(saved, storage_writer=writer, planner=planner)
+        got = {
+            "model": {
+                "w": torch.zeros(10, 3, dtype=torch.float8_e4m3fn),
+                "w_scale": torch.zeros(10, 1),
+                "b": torch.zeros(3),
+            },
+            "step": 0,
+        }
+        reader = ROSReader("latest", handle=rollout)
+        dcp.load(got, storage_reader=reader, planner=reader.planner() if own else None)
+        scale = saved["model"]["w"].abs().amax(1, keepdim=True) / 448
+        quantised = (saved["model"]["w"] / scale).to(torch.float8_e4m3fn)
+        assert torch.equal(got["model"]["w_scale"], scale)
+        assert torch.equal(got["model"]["w"].float(), quantised.float())
+        assert torch.equal(got["model"]["b"], saved["model"]["b"])
+        assert got["step"] == version
+    found = _load_state_dict_from_keys(storage_reader=ROSReader("latest", handle=rollout))
+    assert found["model"].keys() == {"w", "w_scale", "b"}
+    assert torch.equal(found["model"]["w_scale"], got["model"]["w_scale"])
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"mode": "fast"}, "mode='fast'"), ({"dtype": torch.bfloat16}, "mode='copy'")],
+    [
+        ({"mode": "fast"}, "mode='fast'"),
+        ({"transform": torch_ros.Cast(torch.bfloat16)}, "mode='copy'"),
+        ({"to": "cpu"}, "mode='copy'"),
+        ({"copy_bytes": 0}, "mode='copy'"),
+    ],
 )
 def test_options_of_a_copy_are_checked_at_once(options, found):
     with pytest.raises(UsageError, match=found):

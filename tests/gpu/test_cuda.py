@@ -7,11 +7,16 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros import Cast, Float8
+from torch_ros.transfer import copy_buffers
+from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+BLOCKS = Float8(["*"], block=(128, 128))
 
 
 def tensors(device, fill):
@@ -92,6 +97,42 @@ def test_a_retained_version_goes_from_device_to_host_memory(etcd_endpoint):
         rollout.register(target)
         assert rollout.replicate() == 1
     assert all(bool((tensor == 3.0).all()) for tensor in target.values())
+
+
+@pytest.mark.parametrize("to", [None, "cpu"])
+@pytest.mark.parametrize(
+    "transforms", [[], [Cast(torch.bfloat16)], [Float8(["*"]), Cast(torch.bfloat16)], [BLOCKS]]
+)
+def test_a_device_makes_the_copies_that_a_host_makes(monkeypatch, etcd_endpoint, transforms, to):
+    monkeypatch.setattr(copy_buffers, "PIECE_BYTES", 100_000)
+    model = "m-" + uuid.uuid4().hex[:8]
+    source = {fqn: torch.randn_like(t) for fqn, t in tensors("cpu", 0.0).items()}
+    expected = CopyBuffers("me", 0).fill(
+        LocalState(local_chunks(source), {}, {}), Copying.asked(transforms, None, None)
+    )
+    target = {t.fqn: torch.zeros(t.shape, dtype=t.dtype) for t in expected.tensors}
+    on_device = {fqn: tensor.cuda() for fqn, tensor in source.items()}
+    with (
+        torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer") as trainer,
+        torch_ros.open(model, endpoint=etcd_endpoint, replica="rollout") as rollout,
+    ):
+        rollout.register(target)
+        for version in (1, 2, 3):
+            trainer.publish_copy(version, on_device, transform=transforms, to=to)
+            shown = trainer.checkpoints.registered
+            assert bool(shown.cuda_devices) is (to is None)
+            if to is not None:
+                for tensor in on_device.values():  # a trainer gives its device memory back
+                    tensor.fill_(-1)
+                torch.cuda.synchronize()
+            assert rollout.update() is True
+            for made in expected.tensors:
+                for chunk in made.chunks:
+                    pair = [
+                        t.reshape(-1).view(torch.uint8) for t in (target[made.fqn], chunk.tensor)
+                    ]
+                    assert torch.equal(*pair), made.fqn
+            on_device = {fqn: tensor.cuda() for fqn, tensor in source.items()}
 
 
 @pytest.mark.parametrize("depth", ["sampled", "full"])

@@ -28,6 +28,7 @@ from torch_ros.shard.handle import ShardHandle
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import is_strided, local_chunks
+from torch_ros.weights.transforms import Transform
 
 
 class ROSWriter(StorageWriter):
@@ -55,8 +56,9 @@ class ROSWriter(StorageWriter):
         timeout_s: For the whole save. None: the handle's.
         mode: "copy": publish a copy, so that the tensors may be written to at once; see
             `ShardHandle.publish_copy`.
-        dtype: The copy's dtype; see `ShardHandle.publish_copy`.
-        keep_dtype: Names of tensors that the copy does not cast; see `ShardHandle.publish_copy`.
+        transform: Makes the copy's tensors of these (torch_ros.Cast, torch_ros.Float8); see
+            `ShardHandle.publish_copy`. Tensors that it adds lie beside theirs in the state dict.
+        to: Where the copy is; see `ShardHandle.publish_copy`.
         copy_bytes: Bound on the copy's memory; see `ShardHandle.publish_copy`.
         store_wait_s: How long the save waits for etcd when that is away; see
             `ShardHandle.publish`. 0: what is saved is offered when etcd is back.
@@ -75,16 +77,17 @@ class ROSWriter(StorageWriter):
         handle: ShardHandle | None = None,
         timeout_s: float | None = None,
         mode: Literal["in_place", "copy"] = "in_place",
-        dtype: torch.dtype | None = None,
-        keep_dtype: Sequence[str] = (),
+        transform: Transform | Sequence[Transform] | None = None,
+        to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
         store_wait_s: float | None = None,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
-        if mode == "in_place" and (dtype or keep_dtype or copy_bytes):
-            raise UsageError("dtype, keep_dtype and copy_bytes are of mode='copy'")
-        self._copying = Copying(dtype, keep_dtype, copy_bytes) if mode == "copy" else None
+        copying = Copying.asked(transform, to, copy_bytes)
+        if mode == "in_place" and copying != Copying():
+            raise UsageError("transform, to and copy_bytes are of mode='copy'")
+        self._copying = copying if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._store_wait_s = store_wait_s
         self._begun: Beginning | None = None

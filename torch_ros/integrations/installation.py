@@ -283,7 +283,7 @@ class Installer:
                 f"{name} in this engine",
                 "the engine's dtypes",
                 f"{_some(casts)}, {recording.staged[casts[0]]}",
-                "publish them as that, by publish_copy(dtype=...); or install with cast=True",
+                "publish_copy(transform=Cast(...)) publishes them as that; cast=True installs them",
             )
         if casts:
             log.warning("%s: the engine casts %s", name, _some(casts))

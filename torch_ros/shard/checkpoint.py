@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ContractBroken, UsageError
+from torch_ros.errors import CallAborted, ContractBroken, ManifestMismatch, UsageError
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -235,6 +236,8 @@ class _Save:
         self._deadline = shard.deadline(self.asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
+        copying = request.copying
+        self._transforms = copying.transforms if copying is not None else ()
         self.memory = stager_memory
 
     def run(self) -> bool:
@@ -258,15 +261,24 @@ class _Save:
         """Unpublish the version that is held, if this save can succeed on every rank."""
         shard, asked, store_wait_s = self._shard, self.asked, self._request.store_wait_s
         counted = shard.group.ledger.not_waited_for
-        if shard.held is None:
-            shard.begin("publish", asked, self._deadline, store_wait_s)
-        else:
+        # Ranks that differ would make no version, though each of them could publish its part.
+        is_checked = shard.held is not None or (bool(self._transforms) and not shard.is_alone)
+        if is_checked:
             shard.begin("agree", calls.CHECK + asked, self._deadline, store_wait_s)
-        if shard.held is None and counted is None:
+        else:
+            shard.begin("publish", asked, self._deadline, store_wait_s)
+        if not is_checked and counted is None:
             return
         effects = partial(calls.check_publishable, version=self._request.version)
         try:
-            agree(shard, asked, self._deadline, self._check, effects, store_wait_s)
+            said = agree(shard, asked, self._deadline, self._check, effects, store_wait_s)
+            if said != self._answer:
+                raise ManifestMismatch(
+                    f"version {self._request.version}",
+                    "equal transforms on all ranks",
+                    f"{list(self._transforms)} on this rank and others on another",
+                    "pass all ranks the same",
+                )
         except ContractBroken:
             shard.unpublish(self._deadline, counted=counted)
             raise
@@ -274,6 +286,10 @@ class _Save:
             if store_wait_s is None or error.reason != DOES_NOT_WAIT:
                 raise
         shard.unpublish_first(asked, self._deadline, counted=counted)
+
+    @property
+    def _answer(self) -> str:
+        return blake2b(repr(self._transforms).encode(), digest_size=8).hexdigest()
 
     def _check(self) -> str:
         check_version(self._request.version)
@@ -287,7 +303,7 @@ class _Save:
                 "call handle.unpublish() before each async_save, or use a stager that does not "
                 "keep its buffers",
             )
-        return ""
+        return self._answer
 
     def _gather(self) -> LocalState:
         state, copying = self._request.state, self._request.copying

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +26,7 @@ from torch_ros.store.txn import View, whole
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
+from torch_ros.weights.transforms import Transform
 
 
 class ShardHandle:
@@ -210,38 +211,45 @@ class ShardHandle:
         version: int,
         named_tensors: Mapping[str, torch.Tensor],
         *,
-        dtype: torch.dtype | None = None,
-        keep_dtype: Sequence[str] = (),
+        transform: Transform | Sequence[Transform] | None = None,
+        to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
         timeout_s: float | None = None,
         store_wait_s: float | None = None,
     ) -> bool:
         """Copy these tensors and offer the copy as `version`, in place of what is held.
 
-        Collective. For tensors that are cast on the way (fp32 masters to bf16), are not
-        contiguous, or are allocated anew at every step. They may be written to as soon as this
-        returns. The copy is made before the last version is given up, in one of two buffers that
-        are registered once; they stay until `close`, and what they hold is registered until
-        `unregister`.
+        Collective. For tensors that are cast or quantised on the way, are not contiguous, are
+        allocated anew at every step, or whose device is needed for something else. They may be
+        written to, or freed, as soon as this returns. The copy is made before the last version is
+        given up, in one of two buffers that are registered once; they stay until `close`, and what
+        they hold is registered until `unregister`.
 
         Args:
             version: As for `publish`.
             named_tensors: As for `register`.
-            dtype: The dtype that floating-point tensors are cast to; None: they are copied as they
-                are.
-            keep_dtype: Names of tensors that are not cast, as patterns ("*.norm.*").
-            copy_bytes: Bound on the two buffers together; None: twice the shard.
+            transform: The tensors that are published in the place of these: a `torch_ros.Cast`, a
+                `torch_ros.Float8`, or a `torch_ros.Transform` of your own. Among several, the first
+                that makes something of a tensor counts, so that `[Float8(...), Cast(...)]` casts
+                those that are not quantised. None: they are copied as they are.
+            to: "cpu": copy tensors of a GPU to host memory, transformed there before, in pieces of
+                32 MiB that cross while others are made: the GPU has no buffer, and readers no
+                business with it. None: the buffers are where the tensors are.
+            copy_bytes: Bound on the two buffers together; None: twice the size of the copy.
             store_wait_s: As for `publish`.
 
         Returns:
             As `publish`.
 
         Raises:
-            As `publish`; and UsageError: The copy does not fit into `copy_bytes`.
+            As `publish`; and UsageError: The copy does not fit into `copy_bytes`, a transform
+                failed, or a shard cuts a block that a transform needs whole; ManifestMismatch: The
+                ranks have different transforms. In each case what was held is held still.
 
-        Cost: As unpublish and publish, and one copy on each rank.
+        Cost: As unpublish and publish, and one copy on each rank. If nothing is held, several
+        ranks with a transform ask etcd as often as if something were.
         """
-        copying = Copying(dtype, keep_dtype, copy_bytes)
+        copying = Copying.asked(transform, to, copy_bytes)
         state: LocalState | Exception
         try:
             state = LocalState(local_chunks(named_tensors), {}, {})

@@ -1,49 +1,100 @@
-"""Publishing a copy: tensors that are cast, gathered into one piece, or free to change at once."""
+"""Publishing a copy: tensors that are made of others, gathered, or free to change at once."""
 
-import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from typing import Literal, Self
 
 import torch
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
+from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.transfer.turns import BUFFERS, Turns
-from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
+from torch_ros.weights.local import LocalChunk
 from torch_ros.weights.manifest import Manifest
+from torch_ros.weights.transforms import Box, Making, Transform, makings
 
 log = logging.getLogger(__name__)
 
 HOST_MEMORY = torch.device("cpu")
-OPTIONS: Mapping[str, arguments.Check] = {
-    "dtype": arguments.optional(arguments.instance(torch.dtype)),
-    "keep_dtype": arguments.texts,
-    "copy_bytes": arguments.optional(arguments.whole(0, 1 << 50)),
-}
+PIECE_BYTES = 32 << 20  # made at a time; on a GPU two more of them are on their way to the host
+
+Asked = Transform | Sequence[Transform] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Copying:
     """How a state dict is published as a copy: the options of `ShardHandle.publish_copy`."""
 
-    dtype: torch.dtype | None = None
-    keep_dtype: Sequence[str] = ()
+    transforms: Sequence[Transform] = ()
+    to: Literal["cpu"] | None = None
     copy_bytes: int | None = None
 
-    def __post_init__(self) -> None:
-        arguments.check({name: getattr(self, name) for name in OPTIONS}, OPTIONS)
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise UsageError(f"dtype={self.dtype}: expected a floating-point dtype to cast to")
+    @classmethod
+    def asked(cls, transform: Asked, to: Literal["cpu"] | None, copy_bytes: int | None) -> Self:
+        """Raises: UsageError: An option of another type than it should have."""
+        arguments.optional(arguments.one_of(("cpu",)))("to", to)
+        arguments.optional(arguments.whole(0, 1 << 50))("copy_bytes", copy_bytes)
+        if transform is None:
+            transforms: Sequence[Transform] = ()
+        else:
+            transforms = transform if isinstance(transform, Sequence) else (transform,)
+        for each in transforms:
+            if isinstance(each, type) or not isinstance(each, Transform):
+                raise UsageError(
+                    f"transform={transform!r}: expected a transform, such as "
+                    "torch_ros.Cast(torch.bfloat16), or a list of them"
+                )
+            if type(each).__repr__ is object.__repr__:
+                raise UsageError(
+                    f"transform={each!r}: its repr says where it is and not what it does, by which "
+                    "ranks compare theirs; make it a frozen dataclass"
+                )
+        return cls(tuple(transforms), to, copy_bytes)
 
-    def dtype_of(self, tensor: LocalTensor) -> torch.dtype:
-        is_kept = any(fnmatchcase(tensor.fqn, pattern) for pattern in self.keep_dtype)
-        if self.dtype is None or is_kept or not tensor.dtype.is_floating_point:
-            return tensor.dtype
-        return self.dtype
+
+@dataclass(slots=True)
+class _Room:
+    """A buffer that is filled from its beginning."""
+
+    buffer: torch.Tensor
+    end: int = 0
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        start = self.end
+        self.end += aligned(size_bytes)
+        return self.buffer[start : start + size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk, and the boxes of which its copy consists, by name."""
+
+    making: Making
+    chunk: LocalChunk
+    boxes: Mapping[str, Box]
+    device: torch.device  # of the copy
+
+    @classmethod
+    def all_of(cls, making: Making, to: str | None) -> list[Self]:
+        return [
+            cls(making, chunk, making.boxes(chunk), torch.device(to or chunk.tensor.device))
+            for chunk in making.tensor.chunks
+        ]
+
+    def size_bytes(self, name: str) -> int:
+        return math.prod(self.boxes[name][1]) * self.making.outputs[name].dtype.itemsize
+
+    def places(self, room: _Room) -> dict[str, torch.Tensor]:
+        """Where to make the outputs of the chunk."""
+        return {
+            name: room.take(self.size_bytes(name)).view(self.making.outputs[name].dtype).view(sizes)
+            for name, (_, sizes) in self.boxes.items()
+        }
 
 
 class CopyBuffers:
@@ -90,51 +141,50 @@ class CopyBuffers:
             )
 
     def fill(self, state: LocalState, copying: Copying) -> LocalState:
-        """A copy of `state`, contiguous and cast, in a buffer that is neither published nor lent.
+        """A copy of `state`, contiguous and transformed, in a buffer neither published nor lent.
 
         The state dict's objects are not copied: they are copies already.
 
         Raises:
-            UsageError: It does not fit into `copying.copy_bytes`, beside what is kept of
-                earlier ones. Nothing was copied.
+            UsageError: A transform cannot make its tensors of these; or they do not fit into
+                `copying.copy_bytes`, beside what is kept of earlier ones. Nothing was copied,
+                unless a transform failed on its way.
         """
-        sizes = _sizes(state, copying)
+        made = makings(state.tensors, copying.transforms)
+        plan = [_Part.all_of(making, copying.to) for making in made]
+        paths, sizes = _paths(state, made), _sizes(plan)
         if self._lender is not None:
-            sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + _manifest_room(state)
-        self._make_room(sizes, copying)
-        rooms = {device: self._turns[device].take() for device in sizes}
-        ends = dict.fromkeys(sizes, 0)
-        tensors = []
-        for tensor in state.tensors:
-            dtype, chunks = copying.dtype_of(tensor), []
-            for chunk in tensor.chunks:
-                device = chunk.tensor.device
-                start = ends[device]
-                ends[device] = start + _room(chunk, dtype)
-                size = chunk.tensor.numel() * dtype.itemsize
-                copy = rooms[device][start : start + size].view(dtype).view(chunk.tensor.shape)
-                if dtype == chunk.tensor.dtype:
-                    copy_bits(copy, chunk.tensor)
-                else:
-                    _cast(tensor.fqn, copy, chunk.tensor)
-                chunks.append(LocalChunk(chunk.offsets, copy))
-            tensors.append(dataclasses.replace(tensor, dtype=dtype, chunks=tuple(chunks)))
+            room = _manifest_room(made, paths, state.objects)
+            sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + room
+        self._make_room(sizes, copying.copy_bytes)
+        rooms = {device: _Room(self._turns[device].take()) for device in sizes}
+        tensors, ferry = [], Ferry()
+        for making, parts in zip(made, plan, strict=True):
+            chunks: dict[str, list[LocalChunk]] = {name: [] for name in making.outputs}
+            for part in parts:
+                places = part.places(rooms[part.device])
+                for name, place in places.items():
+                    chunks[name].append(LocalChunk(part.boxes[name][0], place))
+                is_here = part.device == part.chunk.tensor.device
+                make(making, part.chunk.tensor, places, None if is_here else ferry)
+            tensors += [making.output(name, chunks[name]) for name in making.outputs]
+        ferry.land()
         pools = [buffer.room for turns in self._turns.values() for buffer in turns.buffers]
         lent = self._turns[HOST_MEMORY].filled.lent if self._lender is not None else None
         if lent is not None:
             here = (c.tensor for t in tensors for c in t.chunks if c.tensor.device == HOST_MEMORY)
             lent.end(sum(chunk.nbytes for chunk in here))
-        return LocalState(tensors, state.objects, state.paths, pools, lent=lent)
+        return LocalState(tensors, state.objects, paths, pools, lent=lent)
 
-    def _make_room(self, sizes: Mapping[torch.device, int], copying: Copying) -> None:
+    def _make_room(self, sizes: Mapping[torch.device, int], copy_bytes: int | None) -> None:
         kept = {device: turns.size_bytes for device, turns in self._turns.items()}
         # A buffer that is too small is published still while the ones in its place are filled.
         new = {device: size for device, size in sizes.items() if size > kept.get(device, 0)}
         needed = BUFFERS * (sum(kept.values()) + sum(new.values()))
-        if copying.copy_bytes is not None and needed > copying.copy_bytes:
+        if copy_bytes is not None and needed > copy_bytes:
             raise UsageError(
                 f"copies of this shard take {needed} bytes ({BUFFERS} buffers, and those of "
-                f"earlier copies), more than copy_bytes={copying.copy_bytes}; raise it, cast "
+                f"earlier copies), more than copy_bytes={copy_bytes}; raise it, cast "
                 "to a smaller dtype, or publish in place"
             )
         for device, size in new.items():
@@ -143,34 +193,55 @@ class CopyBuffers:
             self._turns[device] = made
 
 
-def _cast(fqn: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    try:
-        copy.copy_(tensor)
-    except NotImplementedError as error:
-        raise UsageError(
-            f"{fqn!r}: torch cannot cast {tensor.dtype} to {copy.dtype} ({error}); name it in "
-            "keep_dtype"
-        ) from error
+def make(
+    making: Making, memory: torch.Tensor, places: Mapping[str, torch.Tensor], ferry: Ferry | None
+) -> None:
+    """Make the outputs of a chunk, piece by piece, on the chunk's device.
+
+    Args:
+        ferry: Brings them to their places, if these are on the host and the chunk is not.
+    """
+    for box, parts in making.pieces(memory, places, PIECE_BYTES):
+        if ferry is None:
+            making.fill(box, parts)
+        else:
+            made = {
+                name: torch.empty(part.shape, dtype=part.dtype, device=box.device)
+                for name, part in parts.items()
+            }
+            making.fill(box, made)
+            ferry.bring([*made.values()], [*parts.values()])
 
 
-def _sizes(state: LocalState, copying: Copying) -> dict[torch.device, int]:
+def _paths(state: LocalState, made: Sequence[Making]) -> dict[str, tuple[str | int, ...]]:
+    """Where a state dict has the tensors that are made of its own: beside these."""
+    paths = dict(state.paths)
+    for making in made:
+        fqn, path = making.tensor.fqn, state.paths.get(making.tensor.fqn, ())
+        for name in making.outputs.keys() - {fqn}:
+            if name.startswith(fqn) and path and isinstance(path[-1], str):
+                paths[name] = (*path[:-1], path[-1] + name.removeprefix(fqn))
+    return paths
+
+
+def _sizes(plan: Sequence[Sequence[_Part]]) -> dict[torch.device, int]:
     sizes: dict[torch.device, int] = {}
-    for tensor in state.tensors:
-        dtype = copying.dtype_of(tensor)
-        for chunk in tensor.chunks:
-            device = chunk.tensor.device
-            sizes[device] = sizes.get(device, 0) + _room(chunk, dtype)
+    for part in (part for parts in plan for part in parts):
+        size = sum(aligned(part.size_bytes(name)) for name in part.boxes)
+        sizes[part.device] = sizes.get(part.device, 0) + size
     return sizes
 
 
-def _room(chunk: LocalChunk, dtype: torch.dtype) -> int:
-    return aligned(chunk.tensor.numel() * dtype.itemsize)
-
-
-def _manifest_room(state: LocalState) -> int:
+def _manifest_room(
+    made: Sequence[Making],
+    paths: Mapping[str, tuple[str | int, ...]],
+    objects: Mapping[str, torch.Tensor],
+) -> int:
     """More than the manifest of a copy takes: msgpack has nine bytes at most for a number."""
-    names = sum(len(t.fqn.encode()) + 9 * len(t.shape) + 64 for t in state.tensors)
-    paths = sum(len(repr(path).encode()) for path in state.paths.values())
-    objects = sum(len(fqn.encode()) + 192 for fqn in state.objects)
-    chunks = sum(128 + 27 * len(t.shape) for t in state.tensors for _ in t.chunks)
-    return aligned(256 + names + paths + objects + chunks)
+    size = sum(len(repr(path).encode()) for path in paths.values())
+    size += sum(len(fqn.encode()) + 192 for fqn in objects)
+    for making in made:
+        dims, chunks = len(making.tensor.shape), len(making.tensor.chunks)
+        for name in making.outputs:
+            size += len(name.encode()) + 9 * dims + 64 + chunks * (128 + 27 * dims)
+    return aligned(256 + size)

@@ -127,10 +127,10 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), reach * tensor.element_size()
 
 
-def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy bits between two tensors of one shape and dtype; torch need not support the dtype."""
     word = WORDS[target.element_size()]
-    target.view(word).copy_(source.view(word))
+    target.view(word).copy_(source.view(word), non_blocking=non_blocking)
 
 
 def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:

@@ -1,0 +1,373 @@
+"""Transforms: the tensors of a published copy, made of those that it is a copy of."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+
+from torch_ros import arguments
+from torch_ros.errors import TorchRosError, UsageError
+from torch_ros.weights.local import LocalChunk, LocalTensor, copy_bits
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that a transform makes of another.
+
+    Args:
+        dtype: The dtype of its elements.
+        per: The sizes of the box of the other tensor for which it has one element. All ones: it has
+            the other's shape. (128, 128): one for each box of that size, and for the smaller ones
+            at the ends.
+    """
+
+    dtype: torch.dtype
+    per: Shape
+
+    def __post_init__(self) -> None:
+        arguments.instance(torch.dtype)("MadeTensor: dtype", self.dtype)
+        for size in self.per:
+            arguments.whole(1, 1 << 62)("MadeTensor: per", size)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it has the other's shape."""
+        return max(self.per, default=1) == 1
+
+    def made_of(self, offsets: Shape, sizes: Shape) -> Box:
+        """The box that is made of a box which cuts none of `per`."""
+        if self.is_elementwise:
+            return offsets, sizes
+        bounds = zip(offsets, sizes, self.per, strict=True)
+        edges = [(start // per, -(-(start + size) // per)) for start, size, per in bounds]
+        return tuple(start for start, _ in edges), tuple(end - start for start, end in edges)
+
+
+@lru_cache(64)  # thousands of tensors are made of as many
+def _elementwise(dtype: torch.dtype, dims: int) -> MadeTensor:
+    return MadeTensor(dtype, (1,) * dims)
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """Says which tensors a copy has in the place of one, and makes them.
+
+    The ranks of a replica are given equal ones: before anything is given up they compare the
+    `repr`, which therefore says all that matters, as that of a frozen dataclass does.
+    """
+
+    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
+        """The tensors to make of one, by their names.
+
+        Args:
+            shape: The whole tensor's, on each rank, however it is sharded.
+
+        Returns:
+            Depends on the arguments alone. Nothing: the tensor is left to the next transform, and
+            by the last one copied as it is.
+        """
+
+    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
+        """Write the parts of the outputs that are made of one box of the tensor.
+
+        Called for one box after another, on the device of the tensor. An error on one rank ends
+        the publication on all.
+
+        Args:
+            box: The published tensor's own memory: read, never written. Cuts no box that an element
+                of an output stands for.
+            made: The part of each output.
+        """
+
+
+def _matches(fqn: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Casts floating-point tensors to another dtype.
+
+    Args:
+        dtype: Such as torch.bfloat16.
+        keep: Names of tensors that are left as they are, as patterns ("*.norm.*").
+    """
+
+    dtype: torch.dtype
+    keep: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        arguments.instance(torch.dtype)("Cast: dtype", self.dtype)
+        if not self.dtype.is_floating_point:
+            raise UsageError(f"Cast: dtype={self.dtype}: expected a floating-point dtype")
+        arguments.texts("Cast: keep", self.keep)
+        object.__setattr__(self, "keep", tuple(self.keep))  # equal by repr
+
+    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
+        """It itself, of the other dtype."""
+        if not dtype.is_floating_point or _matches(fqn, self.keep):
+            return {}
+        return {fqn: _elementwise(self.dtype, len(shape))}
+
+    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
+        """As torch casts."""
+        made[fqn].copy_(box)
+
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+SCALE_MIN = torch.finfo(torch.float32).tiny  # a smaller one has few bits: quotients overflow
+CACHE_BYTES = 2 << 20  # at a time on a host: with 16 MiB it took up to ten times as long
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Quantises matrices to torch.float8_e4m3fn, with float32 scales in tensors of their own.
+
+    A scale is the largest absolute value of its row, or its block, divided by 448, and 1 if all of
+    them are zero. An element divided by its scale is rounded to the nearest float8; that times the
+    scale is nearly the element. A tensor of more than two dimensions, such as a stack of experts,
+    is taken for so many matrices. Tensors of fewer dimensions, and all that are not floating-point
+    ones of 16 bits or more, are left as they are.
+
+    By rows, "w.weight" of shape (N, K) gets a "w.weight_scale" of shape (N, 1), as with the
+    "channel" strategy of compressed-tensors; a shard has whole rows. With `block=(128, 128)` it
+    gets a "w.weight_scale_inv" of shape (N / 128, K / 128), rounded up, as in DeepSeek-V3's
+    checkpoints (`weight_block_size`); the edges of shards lie between blocks.
+
+    Args:
+        names: Names of the tensors to quantise, as patterns ("*_proj.weight").
+        keep: Those among them that are left as they are ("*.mlp.gate.*").
+        block: Rows and columns that have a scale together; None: each row has its own.
+        suffix: By which the name of the scales is longer than the tensor's. None: "_scale", with
+            blocks "_scale_inv", although engines multiply by both.
+    """
+
+    names: Sequence[str]
+    keep: Sequence[str] = ()
+    block: tuple[int, int] | None = None
+    suffix: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("names", "keep"):
+            arguments.texts(f"Float8: {name}", getattr(self, name))
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # equal by repr
+        if self.block is not None:
+            if not isinstance(self.block, Sequence) or len(self.block) != 2:
+                raise UsageError(f"Float8: block={self.block!r}: expected rows and columns")
+            for size in self.block:
+                arguments.whole(1, 1 << 31)("Float8: block", size)
+            object.__setattr__(self, "block", tuple(self.block))
+        if self.suffix is None:
+            object.__setattr__(self, "suffix", "_scale_inv" if self.block else "_scale")
+        arguments.text("Float8: suffix", self.suffix)
+
+    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
+        """It itself, quantised, and its scales."""
+        is_matrix = len(shape) > 1 and dtype.is_floating_point and dtype.itemsize > 1
+        if not is_matrix or not _matches(fqn, self.names) or _matches(fqn, self.keep):
+            return {}
+        per = self._per(shape)
+        return {
+            fqn: _elementwise(FP8, len(shape)),
+            f"{fqn}{self.suffix}": MadeTensor(torch.float32, per),
+        }
+
+    def _per(self, shape: Shape) -> Shape:
+        return (*(1,) * (len(shape) - 2), *(self.block or (1, max(1, shape[-1]))))
+
+    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
+        """Computed in float32.
+
+        Raises: UsageError: An element is not finite.
+        """
+        quantised, scales = made[fqn], made[f"{fqn}{self.suffix}"]
+        per = self._per(tuple(box.shape))
+        most = CACHE_BYTES // box.itemsize if box.is_cpu else box.numel()
+        for offsets, sizes in _cut(tuple(box.shape), per, most):
+            place = MadeTensor(torch.float32, per).made_of(offsets, sizes)
+            part = _part(box, offsets, sizes)
+            self._quantise(fqn, part, _part(quantised, offsets, sizes), _part(scales, *place))
+
+    def _quantise(
+        self, fqn: str, box: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        rows, columns = box.shape[-2:]
+        high, wide = self.block or (1, columns)
+        values = box.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if rows % high or columns % wide:
+            values = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
+        *others, down, across = values.shape
+        blocks = values.view(*others, down // high, high, across // wide, wide)
+        largest = blocks.abs().amax((-3, -1))
+        if not bool(torch.isfinite(largest).all()):
+            raise UsageError(
+                f"tensor {fqn!r} has elements that are not finite as float32; expected finite "
+                "ones, to quantise; look where they come from, or name it in keep"
+            )
+        scale = (largest / FP8_MAX).clamp_(min=SCALE_MIN).masked_fill_(largest == 0, 1)
+        blocks.div_(scale[..., :, None, :, None])
+        quantised.copy_(values[..., :rows, :columns])
+        scales.copy_(scale)
+
+
+SAID = (TorchRosError, MemoryError, torch.OutOfMemoryError)  # errors that say enough
+
+
+class _AsIs:
+    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
+        return {fqn: _elementwise(dtype, len(shape))}
+
+    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
+        copy_bits(made[fqn], box)
+
+
+AS_IS = _AsIs()
+
+
+@dataclass(frozen=True)
+class Making:
+    """One tensor, and those that a copy has in its place."""
+
+    tensor: LocalTensor
+    transform: Transform
+    outputs: Mapping[str, MadeTensor]
+
+    @classmethod
+    def of(cls, tensor: LocalTensor, transforms: Sequence[Transform]) -> Self:
+        """Made by the first transform that makes something of it; else it is copied as it is.
+
+        Raises:
+            UsageError: A transform raised, or makes something that cannot be.
+        """
+        for transform in (*transforms, AS_IS):
+            try:
+                outputs = transform.outputs(tensor.fqn, tensor.dtype, tensor.shape)
+            except SAID:
+                raise
+            except Exception as error:
+                raise _failed(transform, tensor.fqn, error) from error
+            if outputs:
+                _require_fit(transform, tensor, outputs)
+                break
+        return cls(tensor, transform, outputs)
+
+    @cached_property
+    def units(self) -> Shape:
+        """The sizes of the smallest box that has whole elements of all outputs."""
+        sizes = zip(*(output.per for output in self.outputs.values()), strict=True)
+        return tuple(math.lcm(*each) for each in sizes)
+
+    def boxes(self, chunk: LocalChunk) -> Mapping[str, Box]:
+        """The part of each output that is made of a chunk.
+
+        Raises:
+            UsageError: The chunk cuts a box that an element of an output stands for.
+        """
+        offsets, sizes = chunk.offsets, tuple(chunk.tensor.shape)
+        for name, output in self.outputs.items():
+            if not output.is_elementwise:
+                self._require_whole(name, output, offsets, sizes)
+        return {name: output.made_of(offsets, sizes) for name, output in self.outputs.items()}
+
+    def _require_whole(self, name: str, output: MadeTensor, offsets: Shape, sizes: Shape) -> None:
+        for dim, (per, whole) in enumerate(zip(output.per, self.tensor.shape, strict=True)):
+            for edge in (offsets[dim], offsets[dim] + sizes[dim]):
+                if edge % per and edge != whole:
+                    start = edge // per * per
+                    raise UsageError(
+                        f"tensor {self.tensor.fqn!r}: the shard of shape {list(sizes)} at "
+                        f"{list(offsets)} cuts dimension {dim} at {edge}, inside of block "
+                        f"{edge // per} (from {start} to {min(start + per, whole)}), for which "
+                        f"{name!r} has one element; expected edges of shards between blocks: shard "
+                        f"it otherwise, or leave it out of {self.transform!r}"
+                    )
+
+    def output(self, name: str, chunks: Sequence[LocalChunk]) -> LocalTensor:
+        """The output of that name, of which this rank has these chunks."""
+        output, tensor = self.outputs[name], self.tensor
+        _, shape = output.made_of((0,) * len(tensor.shape), tensor.shape)
+        return LocalTensor(name, output.dtype, shape, tuple(chunks), tensor.spread)
+
+    def pieces(
+        self, memory: torch.Tensor, made: Mapping[str, torch.Tensor], most_bytes: int
+    ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+        """Cut a chunk and what is made of it into boxes of so many bytes at most, or one unit."""
+        if memory.nbytes <= most_bytes:
+            yield memory, made
+            return
+        for offsets, sizes in _cut(tuple(memory.shape), self.units, most_bytes // memory.itemsize):
+            parts = {
+                name: _part(made[name], *output.made_of(offsets, sizes))
+                for name, output in self.outputs.items()
+            }
+            yield _part(memory, offsets, sizes), parts
+
+    def fill(self, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
+        """Raises: UsageError: The transform raised."""
+        try:
+            self.transform.fill(self.tensor.fqn, box, made)
+        except SAID:
+            raise
+        except Exception as error:
+            raise _failed(self.transform, self.tensor.fqn, error) from error
+
+
+def makings(tensors: Sequence[LocalTensor], transforms: Sequence[Transform]) -> Sequence[Making]:
+    """The tensors that a copy has in the place of each of these.
+
+    Raises:
+        UsageError: As `Making.of`; or two tensors are made under one name.
+    """
+    made = [Making.of(tensor, transforms) for tensor in tensors]
+    first: dict[str, str] = {}
+    for each in made:
+        for name in each.outputs:
+            if name in first:
+                raise UsageError(
+                    f"{name!r} is made of {first[name]!r} and of {each.tensor.fqn!r}; expected one "
+                    f"tensor of each name: rename one, or have {each.transform!r} use another name"
+                )
+            first[name] = each.tensor.fqn
+    return made
+
+
+def _require_fit(transform: Transform, tensor: LocalTensor, outputs: object) -> None:
+    dims = len(tensor.shape)
+    if not isinstance(outputs, Mapping) or not all(
+        isinstance(name, str) and isinstance(made, MadeTensor) and len(made.per) == dims
+        for name, made in outputs.items()
+    ):
+        raise UsageError(
+            f"tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {transform!r} makes "
+            f"{outputs!r}, expected names, and for each a MadeTensor with a `per` of {dims} sizes"
+        )
+
+
+def _failed(transform: Transform, fqn: str, error: Exception) -> UsageError:
+    reason = f"{type(error).__name__}: {error}"
+    return UsageError(f"tensor {fqn!r}: {transform!r} failed ({reason}); leave it out of that")
+
+
+def _part(tensor: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+
+
+def _cut(sizes: Shape, units: Shape, most: int) -> Iterator[Box]:
+    """Boxes of whole units that are all of this one, of at most so many elements, or one unit."""
+    if not sizes:
+        yield (), ()
+        return
+    step = max(1, most // (units[0] * math.prod(sizes[1:]))) * units[0]
+    for start in range(0, sizes[0], step):
+        size = min(step, sizes[0] - start)
+        for offsets, rest in _cut(sizes[1:], units[1:], most // size):
+            yield (start, *offsets), (size, *rest)
