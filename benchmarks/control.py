@@ -36,7 +36,7 @@ from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
-from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.records import Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.seat import own_group
 from torch_ros.protocol.versions import Spec, newer, newer_ranges
 from torch_ros.store.endpoint import connect
@@ -128,7 +128,7 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 def end(call: GroupCall) -> None:
     with call.ending():
         if call.finish(LAYOUT):
-            call.complete(LAYOUT)
+            call.complete(Outcome(said=LAYOUT))
 
 
 def publish(group: Group, version: int) -> VersionRef:

@@ -185,7 +185,7 @@ RULES = {
     "claim": lambda view: sources.claim(view, SEAT, CALL),
     "attach": lambda view: sources.attach(view, SEAT, CALL, "t@1"),
     "attach to another": lambda view: sources.attach(view, SEAT, CALL, "z@1"),
-    "complete": lambda view: calls.complete(view, SEAT, CALL, "L"),
+    "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
     "unpublish": lambda view: unpublish.unpublish(view, SEAT, 3, "unpublish", REF),
     "copied": lambda view: unpublish.copied(view, SEAT, KEPT, "r+3@1", 3, SHARD),

@@ -25,6 +25,7 @@ from torch_ros.protocol.records import (
     GroupRecord,
     Holding,
     RunRecord,
+    ShardRecord,
     VersionRecord,
     VersionRef,
     mark,
@@ -480,12 +481,37 @@ class Checks:
             allowed = {("filling", "full"), ("full", "draining")}
             allowed |= {("draining", "full")} if "+" in inst else set()
             demand(step in allowed, f"I5: {key} goes from {old.state} to {new.state}")
+        if new.state == "full":
+            self._covers(key, inst, new)
         if old is None and k.lingers(inst):
             self.world.saw("lingers")
         is_of_tensors = "+" not in inst or k.lingers(inst)
         if is_of_tensors and not (new.is_original and new.state == "filling"):
             for process in self.starts[k.owner_of(inst)].processes:
                 self._compare_with(process, new, key)
+
+    def _covers(self, key: str, inst: str, holding: Holding) -> None:
+        """I9: who holds a version shows every element of it."""
+        there = self.world.store.read(Read((self.world.keys.shards(inst),))).entries
+        shown = [self._layout_of(ShardRecord.decode(e.value, at)) for at, e in there.items()]
+        if len(shown) < holding.world_size or None in shown:
+            return  # a rank has lost its seat, or has not returned from `open`
+        missing = {fqn: np.ones(shape, np.bool_) for fqn, shape in self.world.shapes}
+        for layout in shown:
+            for chunk in layout.chunks:
+                ends = [o + size for o, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+                box = tuple(map(slice, chunk.offsets, ends))
+                missing[layout.tensors[chunk.tensor].fqn][box] = False
+        lacks = {fqn: np.argwhere(cells).tolist() for fqn, cells in missing.items() if cells.any()}
+        demand(not lacks, f"I9: {key} is full, and its ranks lack {lacks}")
+
+    def _layout_of(self, shard: ShardRecord):
+        handle = self.world.process_of(shard).handle
+        if handle is None:
+            return None
+        mailboxes = [handle._shard.mailbox, *(copy.mailbox for copy in handle._shard.copies.made)]
+        shown = next((each.manifest for each in mailboxes if each.card == shard.card), None)
+        return shown and shown.layout
 
     def _newest(self, key: str) -> None:
         """Numbers only grow within a run."""

@@ -61,8 +61,9 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import batches, feed, mailbox, peers, reading, turns
+from torch_ros.transfer import batches, feed, mailbox, peers, reading, registered, turns
 from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.weights import manifest
 
 
 @dataclass(frozen=True)
@@ -1142,6 +1143,113 @@ def _(unbegun):
 )
 def _(rule):
     return lambda shards: next((shard.ready for shard in shards if shard.ready), None)
+
+
+# Coverage
+
+fault(
+    "coverage is not asked",
+    (manifests, "require_whole"),
+    (manifests, "is_whole"),
+    scenario="lacks a cell",
+)(lambda _: lambda layouts: True)
+fault(
+    "coverage is not asked of a part that was asked for",
+    (manifests, "is_whole"),
+    scenario="a part is read",
+)(lambda _: lambda layouts: True)
+fault(
+    "answers name tensors, and no boxes",
+    (registered, "sharding"),
+    (manifests, "sharding"),
+    scenario="lacks a cell",
+)(
+    lambda sharding: (
+        lambda layout: dataclasses.replace(
+            sharding(layout), digest=manifest.logical([layout]).digest
+        )
+    )
+)
+fault(
+    "a rank takes what it has for all, if all have said something",
+    (manifests.Manifests, "_layouts_of"),
+    scenario="lacks a cell",
+)(lambda _: lambda self, tensors, said, deadline: [_of_all(tensors.layout)])
+
+
+def _of_all(layout):
+    """The same tensors, each in one chunk."""
+    return manifest.Layout(
+        layout.tensors,
+        tuple(
+            manifest.ChunkRecord(n, (0,) * len(t.shape), t.shape, (1,) * len(t.shape), spread=False)
+            for n, t in enumerate(layout.tensors)
+        ),
+    )
+
+
+@fault(
+    "answers are kept before anybody has looked",
+    (manifests.Manifests, "together"),
+    scenario="lacks a cell",
+)
+def _(together):
+    def faulty(self, tensors, said, deadline, **options):
+        try:
+            return together(self, tensors, said, deadline, **options)
+        except BaseException:  # it had noted already what it was about to prove
+            layout = manifest.logical([tensors.layout]).digest
+            self._group.ledger._layouts[records.answers_of(said)] = layout
+            raise
+
+    return faulty
+
+
+@fault(
+    "answers that lack something are a version's",
+    (calls, "complete"),
+    scenario="a part is read",
+)
+def _(rule):
+    def faulty(view, seat, call, end, *args, **kwargs):
+        if call.kind == "replicate" and not end.said:
+            key = seat.keys.version(call.ref.run, call.ref.version)
+            layout = records.VersionRecord.decode(view.entries[key].value, key).layout
+            end = msgspec.structs.replace(end, said=layout)
+        return rule(view, seat, call, end, *args, **kwargs)
+
+    return faulty
+
+
+@fault(
+    "what was not waited for is offered, whatever the ranks know of it",
+    (membership, "answers_of"),
+    scenario="a part unseen",
+)
+def _(answers_of):
+    return lambda said: ""  # as an end has that nobody knows
+
+
+@fault(
+    "what is shown without etcd is taken for what was shown before",
+    (ledger.Ledger, "brought"),
+    scenario="a part unseen",
+)
+def _(brought):
+    def faulty(self, shard):
+        told, changes = brought(self, shard)
+        return msgspec.structs.replace(told, answer=self._said[0]), changes
+
+    return faulty
+
+
+@fault(
+    "a copy is made of what may be a part",
+    (ledger.Attempt, "may_end_well"),
+    scenario="a part is copied",
+)
+def _(note):
+    return lambda self, ref, value, layout: note(self, ref, value, layout or value)
 
 
 @fault("an end is learned without a seat", (ledger.Ledger, "learn"), scenario="late answer")

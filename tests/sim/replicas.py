@@ -50,7 +50,7 @@ class Start:
     replica: str
     is_trainer: bool
     size: int
-    sharding: str  # "rows", "whole" or "stages"
+    sharding: str  # "rows", "whole" or "stages"; "gap": as rows, of which a cell is missing
     nonce: str | None = None
     run: str | None = None
     spot: bool = False
@@ -93,7 +93,7 @@ def chunk_of(sharding: str, number: int, shape: tuple[int, ...], rank: int, size
     dim = len(shape) - 1  # columns of what has two dimensions: those rows are short and strided
     part = shape[dim] // size
     offsets, sizes = [0] * len(shape), list(shape)
-    offsets[dim], sizes[dim] = rank * part, part
+    offsets[dim], sizes[dim] = rank * part, part - (sharding == "gap" and (rank, number) == (0, 0))
     return tuple(offsets), tuple(sizes)
 
 
@@ -157,7 +157,7 @@ class Process:
             end = begin + math.prod(sizes)
             chunks = (LocalChunk(offsets, self.memory[begin:end].view(sizes)),)
             begin = end
-            spread = self.start.sharding == "rows"
+            spread = self.start.sharding in {"rows", "gap"}
             self.tensors.append(LocalTensor(fqn, torch.int64, shape, chunks, spread=spread))
 
     def __str__(self) -> str:
@@ -261,6 +261,9 @@ class Process:
                 self.gave_up = True
                 return
             self._attempt(task)
+        if start.sharding == "gap":  # it never gets anywhere
+            self.gave_up = True
+            return
         self._finale()
 
     def _attempt(self, task: Task) -> Exception | None:

@@ -10,7 +10,7 @@ from itertools import permutations
 
 import msgspec
 from checks import Broken, demand
-from replicas import TTL_S, Process, Start
+from replicas import TTL_S, Process, Start, Task
 from story import short
 from world import MANY, SHAPES, World
 
@@ -18,6 +18,7 @@ from torch_ros.errors import (
     CallAborted,
     ContentChanged,
     DeadlineExceeded,
+    ManifestMismatch,
     SeatLost,
     SourceLost,
     StoreUnavailable,
@@ -27,7 +28,15 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
-from torch_ros.protocol.records import Call, Failure, Kept, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.records import (
+    Call,
+    Failure,
+    Kept,
+    Outcome,
+    ShardRecord,
+    VersionRef,
+    answers_of,
+)
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.shard.filling import IDLE_S
@@ -1826,10 +1835,17 @@ def who_is_believed(_: Scene) -> None:
     cut_off = back(pid=5, ended=[msgspec.structs.replace(publish_3, outcome=nobody_waits)])
     calls, _ = membership.adopted([cut_off, holder, cut_off])
     demand(calls == [publish_3], "I3: who gave a call up is believed, not who knows its end")
-    ready = back(pid=6, pending=3, ready=publish_3)
-    demand(membership.not_waited_for([ready, ready]) == publish_3, "I6: nobody offers it")
+    end = Outcome(is_source=True, said="L", answers=answers_of({0: "a", 1: "a"}))
+    known = msgspec.structs.replace(publish_3, outcome=end)
+    ready = back(pid=6, pending=3, ready=known, answer="a")
+    newer = msgspec.structs.replace(ready, pid=7, ready=publish_3)  # it knows of no such end
     for other in (holder, in_it, gave_up, cut_off):
         demand(not membership.not_waited_for([ready, other]), f"I1: {other.pid} has no part in it")
+    for ranks in ([ready, ready], [ready, newer], [newer, ready]):
+        demand(membership.not_waited_for(ranks) == known, "I6: nobody offers it")
+    for other in (newer, msgspec.structs.replace(ready, pid=8, answer="b")):
+        ranks = [newer if other is newer else ready, other]
+        demand(not membership.not_waited_for(ranks), f"I9: nobody knows what {other.pid} has")
     for shards, expected in (
         ([holder, holder], held),
         ([in_it, holder], held),
@@ -1840,6 +1856,129 @@ def who_is_believed(_: Scene) -> None:
         _, kept = membership.adopted(shards)
         pids = [shard.pid for shard in shards]
         demand(kept == expected, f"I4: of {pids}, {kept} is believed, not {expected}")
+
+
+def _register(me: Process, sharding: str) -> None:
+    """From now on it has other boxes, and holds nothing."""
+    me.start.sharding = sharding
+    me._make_memory()
+    me.handle.unregister()
+    me.handle._shard.tensors.show(LocalState(me.tensors, {}, {}))
+
+
+def _lacks(me: Process, call: Callable[[], object]) -> None:
+    """A call of a replica that lacks a cell fails on all ranks, which says where it is."""
+    try:
+        call()
+    except ManifestMismatch as error:
+        is_named = "'w0'" in str(error) and "box from [5] to [6]" in str(error)
+        demand(is_named, f"I9: a cell is missing, and {error}")
+    else:
+        raise Broken(f"I9: {me} has a part of it, and holds it")
+
+
+def lacks_a_cell(scene: Scene) -> None:
+    """I9: a version of which the ranks lack a cell is offered by nobody, whatever was before."""
+
+    def train(me: Process) -> None:
+        for _ in range(2):  # a failure leaves no belief behind
+            _lacks(me, lambda: publish(me, 1))
+        _register(me, "rows")
+        publish(me, 2, 8)
+        unpublish(me)
+        _register(me, "gap")
+        _lacks(me, lambda: publish(me, 3, 9))
+        _register(me, "rows")
+        publish(me, 4, 10)
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        replicate(me, 4)
+        scene.reach("read")
+
+    scene.start("t", train, sharding="gap")
+    scene.start("r", read, size=1)
+    scene.play()
+
+
+def a_part_is_read(scene: Scene) -> None:
+    """I9: replicas that have read a part hold nothing, and are no witnesses."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until(*(f"r{n}.{1 + n}/{rank} has a part" for n in (0, 1) for rank in range(SIZE)))
+        unpublish(me)
+        scene.reach("given up")
+        scene.until("read")
+
+    def part(me: Process) -> None:
+        if me.start.loads:
+            for _ in range(2):  # the second time it is known
+                me.load(Task("load", 1, timeout_s=50))
+                demand(me.handle.version is None, f"I9: {me} has a part of it, and holds it")
+        else:
+            _lacks(me, lambda: replicate(me, 1))
+        scene.reach(f"{me} has a part")
+        scene.until("read")
+
+    def read(me: Process) -> None:
+        scene.until("given up")
+        replicate(me, 1, timeout_s=20)
+        scene.reach("read")
+
+    scene.start("t", train, retain=("latest",))
+    scene.start("r0", part, sharding="gap")
+    scene.start("r1", part, sharding="gap", loads=True)
+    scene.start("r2", read, size=1)
+    scene.play()
+
+
+def a_part_unseen(scene: Scene) -> None:
+    """I9: a part that was published without etcd is offered by nobody when that is back."""
+    who = scene.rng.choice([(0, 1), (0,)])  # publishes without it
+
+    def train(me: Process) -> None:
+        if is_known:
+            publish(me, 1)
+            unpublish(me)
+        scene.reach(f"{me} begins")
+        scene.until("t.0/0 begins", "t.0/1 begins")
+        _register(me, "gap")
+        if me.rank in who:
+            scene._cut(me, 3 * TTL_S)
+            publish(me, 2, 8, store_wait_s=0)
+            scene.reach("published")
+            scene.sleep(5 * TTL_S)
+        else:
+            scene.until("published")
+            scene.when(lambda: me.handle._shard.group.state != "seated", "its seat is lost")
+            _lacks(me, lambda: publish(me, 2, 8))
+
+    is_known = scene.random() < 0.7
+    scene.start("t", train)
+    scene.play()
+
+
+def a_part_is_copied(scene: Scene) -> None:
+    """I9: a part whose publication came to no end that is known is not copied as a version."""
+
+    def train(me: Process) -> None:
+        scene.slow_s[me] = 60.0  # before it is seen that a cell is missing
+        try:
+            publish(me, 1, timeout_s=5)
+        except TorchRosError:
+            scene.reach(f"{me} is ready")
+        scene.until("t.0/0 is ready", "t.0/1 is ready")
+        unpublish(me)
+        scene.reach(f"{me} took it back")
+        scene.until("t.0/0 took it back", "t.0/1 took it back")
+        scene.sleep(4 * TTL_S)
+
+    start = scene.start("t", train, sharding="gap", retain=("latest",))
+    for process in start.processes:
+        cut = partial(scene._cut, process, 2 * TTL_S)
+        scene.hold("ready", process, puts("/ready/"), lambda: True, meanwhile=cut, is_reply=True)
+    scene.play()
 
 
 def _close(me: Process) -> float:
@@ -2284,6 +2423,10 @@ SCENES = {
     "both drain": both_drain,
     "half dead": half_dead,
     "half there": half_there,
+    "lacks a cell": lacks_a_cell,
+    "a part is read": a_part_is_read,
+    "a part unseen": a_part_unseen,
+    "a part is copied": a_part_is_copied,
     "lingers": lingers,
     "started again": started_again,
     "spot only": spot_only,

@@ -82,11 +82,13 @@ EVENTS = (
     "not waited for",
     "offered when back",
     "other bytes under an old number",
+    "publish ends: ManifestMismatch",
     "race lost",
     "read",
     "re-routed",
     "read ended early",
     "read failed",
+    "replicate ends: ManifestMismatch",
     "replicate: SourceLost",
     "replicate: VersionNotFound",
     "seats taken again",
@@ -101,6 +103,7 @@ EVENTS = (
     "update: CallAborted",
 )
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
+GAPS = 0.04  # of the starts: their ranks lack a cell
 STORY = 60  # steps that a failure shows
 STEPS_MAX = 60_000
 SHAPES = (
@@ -235,6 +238,8 @@ class World(Scheduler):
             if self.is_lending and is_trainer:
                 apart = Random(f"{self.seed}/{made.number}/lends")
                 made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
+            if Random(f"{self.seed}/{made.number}/gap").random() < GAPS:
+                made.sharding = "gap"
         if self.is_in_datacenters:
             made.datacenter = rng.choice(["east", "west"])
         made.is_probe = is_probe

@@ -30,7 +30,7 @@ from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
-from torch_ros.protocol.records import Call, ShardRecord, VersionRef
+from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect
 from torch_ros.store.loops import Done
@@ -128,7 +128,7 @@ def finish(call, layout, *whole, summing_up=lambda: None):
     with call.ending():
         if said := call.finish(layout):
             summing_up()
-            call.complete("+".join(sorted(set(said.values()))), *whole)
+            call.complete(Outcome(said="+".join(sorted(set(said.values())))), *whole)
 
 
 def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):

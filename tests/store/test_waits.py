@@ -9,7 +9,14 @@ import pytest
 
 from torch_ros.protocol import calls, sources
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import GroupRecord, Holding, RunRecord, VersionRecord, VersionRef
+from torch_ros.protocol.records import (
+    GroupRecord,
+    Holding,
+    Outcome,
+    RunRecord,
+    VersionRecord,
+    VersionRef,
+)
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, listing, resolve, spec_ranges
 from torch_ros.store import loops
@@ -107,7 +114,7 @@ def reads(place):
     if not call.sources:
         claim = partial(sources.claim, seat=place, call=call)
         call = yield from settle("claim", sources.source_ranges(place, call.ref), claim)
-    complete = partial(calls.complete, seat=place, call=call, layout="L")
+    complete = partial(calls.complete, seat=place, call=call, end=Outcome(said="L"))
     return (yield from settle("complete", calls.end_ranges(place, call), complete))
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
+import msgspec
+
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     CallAborted,
@@ -257,26 +259,26 @@ class GroupCall(Attempt):
         self._finish(found)
         return None
 
-    def complete(self, layout: str, whole: SourceTerms = SourceTerms()) -> None:  # noqa: B008  # a frozen value
+    def complete(self, end: Outcome, whole: SourceTerms = SourceTerms()) -> None:  # noqa: B008  # a frozen value
         """End the call, of which this rank knows that all are ready.
 
         Args:
-            layout: The layout that the group holds; agree: what it said.
+            end: The layout that the ranks have all of, with their answers; agree: what they said.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
         seat, call = self.seat, self.decided
         reads = calls.own_records(seat, call, self.read_from)[1:] if seat.world_size == 1 else ()
-        rule = partial(
-            calls.complete, seat=seat, call=call, layout=layout, whole=whole, reads=reads
-        )
+        if self.may_hold is not None:
+            self.may_hold = msgspec.structs.replace(self.may_hold, layout=end.said)
+        rule = partial(calls.complete, seat=seat, call=call, end=end, whole=whole, reads=reads)
         self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided
         if call.ref is not None:
-            self.may_end_well(call.ref, value)
+            self.may_end_well(call.ref, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return {seat.rank: value}
         reads = calls.own_records(seat, call, self.read_from)[1:]
@@ -377,11 +379,12 @@ class GroupCall(Attempt):
         if self._call is not None:
             clean_up(self.seating, calls.own_records(self.seat, self._call, self.read_from))
 
-    def go_on_without(self, version: int, value: str) -> None:
+    def go_on_without(self, version: int, value: str, end: Outcome) -> None:
         """This rank holds what it publishes; it is offered when all ranks are back.
 
         Args:
-            value: The layout of this rank's part.
+            value: The sharding of this rank's part.
+            end: The layout that the ranks have all of, with their answers, as far as it knows.
 
         Raises:
             CallMismatch: The group has made another call under this number: its readers would take
@@ -395,9 +398,8 @@ class GroupCall(Attempt):
         if ref is None:
             ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
             self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
-        layout = self._ledger.layout_of(value)
-        self.may_hold = Kept(ref, self.number, layout, is_original=True)
-        outcome = Outcome(is_source=True, said=layout)
+        self.value, self.may_hold = value, Kept(ref, self.number, end.said, is_original=True)
+        outcome = Outcome(is_source=True, said=end.said, answers=end.answers)
         self.ready = Call(self.number, self.kind, self.asked, 0, ref, outcome=outcome)
         self._failure, self.is_recorded = self.abandoned, True
 
@@ -428,8 +430,8 @@ class GroupCall(Attempt):
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
         self._ledger.learn(call, outcome, self.seat)
-        if call.kind == "publish" and self.value and outcome.failure is None:
-            self._ledger.published(self.value, outcome.said)
+        if outcome.failure is None:
+            self._ledger.ended_with(self.value, outcome)
         self.has_ended, self.may_hold, self.said = True, None, outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:

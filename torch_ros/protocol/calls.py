@@ -454,20 +454,21 @@ def complete(
     view: View,
     seat: Seat,
     call: Call,
-    layout: str,
+    end: Outcome,
     whole: SourceTerms = SourceTerms(),
     reads: tuple[Range, ...] = (),
 ) -> Step[Outcome]:
-    """All ranks are ready and together hold content of `layout` (agree: said so): the end.
+    """All ranks are ready, and have every element of the layout `end.said` (agree: said so).
 
-    A group of one has no ready record: `reads` are its reader records, which go now.
+    "" instead of a layout: they lack some, and never hold the version (I9). A group of one has no
+    ready record: `reads` are its reader records, which go now.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(_outcome_of(current, seat, call))
     if call.kind == "agree":
-        return conclude(view, seat, current, Outcome(said=layout))
+        return conclude(view, seat, current, end)
     ref, read = current.ref, tuple(map(Delete, reads))
     assert ref is not None
     key = seat.keys.version(ref.run, ref.version)
@@ -478,15 +479,15 @@ def complete(
     expected = record.layout
     guards: tuple[Guard, ...] = (view.unchanged(key), view.unchanged(seat.holding(ref)))
     dropped = (Delete(one(seat.holding(ref))), *read)
-    if expected and expected != layout:
+    if not end.said or expected not in ("", end.said):
         if call.kind == "replicate" and not whole.is_required:
-            return conclude(view, seat, current, Outcome(), guards, dropped)
+            return conclude(view, seat, current, end, guards, dropped)
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
         return conclude(
             view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read)
         )
     if call.kind == "replicate" and not whole.is_served:
-        return conclude(view, seat, current, Outcome(), guards, dropped)
+        return conclude(view, seat, current, end, guards, dropped)
     held = Holding.decode(own.value, seat.holding(ref))
     full = msgspec.structs.replace(held, state="full")
     ops: list[Op] = [holding_put(view, seat, ref, full)]
@@ -495,8 +496,8 @@ def complete(
     if expected and others:
         guards = (*guards, view.unchanged(others[0]))
     else:
-        ops.append(Put(key, VersionRecord(ref.uid, layout).encode()))
-    outcome = Outcome(is_source=True, said=layout)
+        ops.append(Put(key, VersionRecord(ref.uid, end.said).encode()))
+    outcome = msgspec.structs.replace(end, is_source=True)
     return conclude(view, seat, current, outcome, guards, (*ops, *read))
 
 

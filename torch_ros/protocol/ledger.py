@@ -26,6 +26,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, View
 
 SeatState = Literal["seated", "away", "gone"]
+ANSWERS_KEPT = 8  # a group that saves and loads a few state dicts in turn looks once at each
 DOES_NOT_WAIT = "it is cut off from etcd, and does not wait"
 
 
@@ -64,9 +65,13 @@ class Attempt(ABC):
         if self.may_hold and ref != self.may_hold.ref:
             self.may_hold, self.was_ready = None, False
 
-    def may_end_well(self, ref: VersionRef, value: str) -> None:
-        """Note that from here on it may, also by a peer, without this rank hearing of it."""
-        self.may_hold = Kept(ref, self.number, value, self.kind == "publish")
+    def may_end_well(self, ref: VersionRef, value: str, layout: str) -> None:
+        """Note that from here on it may, also by a peer, without this rank hearing of it.
+
+        Args:
+            layout: The layout that the ranks have every element of; "": this rank does not know.
+        """
+        self.may_hold = Kept(ref, self.number, layout, self.kind == "publish")
         self.value, self.was_ready = value, True
 
     @property
@@ -115,7 +120,8 @@ class Ledger:
         self._given_up = ("", "")  # the last call, if it was given up and had done nothing
         self._retain = frozenset(Spec.parse(as_spec(text)) for text in retain)
         self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
-        self._layout = ("", "")  # of what this rank published last, and of what its group did
+        self._layouts: dict[str, str] = {}  # by the answers of ends that it has learned
+        self._said = ("", Outcome())  # by this rank in a call that ended well, and that end
         self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
 
     # Its standing
@@ -147,6 +153,7 @@ class Ledger:
                 ended=list(self.ended),
                 pending=self.unfinished.number if self.unfinished else under_way,
                 ready=self.unfinished.ready if self.unfinished else None,
+                answer=self.unfinished.value if self.unfinished and self.unfinished.ready else "",
             )
             return told, self._changes
 
@@ -187,6 +194,11 @@ class Ledger:
             self.ended.append(msgspec.structs.replace(call, outcome=outcome))
             if outcome.failure is not None:
                 return
+            if outcome.answers:
+                self._layouts.pop(outcome.answers, None)
+                self._layouts[outcome.answers] = outcome.said
+                while len(self._layouts) > ANSWERS_KEPT:
+                    del self._layouts[next(iter(self._layouts))]
             if call.kind == "unpublish":
                 self.held = None
             elif outcome.is_source and call.ref is not None:
@@ -285,8 +297,9 @@ class Ledger:
             kept, unfinished = self.holds, self.unfinished
             if self.standing.state != "away" or kept is None or self.seat.spot:
                 return None
-            if self.held is None and unfinished is not None and not unfinished.was_ready:
-                return None
+            was_shown = unfinished is not None and unfinished.was_ready
+            if self.held is None and not (was_shown and kept.layout):
+                return None  # nobody was told of it, or it may be a part
             if self._retained is not None:
                 specs = self._retain | self._retained
                 if not any(spec.absolute in (None, kept.ref.version) for spec in specs):
@@ -300,12 +313,21 @@ class Ledger:
     def look_around(self, view: View) -> None:
         self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
 
-    def published(self, value: str, said: str) -> None:
-        self._layout = (value, said)
+    def layout_of(self, answers: str) -> str | None:
+        """The layout that ranks with these answers have every element of (I9).
 
-    def layout_of(self, value: str) -> str:
-        """The group's layout when this rank's part has that one, as far as known."""
-        return self._layout[1] if self._layout[0] == value else value
+        "": They lack some. None: no call has ended with them that this rank knows of.
+        """
+        return self._layouts.get(answers)
+
+    def ended_with(self, value: str, end: Outcome) -> None:
+        """Note the end of a call in which this rank said `value`."""
+        if end.answers and end.said:
+            self._said = (value, end)
+
+    def end_of(self, value: str) -> Outcome:
+        """The last end with answers of which `value` was this rank's; with none: it knows none."""
+        return self._said[1] if self._said[0] == value else Outcome()
 
     def keep_sight(self, seat: Seat, view: View) -> None:
         """Remember what was read before a call, for its decision."""

@@ -24,6 +24,7 @@ from torch_ros.protocol.records import (
     ShardRecord,
     VersionRecord,
     VersionRef,
+    answers_of,
 )
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
 from torch_ros.protocol.versions import run_numbers, spec_ranges
@@ -86,7 +87,7 @@ class Joined:
     group: GroupRecord
     run_number: int
     is_complete: bool
-    unwaited: tuple[tuple[int, Call], ...] = ()  # publications that peers did not wait for
+    unwaited: tuple[tuple[int, Call, str], ...] = ()  # publications that peers did not wait for
 
 
 def seat_of(who: Applicant, joined: Joined) -> Seat:
@@ -284,7 +285,7 @@ def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
 
 def _resumed(joined: Joined, shards: Mapping[int, ShardRecord]) -> Joined:
     """With what peers did not wait for: they have done their part of it, and do not come again."""
-    unwaited = tuple((rank, s.ready) for rank, s in shards.items() if s.ready is not None)
+    unwaited = tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None)
     return dataclasses.replace(joined, unwaited=unwaited)
 
 
@@ -369,12 +370,15 @@ def _changed_holding(call: Call) -> bool:
 
 def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
     """A publication that nobody waited for, as it ends now: all ranks still hold what it offers."""
-    ready = shards[0].ready
+    ends = [shard.ready for shard in shards if shard.ready is not None]
     calls = {call.number: call for shard in shards for call in shard.ended}
-    if ready is None or ready.number in calls or any(shard.ready != ready for shard in shards):
+    are_same = len({(end.number, end.asked, end.ref) for end in ends}) == 1
+    if len(ends) < len(shards) or not are_same or ends[0].number in calls:
         return None
-    is_over = any(n > ready.number and _changed_holding(call) for n, call in calls.items())
-    return None if is_over else ready
+    is_over = any(n > ends[0].number and _changed_holding(call) for n, call in calls.items())
+    answers = answers_of({rank: shard.answer for rank, shard in enumerate(shards)})
+    known = (end for end in ends if end.outcome is not None and end.outcome.answers == answers)
+    return None if is_over else next(known, None)  # else nobody knows that they have all of it (I9)
 
 
 def _strange(shards: Sequence[ShardRecord]) -> list[int]:

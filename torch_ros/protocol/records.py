@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import shlex
 import zlib
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -155,7 +157,7 @@ class Holding(Record, frozen=True):
 class Ready(Record, frozen=True):
     """`ready/<inst>/<n>/<rank>`: this rank has done its part of call n."""
 
-    value: str  # what the ranks must agree on
+    value: str  # of an agree, what the ranks must agree on; else the digest of its sharding
 
 
 class Begun(Record, frozen=True):
@@ -196,10 +198,17 @@ class VersionRef(Record, frozen=True):
 Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
 
 
+def answers_of(said: Mapping[int, str]) -> str:
+    """The digest of what the ranks of a group said in a call, by rank."""
+    rows = [said[rank] for rank in sorted(said)]
+    return blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest()
+
+
 class Outcome(Record, frozen=True):
     failure: Failure | None = None
     is_source: bool = False  # the group now holds the version, and serves it
-    said: str = ""  # what the ranks said, summarised: of a version, the digest of its layout
+    said: str = ""  # of an agree, what all ranks said; of a version, the layout they have all of
+    answers: str = ""  # of a version: digest of what the ranks said, which `said` is true of
 
 
 class Call(Record, frozen=True):
@@ -244,3 +253,4 @@ class ShardRecord(Record, frozen=True):
     ended: list[Call] = []  # the calls whose end it knows
     pending: Number = 0  # the number of the call it is in the middle of
     ready: Call | None = None  # a publication that it did not wait for, as it would end
+    answer: str = ""  # what it would have said to be ready for that

@@ -29,7 +29,8 @@ class Seat:
     datacenter: str
     spot: bool
     drain_s: float  # how long readers may finish before the source goes on without them
-    unwaited: tuple[tuple[int, Call], ...] = ()  # by their ranks: publications not waited for
+    # By their ranks: publications not waited for, and what those would have said to be ready.
+    unwaited: tuple[tuple[int, Call, str], ...] = ()
 
     @property
     def inst(self) -> str:
@@ -49,12 +50,11 @@ class Seat:
         return (one(self.group), one(self.decisions))
 
     def done_by(self, call: Call) -> dict[int, str]:
-        """The ranks that did not wait for a publication, and show it; and what it has with them."""
+        """The ranks that did not wait for a publication, and show it; and what they say."""
         return {
-            rank: ready.outcome.said
-            for rank, ready in self.unwaited
+            rank: answer
+            for rank, ready, answer in self.unwaited
             if rank != self.rank and (ready.number, ready.ref) == (call.number, call.ref)
-            if ready.outcome is not None
         }
 
     def holding(self, ref: VersionRef) -> str:

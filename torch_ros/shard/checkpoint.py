@@ -13,7 +13,7 @@ from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.ledger import DOES_NOT_WAIT
-from torch_ros.protocol.records import Call
+from torch_ros.protocol.records import Call, Outcome
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
@@ -201,7 +201,7 @@ def agree(
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         with call.ending():
             if not call.has_ended and (said := call.finish(answer)):
-                call.complete(unanimous(said.values()))
+                call.complete(Outcome(said=unanimous(said.values())))
         return call.said
 
     def unseated(_: GroupCall) -> str:

@@ -280,14 +280,15 @@ class Shard:
             call.decide_to_publish(check_version(version))
             self._offer_all(call, registered)
             with call.ending():
-                if not call.has_ended and (said := call.finish(registered.digest)):
-                    call.complete(self.manifests.together(registered, said, deadline).digest)
+                if not call.has_ended and (said := call.finish(registered.sharding.digest)):
+                    call.complete(self.manifests.together(registered, said, deadline))
             log.info("published version %d of %r", version, self.model)
             return True
 
         def unseated(call: GroupCall) -> bool:
             registered = tensors()
-            call.go_on_without(check_version(version), registered.digest)
+            end = self.manifests.alone(registered)
+            call.go_on_without(check_version(version), registered.sharding.digest, end)
             self._offer_all(call, registered)
             log.info("version %d of %r is held, and offered when etcd is back", version, self.model)
             return False

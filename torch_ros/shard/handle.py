@@ -193,12 +193,13 @@ class ShardHandle:
             UsageError: Nothing is registered, or a version is held. Nothing was published.
             VersionConflict: A newer version exists. Nothing was published.
             ManifestMismatch: Ranks, or another replica that publishes this version, have other
-                tensors. Nothing was published.
+                tensors; or the ranks together lack a part of one. Nothing was published.
             DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
+            SourceLost: The memory of a peer cannot be read. Nothing was published.
             SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
 
         Cost: 3 round trips to etcd, 2 after an `unpublish`; with several ranks up to 6 each; no
-        copy.
+        copy. The first time, the rank that comes last looks at what its peers have.
         """
         shard, asked = self._shard, f"publish {version}"
         deadline = shard.deadline(asked, timeout_s)
@@ -319,7 +320,8 @@ class ShardHandle:
 
         Raises:
             UsageError: Nothing is registered, or a version is held.
-            ManifestMismatch: Other names, shapes or dtypes than the version's. We do not cast.
+            ManifestMismatch: Other names, shapes or dtypes than the version's, or the ranks
+                together lack a part of a tensor. We do not cast.
             VersionNotFound: The version is gone.
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
             DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.

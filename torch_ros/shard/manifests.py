@@ -9,7 +9,7 @@ from torch_ros.errors import BackendError, SourceLost, TransferFailed
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import parse_rank, replica_of
 from torch_ros.protocol.legible import keyed
-from torch_ros.protocol.records import ShardRecord
+from torch_ros.protocol.records import Outcome, ShardRecord, answers_of
 from torch_ros.protocol.seat import own_group
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Range, View
@@ -17,7 +17,8 @@ from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.stall import SourceWait
-from torch_ros.weights.manifest import Layout, Logical, Manifest, logical
+from torch_ros.weights.coverage import is_whole, require_whole, sharding
+from torch_ros.weights.manifest import Layout, Manifest, logical
 
 
 class Manifests:
@@ -52,14 +53,60 @@ class Manifests:
         return manifests
 
     def together(
-        self, registered: Registered, digests: Mapping[int, str], deadline: Deadline
-    ) -> Logical:
-        """The content that the ranks of this replica hold together, once all are ready."""
-        layouts = [registered.layout]
-        if len(set(digests.values())) > 1:
-            # Ranks with different tensors (pipeline stages) hold the union together.
-            layouts = self.layouts(self._group.seat.inst, deadline)
-        return logical(layouts)
+        self,
+        registered: Registered,
+        said: Mapping[int, str],
+        deadline: Deadline,
+        *,
+        is_required: bool = True,
+    ) -> Outcome:
+        """The layout that the ranks have every element of, once all are ready (I9).
+
+        Looks at what the peers show only if no call has ended yet with what they said. The answer
+        is no knowledge before the call has ended with it.
+
+        Raises:
+            ManifestMismatch: It is required, and an element is missing.
+            SourceLost: A rank shows other tensors than it was ready with.
+        """
+        answers = answers_of(said)
+        layout = self._group.ledger.layout_of(answers)
+        if layout is None or (is_required and not layout):
+            layouts = self._layouts_of(registered, said, deadline)
+            if is_required:
+                require_whole(layouts)
+            if is_required or is_whole(layouts):
+                layout = logical(layouts).digest
+        return Outcome(said=layout or "", answers=answers)
+
+    def _layouts_of(
+        self, registered: Registered, said: Mapping[int, str], deadline: Deadline
+    ) -> Sequence[Layout]:
+        mine = registered.sharding
+        if (mine.is_whole and set(said.values()) == {mine.digest}) or len(said) == 1:
+            return [registered.layout]
+        layouts = [manifest.layout for manifest in self.own(deadline)]
+        for rank, layout in enumerate(layouts):
+            if sharding(layout).digest != said[rank]:
+                reason = f"rank {rank} shows other tensors than it was ready with"
+                raise SourceLost(self._group.seat.replica, reason, 0, 0)
+        return layouts
+
+    def alone(self, registered: Registered) -> Outcome:
+        """The same, as far as this rank can tell without its peers; else with no answers.
+
+        Raises: ManifestMismatch: It is alone, and an element is missing.
+        """
+        mine, world_size = registered.sharding, self._group.seat.world_size
+        known = self._group.ledger.end_of(mine.digest)
+        if known.answers:
+            return known
+        if world_size == 1:
+            require_whole([registered.layout])
+        elif not mine.is_whole:
+            return Outcome()
+        answers = answers_of(dict.fromkeys(range(world_size), mine.digest))
+        return Outcome(said=logical([registered.layout]).digest, answers=answers)
 
     def _shown(
         self, shards: Sequence[ShardRecord], source: str, deadline: Deadline

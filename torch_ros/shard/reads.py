@@ -12,7 +12,7 @@ from torch_ros.errors import ContentChanged, ManifestMismatch, UsageError
 from torch_ros.protocol import calls, serving
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.records import Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.checkpoint import Load, LoadRequest, unanimous
@@ -20,8 +20,8 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, first_changed
-from torch_ros.shard.verification import is_whole
 from torch_ros.transfer.registered import LocalState, finish_kernels
+from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout
@@ -107,7 +107,7 @@ class Serving:
                         "reads on all ranks"
                     )
                 self._require_whole()
-                call.complete("")
+                call.complete(Outcome())
 
     def _prove(self) -> VersionRef:
         """Digest this rank's memory, and compare it with what landed there, if that is known."""
@@ -164,7 +164,7 @@ class Serving:
             return ref.version
         shard.word.serve(call.mark)
         with call.ending():
-            if said := call.finish(registered.digest):
-                call.complete(shard.manifests.together(registered, said, self._deadline).digest)
+            if said := call.finish(registered.sharding.digest):
+                call.complete(shard.manifests.together(registered, said, self._deadline))
         log.info("serving version %d of %r", ref.version, shard.model)
         return ref.version

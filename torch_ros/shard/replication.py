@@ -268,11 +268,10 @@ class Replication:
         if verification.digest(registered):
             watch.lap("digest")
         with call.ending():
-            if said := call.finish(registered.digest):
+            if said := call.finish(registered.sharding.digest):
+                end = verification.end_of(registered, said, self._terms)
                 verification.verify(self.source)
-                required = self._terms.is_required
-                layout = verification.layout_of(registered, said, is_required=required)
-                call.complete(layout, self._terms)
+                call.complete(end, self._terms)
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> ReadReport:

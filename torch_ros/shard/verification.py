@@ -12,7 +12,8 @@ from torch_ros.errors import (
     SourceLost,
     UsageError,
 )
-from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.records import Outcome, VersionRecord, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.core import Shard
 from torch_ros.store.loops import Done, Step
@@ -20,20 +21,9 @@ from torch_ros.store.txn import View, one
 from torch_ros.transfer.feed import Feed
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Registered
+from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, totals
-from torch_ros.weights.local import packed
-from torch_ros.weights.manifest import (
-    OBJECT,
-    ChunkRecord,
-    Depth,
-    Layout,
-    Logical,
-    Manifest,
-    TensorRecord,
-    logical,
-    require_all,
-)
-from torch_ros.weights.tiling import matched
+from torch_ros.weights.manifest import Depth, Logical, Manifest, logical, require_all
 
 log = logging.getLogger(__name__)
 
@@ -143,19 +133,21 @@ class Verification:
         if (fqn := first_difference(found, expected.totals)) is not None:
             raise CorruptWeights(shard.model, version, fqn, source)
 
-    def layout_of(
-        self, registered: Registered, answers: Mapping[int, str], *, is_required: bool
-    ) -> str:
-        """The digest of what the ranks hold together. Called by the last to be ready.
+    def end_of(
+        self, registered: Registered, said: Mapping[int, str], terms: SourceTerms
+    ) -> Outcome:
+        """The layout that the ranks have all of. Called by the last to be ready.
 
         Raises: ManifestMismatch: The whole version is required, and they lack a part of it.
         """
-        held = self._shard.manifests.together(registered, answers, self._deadline)
-        wanted = self._wanted if is_required else None
-        lacks = wanted is not None and wanted.keys() - held.keys()
-        if wanted is not None and lacks and wanted.digest == self._published():
+        manifests, wanted, is_required = self._shard.manifests, self._wanted, terms.is_required
+        if not (is_required or terms.is_served):
+            return Outcome()  # the replica is no source, whatever it has
+        end = manifests.together(registered, said, self._deadline, is_required=is_required)
+        if is_required and wanted is not None and end.said != wanted.digest == self._published():
+            held = logical([manifest.layout for manifest in manifests.own(self._deadline)])
             require_all(self.ref.version, wanted, held)
-        return held.digest
+        return end
 
 
 def summed(manifests: Sequence[Manifest]) -> Digests | None:
@@ -165,21 +157,3 @@ def summed(manifests: Sequence[Manifest]) -> Digests | None:
         return None
     layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
     return Digests(depth, (), totals(layouts, chunks, depth=depth))
-
-
-def is_whole(layouts: Sequence[Layout]) -> bool:
-    """Whether these layouts hold every element of every tensor that they name."""
-    try:
-        everything = logical(layouts)
-        tensors = [(f, t) for f, t in sorted(everything.items()) if t.dtype != OBJECT]
-        whole = Layout(
-            tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
-            tuple(
-                ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
-                for number, (_, (_, shape)) in enumerate(tensors)
-            ),
-        )
-        matched(layouts, packed(whole), target_rank=0)
-    except UsageError:
-        return False
-    return True

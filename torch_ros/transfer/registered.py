@@ -17,9 +17,10 @@ from torch_ros.p2p.lending import LentMemory
 from torch_ros.spans import Region
 from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.columns import Ints
+from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.local import LocalTensor, build, span_of
-from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout, logical
+from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class Registered:
     lent: LentMemory | None = None
 
     @property
-    def digest(self) -> str:
-        """Digest of the names, dtypes and shapes, the same for every sharding."""
-        return logical([self.layout]).digest
+    def sharding(self) -> Sharding:
+        """The boxes that are here."""
+        return sharding(self.layout)
 
     @classmethod
     def of(cls, state: LocalState) -> Registered:

@@ -1,0 +1,83 @@
+"""Coverage: whether ranks together hold every element of the tensors that they name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+import msgspec
+
+from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.local import packed
+from torch_ros.weights.manifest import (
+    OBJECT,
+    UNIONS_MAX,
+    ChunkRecord,
+    Layout,
+    TensorRecord,
+    logical,
+)
+from torch_ros.weights.tiling import matched
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A layout's tensors, and the boxes of each: no strides, no sizes of objects."""
+
+    digest: str
+    is_whole: bool  # every tensor is one chunk, or has no elements
+
+
+@lru_cache(maxsize=UNIONS_MAX)
+def sharding(layout: Layout) -> Sharding:
+    """The sharding of one rank. Recent ones are cached, because layouts seldom change."""
+    boxes: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in layout.tensors]
+    for chunk in layout.chunks:
+        boxes[chunk.tensor].append((chunk.offsets, chunk.sizes))
+    rows = [
+        (record.fqn, record.dtype, (), ())
+        if record.dtype == OBJECT
+        else (record.fqn, record.dtype, record.shape, sorted(held))
+        for record, held in zip(layout.tensors, boxes, strict=True)
+    ]
+    is_whole = all(
+        record.dtype == OBJECT
+        or 0 in record.shape
+        or any(sizes == record.shape for _, sizes in held)
+        for record, held in zip(layout.tensors, boxes, strict=True)
+    )
+    return Sharding(blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest(), is_whole)
+
+
+def require_whole(layouts: Sequence[Layout]) -> None:
+    """Check that ranks with these layouts have every element of the tensors that they name.
+
+    Raises: ManifestMismatch: One is missing; names its tensor and a box. Or two ranks have a
+        tensor with different dtypes or shapes.
+    """
+    tensors = [(f, t) for f, t in sorted(logical(layouts).items()) if t.dtype != OBJECT]
+    whole = Layout(
+        tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+        tuple(
+            ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
+            for number, (_, (_, shape)) in enumerate(tensors)
+        ),
+    )
+    try:
+        matched(layouts, packed(whole), target_rank=0)
+    except ManifestMismatch as lack:
+        raise ManifestMismatch(
+            lack.what,
+            "the ranks of this replica to have every element together",
+            lack.found,
+            "register all of it, on any of the ranks, or load a part with dcp.load",
+        ) from None
+
+
+def is_whole(layouts: Sequence[Layout]) -> bool:
+    """Whether `require_whole` has nothing to raise."""
+    try:
+        require_whole(layouts)
+    except UsageError:
+        return False
+    return True
