@@ -15,9 +15,9 @@ from torch_ros.errors import LoanBroken, LoanRefused, VersionNotFound
 from torch_ros.p2p.lending import Loan
 from torch_ros.shard import borrowing
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
+from torch_ros.weights import transforms
 
 SHARD_BYTES = 8 * 36  # of a lender of one rank
 
@@ -115,7 +115,7 @@ def locked_late(scene: Scene) -> None:
 def lost_lock(scene: Scene) -> None:
     """I11: a borrower whose lock is gone is told when it leaves, also while it is written."""
     filling = scene.rng.random() < 0.5
-    copy_bits, is_filling = copy_buffers.copy_bits, []
+    copy_bits, is_filling = transforms.copy_bits, []
 
     def slow_copy(target, source):
         copy_bits(target, source)
@@ -143,7 +143,7 @@ def lost_lock(scene: Scene) -> None:
             scene.reach("told")
         scene.reach("left")
 
-    with patch.object(copy_buffers, "copy_bits", slow_copy):
+    with patch.object(transforms, "copy_bits", slow_copy):
         scene.start("t", train, size=1, borrow_bytes=SHARD_BYTES)
         scene.start("r", read, size=1)
         scene.play()
