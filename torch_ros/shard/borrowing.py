@@ -22,7 +22,7 @@ from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.spans import HOST
 from torch_ros.store.loops import Done, Step, Wait
-from torch_ros.store.txn import Unseen, View
+from torch_ros.store.txn import Unseen, View, one
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.manifest import Manifest, dtype_named, logical
@@ -142,7 +142,9 @@ def _available(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
                 raise Unseen
             if spec.absolute is None:  # its publisher is about to publish the next one
                 reason = f"version {ref.version} is held by replicas that read it; none lends"
-                return Wait(reason, (keys.versions(),))
+                # If it goes, another version counts, perhaps of an older run.
+                holder = keys.holding(ref.run, ref.version, min(offer.holdings))
+                return Wait(reason, (keys.versions(), one(holder)))
             who = ", ".join(sorted(map(replica_of, offer.holdings)))
             reason = "it has read the version, and only copies of publishers are lent"
             raise LoanRefused(shard.model, ref.version, who, reason, "publish it again")
