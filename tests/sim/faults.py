@@ -515,7 +515,7 @@ fault(
 )
 def _gone_has_nothing(_):
     def own_shards(self, deadline):
-        return self._shards(self._group.seat.inst, deadline)
+        return self.shards(self._group.seat.inst, deadline)
 
     return own_shards
 
