@@ -8,16 +8,13 @@ from hashlib import blake2b
 import msgspec
 
 from torch_ros.errors import ManifestMismatch, UsageError
-from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import (
     OBJECT,
     UNIONS_MAX,
-    ChunkRecord,
     Layout,
-    TensorRecord,
-    logical,
 )
 from torch_ros.weights.tiling import matched
+from torch_ros.weights.whole import whole_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +52,9 @@ def require_whole(layouts: Sequence[Layout]) -> None:
     Raises: ManifestMismatch: One is missing; names its tensor and a box. Or two ranks have a
         tensor with different dtypes or shapes.
     """
-    tensors = [(f, t) for f, t in sorted(logical(layouts).items()) if t.dtype != OBJECT]
-    whole = Layout(
-        tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
-        tuple(
-            ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
-            for number, (_, (_, shape)) in enumerate(tensors)
-        ),
-    )
+    whole = whole_layout(layouts)
     try:
-        matched(layouts, packed(whole), target_rank=0)
+        matched(layouts, whole, target_rank=0)
     except ManifestMismatch as lack:
         raise ManifestMismatch(
             lack.what,

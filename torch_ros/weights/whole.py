@@ -1,10 +1,10 @@
 """The boxes of source chunks that make up the tensors of a version, each element once."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import (
     OBJECT,
     UNIONS_MAX,
@@ -38,12 +38,8 @@ def tiles(layouts: Sequence[Layout]) -> Mapping[TensorRecord, Sequence[Tile]]:
     Raises:
         ManifestMismatch: A part of a tensor is on no rank. Names the fqn.
     """
-    records = [
-        TensorRecord(fqn, dtype, shape)
-        for fqn, (dtype, shape) in logical(layouts).items()
-        if dtype != OBJECT
-    ]
-    whole = Layout(tuple(records), tuple(map(_one_chunk, range(len(records)), records)))
+    whole = whole_layout(layouts)
+    records = whole.tensors
     offered, wanted, pieces = matched(layouts, whole, target_rank=0)
     inside = pieces.offsets - offered.offsets[pieces.source]
     starts = (inside * offered.strides[pieces.source]).sum(1)
@@ -64,7 +60,17 @@ def tiles(layouts: Sequence[Layout]) -> Mapping[TensorRecord, Sequence[Tile]]:
     return found
 
 
-def _one_chunk(number: int, record: TensorRecord) -> ChunkRecord:
-    shape = record.shape
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return ChunkRecord(number, (0,) * len(shape), shape, strides, spread=False)
+def whole_layout(layouts: Sequence[Layout]) -> Layout:
+    """Every tensor that these ranks name, as one chunk without gaps; objects are left out.
+
+    Raises: ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
+    """
+    tensors = [(f, t) for f, t in sorted(logical(layouts).items()) if t.dtype != OBJECT]
+    whole = Layout(
+        tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+        tuple(
+            ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
+            for number, (_, (_, shape)) in enumerate(tensors)
+        ),
+    )
+    return packed(whole)
