@@ -1,10 +1,13 @@
 """Fixtures that tests of several folders use."""
 
 import signal
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import puppets
+import torch_ros
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +78,46 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def endpoint(request):
+    """Where a store is: in memory, and in a real etcd."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue("etcd_endpoint")
+
+
+@pytest.fixture
+def opened(endpoint):
+    """Handles of one model, closed in the end: `opened("replica", **options)`."""
+    model, handles = "m-" + uuid.uuid4().hex[:8], []
+
+    def open_(replica=None, **options):
+        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
+        handles.append(torch_ros.open(model, replica=replica, **options))
+        return handles[-1]
+
+    yield open_
+    for handle in handles:
+        handle.close()
+
+
+@pytest.fixture
+def pool():
+    """Threads that are ranks."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def ranks(opened, pool):
+    """All ranks of a replica, opened together: `ranks("replica", 2, **options)`."""
+
+    def open_ranks(name, count=2, **options):
+        def open_rank(rank):
+            return opened(name, rank=rank, world_size=count, **options)
+
+        return list(pool.map(open_rank, range(count)))
+
+    return open_ranks

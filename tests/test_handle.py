@@ -49,29 +49,8 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=["memory", "etcd"])
-def endpoint(request):
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
-    return request.getfixturevalue("etcd_endpoint")
-
-
 # The same code whatever the endpoint.
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-
-
-@pytest.fixture
-def opened(endpoint):
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica=None, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def publisher(opened, tensors, version=1, name="trainer"):

@@ -1,7 +1,5 @@
 """Reading a version, or a part of it, and serving none: over memory, and over etcd with NIXL."""
 
-import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -21,44 +19,6 @@ from torch_ros.errors import (
 )
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-
-
-@pytest.fixture(params=["memory", "etcd"])
-def endpoint(request):
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
-    return request.getfixturevalue("etcd_endpoint")
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
-@pytest.fixture
-def opened(endpoint):
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica=None, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
-
-
-@pytest.fixture
-def ranks(opened, pool):
-    def open_ranks(name, count=2, **options):
-        def open_rank(rank):
-            return opened(name, rank=rank, world_size=count, **options)
-
-        return list(pool.map(open_rank, range(count)))
-
-    return open_ranks
 
 
 def content(seed=1):

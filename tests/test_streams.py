@@ -4,8 +4,6 @@ import gc
 import logging
 import threading
 import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,44 +26,6 @@ from torch_ros.store.txn import Read
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 ROW = 1024  # bytes of one of the tensors below
-
-
-@pytest.fixture(params=["memory", "etcd"])
-def endpoint(request):
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
-    return request.getfixturevalue("etcd_endpoint")
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
-@pytest.fixture
-def opened(endpoint):
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica=None, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
-
-
-@pytest.fixture
-def ranks(opened, pool):
-    def open_ranks(name, count=2, **options):
-        def open_rank(rank):
-            return opened(name, rank=rank, world_size=count, **options)
-
-        return list(pool.map(open_rank, range(count)))
-
-    return open_ranks
 
 
 def rows(count, seed=1):
