@@ -1,4 +1,4 @@
-"""What it takes to borrow a version from another process of this host, and to lend it."""
+"""Time and memory of borrowing a version from another process of this host, and of lending."""
 
 import time
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def measure(setup: Setup, report: Report) -> None:
 
 
 def _stay(lends: Child, borrows: Child, row: Callable[..., Row], report: Report) -> None:
-    """What it costs the lender that somebody never leaves."""
+    """The cost to the lender of a borrower that never leaves."""
     samples = {STEP: lends.ask("lender", "publish", STEPS)}
     borrows.ask("borrower", "stay")
     beside = f"{STEP}, beside a borrower that never leaves"

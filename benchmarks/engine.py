@@ -53,7 +53,7 @@ class Clock:
 
 
 def receive_s(engine: object) -> float:
-    """What the last `update_weights` took in the worker."""
+    """The time of the last `update_weights` in the worker."""
     (report,) = engine.reports()
     return sum(report.stages_s.values())
 

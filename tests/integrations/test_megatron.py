@@ -54,7 +54,7 @@ def part(tensor, dim, rank, count):
 
 
 def megatron(weights, tp, pp):
-    """What Megatron has of it on one rank: fused, cut, padded, in memory of its own."""
+    """Megatron's part of it on one rank: fused, cut, padded, in memory of its own."""
     found = {}
     for layer in range(LAYERS):
         if layer % PP != pp:

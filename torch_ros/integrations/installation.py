@@ -56,7 +56,7 @@ class EngineRanks(Protocol):
     """The processes of one engine, which install a version together."""
 
     def gather(self, mine: T) -> Sequence[T]:
-        """What each rank says, in the order of ranks; the same on all of them."""
+        """The answers of all ranks, in their order; the same on all of them."""
 
 
 class Alone:
@@ -193,7 +193,7 @@ class Installer:
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
         self.report: InstallReport | None = None
-        """Of the last install that ended well."""
+        """The report of the last install that ended well."""
         self._engine, self._peers = engine, peers or Alone()
         self._recorded: _Recorded | None = None
 
@@ -232,7 +232,7 @@ class Installer:
     # Ranks
 
     def _first(self, look: Callable[[], int]) -> int:
-        """What rank 0 finds: another rank may know of a newer version."""
+        """The answer that rank 0 finds: another rank may know of a newer version."""
         found = self._together(lambda: look() if self.handle.rank == 0 else -1)
         return self._peers.gather(found)[0]
 

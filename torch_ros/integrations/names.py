@@ -116,7 +116,7 @@ def _views(fqn: str, tensor: torch.Tensor, box: LandedBox) -> dict[Offsets, torc
 
 
 def _parts(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[Offsets, torch.Tensor]]:
-    """What this process has of a tensor, with its offsets in the whole."""
+    """This process's part of a tensor, with its offsets in the whole."""
     if not isinstance(tensor, DTensor):
         yield (0,) * tensor.dim(), tensor.detach()
         return

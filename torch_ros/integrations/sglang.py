@@ -44,7 +44,7 @@ def request(
     buffer_bytes: int = 256 << 20,
     is_complete: bool = True,
 ) -> list[tuple[str, torch.Tensor]]:
-    """What the driver passes to `update_weights_from_tensor`, in the place of weights.
+    """The request that the driver passes to `update_weights_from_tensor`, instead of weights.
 
         engine.begin_weight_update()
         engine.update_weights_from_tensor(
@@ -116,7 +116,7 @@ def close() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Who follows what, and which version of it is wanted."""
+    """The model to follow, the version of it that is wanted, and how to read it."""
 
     version: int
     model: str

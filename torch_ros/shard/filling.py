@@ -203,7 +203,7 @@ class Filling:
         )
 
     def _deadline(self, what: str) -> Deadline:
-        """Of a step of this thread: time in which the consumer does other things is none of it."""
+        """The deadline of one step of this thread; the consumer's own time does not count."""
         text = f"{self.wanted.what}: {what}"
         return Deadline(text, self.wanted.timeout_s, check_open=self._check)
 

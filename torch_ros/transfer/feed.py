@@ -152,7 +152,7 @@ class Following:
         self.silence = SourceWait(
             source.replica, deadline, source.is_there, source.has_other, limit_s
         )
-        # Of each rank, as it was last seen.
+        # As each rank was last seen.
         self._positions = [ALL_BLOCKS if source.is_full else 0] * len(supply.feed.states)
 
     def has(self, needs: Mapping[int, int]) -> bool:

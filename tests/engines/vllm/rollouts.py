@@ -99,7 +99,7 @@ class EngineUnderTest:
             assert max(abs(a - b) for a, b in zip(logs, others, strict=True)) <= 1e-4
 
     def in_workers(self, look):
-        """What `look(transfer engine)` returns in each worker."""
+        """The answer of `look(transfer engine)` in each worker."""
         return self.llm.collective_rpc(lambda worker: look(worker.weight_transfer_engine))
 
     def reports(self):

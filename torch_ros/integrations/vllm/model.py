@@ -91,7 +91,7 @@ class VLLMModel:
         return recording.filled if self._is_dummy else ()
 
     def _judge(self, module: torch.nn.Module) -> Obstacle | None:
-        """What speaks against landing in a module's own parameters."""
+        """The reason against landing in a module's own parameters."""
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
             backend = method.unquantized_backend
