@@ -17,6 +17,8 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.shard.checkpoint import LoadRequest
+from torch_ros.shard.reads import Given
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 
@@ -83,6 +85,27 @@ def test_contents_wait_for_a_version_and_say_when_it_is_gone(opened):
     with pytest.raises(VersionNotFound):
         engine.contents(1)
     assert engine.contents("latest").version == 2
+
+
+@only_memory
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("get", ["replicate", "stream"])
+def test_latest_is_the_newest_though_an_older_one_was_seen_before(opened, ranks, pool, get, count):
+    publisher(opened, 1, "first", content(1))
+    engines = ranks("engine", count)
+    assert engines[0].contents("latest").version == 1
+    with pytest.raises(ManifestMismatch):
+        engines[0].checkpoints.check(LoadRequest(1, None, Given({"v": torch.ones(1)})))
+    publisher(opened, 2, "second", content(1))
+    into = [zeros() for _ in engines]
+
+    def come(rank):
+        if get == "stream":
+            return engines[rank].stream("latest", ["w"], buffer_bytes=64).version
+        engines[rank].register(into[rank])
+        return engines[rank].replicate("latest")
+
+    assert list(pool.map(come, range(count))) == [2] * count
 
 
 def test_a_read_brings_a_whole_version_or_a_part_and_serves_nothing(opened):

@@ -370,6 +370,7 @@ class Load(Target):
             return LoadTarget(state, "held")
         if pinned.is_only_here:
             self._require_another_holder()
+        shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
         is_whole = logical([layout]).digest == logical(pinned.layouts).digest
         return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
 

@@ -11,6 +11,7 @@ from torch_ros.errors import PeerError, SeatLost
 from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
+from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.store.loops import Done, Step, Wait
@@ -25,6 +26,8 @@ class PinnedVersion:
     ref: VersionRef
     layouts: Sequence[Layout]  # rank by rank
     is_only_here: bool  # nobody but the replica that asked holds it
+    seat: Seat  # from which this was seen
+    seen: View  # may decide the load that this look is a part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,7 @@ class Contents:
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
     """Wait for the version, and find what it contains. Reads no tensor.
 
-    Takes no claim: the bytes that are read later are checked against the digest in etcd. A call
-    that reads the version next may decide from the same view.
+    Takes no claim: the bytes that are read later are checked against the digest in etcd.
     """
     group, refused = shard.group, set[str]()
     seat, keys = group.seat, group.seat.keys
@@ -80,8 +82,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             ref, layout, source = group.ask(ranges, rule, deadline)
             layouts = shard.manifests.layouts(source, deadline)
             if logical(layouts).digest == layout:
-                group.ledger.keep_sight(seat, seen)
-                return PinnedVersion(ref, layouts, source == group.seat.inst)
+                return PinnedVersion(ref, layouts, source == group.seat.inst, seat, seen)
             reason = "it shows other tensors by now"
         except SeatLost as lost:  # this replica's own peers, where it is the only holder
             group.fence(lost, session)
