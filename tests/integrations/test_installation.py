@@ -238,6 +238,28 @@ def test_another_set_of_tensors_is_recorded_anew(opened, trainer):
     assert list(report.ignored) == ["extra"]
 
 
+@pytest.mark.parametrize("version", [1, "latest"])
+def test_a_version_that_the_engine_has_and_offers_is_not_read_again(opened, trainer, version):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine)
+    published = trainer.publish(1)
+    report = installer.install(1, 20)
+    trainer.handle.unpublish()
+    assert installer.install(version, 20) is report
+    assert engine.has(published)
+    assert installer.active == follower.version == 1
+
+
+def test_a_version_of_another_run_is_another_version(opened, trainer):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine)
+    trainer.publish(1)
+    installer.install(1, 20)
+    published = Publisher(opened(run="new")).publish(1)
+    installer.install("latest", 20)
+    assert engine.has(published)
+
+
 # -- refused, before anything is written
 
 

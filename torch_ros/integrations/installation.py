@@ -196,12 +196,14 @@ class Installer:
         """The report of the last install that ended well."""
         self._engine, self._peers = engine, peers or Alone()
         self._recorded: _Recorded | None = None
+        self._run = ""  # of `active`
 
     def install(self, version: int | str, timeout_s: float) -> InstallReport:
         """Bring a version into the engine of all ranks. Collective; all raise if one does.
 
         All that can be refused is refused on all ranks before the first byte is written on any.
-        After an error, `active` is what the engine has.
+        After an error, `active` is what the engine has. Nothing is read if the engine has this
+        version, and is a source of it.
 
         Args:
             version: As for `replicate`.
@@ -213,7 +215,9 @@ class Installer:
             TorchRosError: As `contents`, `read` and `serve`.
         """
         watch = Laps(time.perf_counter() + timeout_s)
-        number = self._first(lambda: self.handle.contents(version, timeout_s=timeout_s).version)
+        run, number = self._first(lambda: self._named(version, timeout_s))
+        if self.report and all(self._peers.gather(run == self._run and self._serves(number))):
+            return self.report
         look = self._together(lambda: self._look(number, watch))
         before, kept = self.active, dict[str, torch.Tensor]()
         if self.options.on_failure == "keep":
@@ -226,15 +230,26 @@ class Installer:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
             raise
-        self.active, self.report = number, report
+        self.active, self._run, self.report = number, run, report
         return report
+
+    def _named(self, version: int | str, timeout_s: float) -> tuple[str, int]:
+        """The run and the number of a version."""
+        found = self.handle.contents(version, timeout_s=timeout_s)
+        return found.run, found.version
+
+    def _serves(self, version: int) -> bool:
+        """Whether the engine has this version, and it is offered: nobody writes to it."""
+        return self.active == self.handle.version == version
 
     # Ranks
 
-    def _first(self, look: Callable[[], int]) -> int:
+    def _first(self, look: Callable[[], T]) -> T:
         """The answer that rank 0 finds: another rank may know of a newer version."""
-        found = self._together(lambda: look() if self.handle.rank == 0 else -1)
-        return self._peers.gather(found)[0]
+        found = self._together(lambda: look() if self.handle.rank == 0 else None)
+        first = self._peers.gather(found)[0]
+        assert first is not None
+        return first
 
     def _together(self, step: Callable[[], T]) -> T:
         """A step that all ranks take, or none: they raise the error of the lowest that has one."""

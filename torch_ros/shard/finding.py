@@ -37,6 +37,7 @@ class Contents:
     version: int
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]]  # by fqn; whole, however sharded
     objects: tuple[str, ...] = ()  # fqns of what DCP has pickled: only dcp.load reads those
+    run: str = ""  # in which it has this number: another run may have another version of it
 
     @classmethod
     def of(cls, found: PinnedVersion) -> "Contents":
@@ -47,7 +48,7 @@ class Contents:
             if dtype != OBJECT
         }
         objects = tuple(fqn for fqn, (dtype, _) in everything if dtype == OBJECT)
-        return cls(found.ref.version, tensors, objects)
+        return cls(found.ref.version, tensors, objects, found.ref.run)
 
 
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
