@@ -15,12 +15,14 @@ from torch_ros.errors import (
     ManifestMismatch,
     TorchRosError,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Obstacle, state_of
 from torch_ros.integrations.recording import record
 
 NAMES = iter(range(10_000))
+EVERYWHERE = ("qk.weight", "out.weight", "norm.weight")
 
 
 class Fused(nn.Module):
@@ -59,6 +61,7 @@ class Toy:
     def __init__(self, module, obstacles=()):
         self.module, self.stands_in_the_way = module, dict(obstacles)
         self.loads = []
+        self.looked = lambda: None
 
     def state(self):
         return state_of(self.module)
@@ -67,6 +70,7 @@ class Toy:
         return record(self.module, contents)
 
     def obstacles(self, recording):
+        self.looked()
         return dict(self.stands_in_the_way)
 
     def load(self, modules, weights):
@@ -261,6 +265,25 @@ def test_a_version_of_another_run_is_another_version(opened, trainer):
 
 
 # -- refused, before anything is written
+
+
+@pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
+def test_a_version_that_goes_before_the_first_byte_leaves_what_was_there(
+    opened, trainer, obstacles
+):
+    """As when the trainer steps on while the engine still looks where to put it."""
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine, obstacles)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    offered = follower.version
+    trainer.publish(2)
+    installer._engine.looked = trainer.handle.unpublish
+    with pytest.raises(VersionNotFound):
+        installer.install(2, 5)
+    assert engine.has(first)
+    assert installer.active == 1
+    assert follower.version == offered
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
@@ -197,6 +197,7 @@ class Installer:
         self._engine, self._peers = engine, peers or Alone()
         self._recorded: _Recorded | None = None
         self._run = ""  # of `active`
+        self._has_written = False  # perhaps, since the last install began
 
     def install(self, version: int | str, timeout_s: float) -> InstallReport:
         """Bring a version into the engine of all ranks. Collective; all raise if one does.
@@ -223,7 +224,7 @@ class Installer:
         if self.options.on_failure == "keep":
             kept = self._together(lambda: _copy(self._engine.state()))
         extent = self._extent(look)
-        self.active = None
+        self.active, self._has_written = None, False
         try:
             report = self._together(lambda: self._write(number, look, extent, watch))
         except Exception:
@@ -334,14 +335,14 @@ class Installer:
             look.recorded.contents,
         )
         if extent.is_direct:
+            self._has_written = True
             handle.read(version, chunked(plan.direct, engine.state()), timeout_s=watch.left_s)
         else:
             handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
         watch.lap("read")
         with closing(self._stream(version, look, extent.staged, watch)) as weights:
             if plan.staged:
-                mine = ((fqn, tensor) for fqn, tensor in weights if fqn in plan.staged)
-                engine.load(plan.modules, mine)
+                engine.load(plan.modules, self._drawn(weights, plan.staged))
             deque(weights, maxlen=0)  # what the loader did not ask for, peers may be waiting for
         watch.lap("load")
         if extent.provable:
@@ -359,6 +360,13 @@ class Installer:
             plan.ignored,
             watch.stages_s,
         )
+
+    def _drawn(self, weights: Weights, fqns: Container[str]) -> Weights:
+        """Those of the tensors that this rank's loader takes."""
+        for fqn, tensor in weights:
+            if fqn in fqns:
+                self._has_written = True
+                yield fqn, tensor
 
     def _stream(
         self, version: int, look: _Look, fqns: Iterable[str], watch: Laps
@@ -396,6 +404,10 @@ class Installer:
 
     def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
         """Give the engine the version that it had; after an error it has none."""
+        is_there = self.handle.version == version or not self._has_written
+        if all(self._peers.gather(is_there)):  # it failed before the first byte
+            self.active = version
+            return
         if self.options.on_failure == "refuse":
             return
         watch = Laps(time.perf_counter() + timeout_s)
