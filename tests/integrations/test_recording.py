@@ -444,6 +444,27 @@ def test_what_a_staged_loader_fills_on_its_way_counts_as_below():
     assert recording.staged.keys() == {"first", "second"}
 
 
+def test_what_a_loader_derives_is_put_back_and_what_it_is_derived_from_is_staged():
+    """As the halves of `kv_b_proj` that DeepSeek's attention multiplies by."""
+
+    def load_weights(weights):
+        toy.load_weights(weights)
+        toy.half = toy.a.data[:1].clone()
+        toy.again.copy_(toy.b.data)
+        toy.scale = toy.c.data * 2
+
+    toy = Toy(lambda toy, fqn, w: getattr(toy, fqn).data.copy_(w), dict.fromkeys("abcd", (2,)))
+    toy.half, toy.again = None, (again := torch.ones(2))
+    weights = weights_of(**dict.fromkeys("abcd", (2,)))
+    recording = record(toy, contents_of(weights), load_weights)
+    assert recording.staged.keys() == {"a", "b", "c"}
+    assert recording.landings.keys() == {"d"}
+    assert toy.half is None
+    assert toy.again is again
+    assert torch.equal(again, torch.ones(2))
+    assert not hasattr(toy, "scale")
+
+
 # -- what fails, and what is missing
 
 

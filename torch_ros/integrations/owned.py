@@ -1,4 +1,4 @@
-"""The parameters and buffers that an engine has: followed while its loader runs, and put back."""
+"""The tensors that an engine has: followed while its loader runs, and put back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +33,23 @@ class Owned:
         if _place(self.tensor) != _place(self.memory):
             self.tensor.data = self.memory
         setattr(self.module, self.attribute, self.tensor)
+
+
+class Beside:
+    """The tensors that modules have as plain attributes, such as what a loader derives."""
+
+    def __init__(self, engine: torch.nn.Module) -> None:
+        self._before = [(vars(module), dict(vars(module))) for module in engine.modules()]
+
+    def put_back(self) -> None:
+        for now, before in self._before:
+            for name, value in list(now.items()):
+                if not isinstance(value, torch.Tensor) or value is before.get(name):
+                    continue
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
 
 
 def owned_by(engine: torch.nn.Module) -> list[Owned]:
