@@ -492,16 +492,19 @@ def test_a_loader_that_collects_first_loses_the_tensor_that_it_works_on():
     assert recording.unwritten == {"b": 3}
 
 
-def test_a_loader_that_fails_again_and_again_stages_everything():
+@pytest.mark.parametrize("is_value", [True, False])
+def test_a_loader_that_fails_again_and_again_stages_everything(is_value):
     fqns = [str(number) for number in range(PASSES_MAX + 1)]
 
     def load_weights(weights):
-        list(weights)[-1][1].item()
+        weight = list(weights)[-1][1]
+        weight.item() if is_value else weight.no_such_method()
 
     recording = record(
         Toy(None, {"x": (1,)}), dict.fromkeys(fqns, (torch.float32, ())), load_weights
     )
     assert recording.staged.keys() == set(fqns)
+    assert not recording.failed  # it gets all of them
     assert recording.unwritten == {"x": 1}
 
 

@@ -63,6 +63,7 @@ def record(
     else:
         reason = f"the loader failed {PASSES_MAX} times, for other tensors each time"
         recorder, replaced, kept = Recorder(memories(owned)), (), dict.fromkeys(contents, reason)
+        raised.clear()  # only loading tells which of them it takes
     staged = needed | raised | kept
     return _recording(owned, contents, recorder, staged, raised.keys(), replaced)
 
