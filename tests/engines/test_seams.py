@@ -162,6 +162,8 @@ def test_sglang_calls_our_loader_which_calls_sglangs():
         for worker in workers:
             done = sglang_update(sglang.request(7, "policy", options=options), worker)
             assert done == (True, "Success")
+            staged = sglang._follower.installers[worker, True].report.staged
+            assert list(staged) == ["model.embed_tokens.weight"]  # padding is loaded once
         sglang.close()
     for worker in workers:
         itself = Worker(worker.tp_rank, 2)
@@ -173,6 +175,32 @@ def test_sglang_calls_our_loader_which_calls_sglangs():
 def test_sglangs_models_say_that_they_cannot_be_updated_by_the_name_that_we_ask():
     asks = named(tree("sglang", UPDATER), "_unsupported_derived_weight_cache_error")
     assert "getattr(module, '_derived_weight_cache_error', None)" in ast.unparse(asks)
+
+
+def test_sglang_calls_what_loads_by_copying_as_we_do():
+    unquantised = tree("sglang", "sglang/srt/layers/quantization/unquant.py")
+    for name in (*sglang.PLAIN, sglang.PLAIN_EXPERTS):
+        assert named(unquantised, name)
+
+
+def test_sglang_tells_whether_it_moves_experts_where_we_ask():
+    context = tree("sglang", "sglang/srt/runtime_context.py")
+    assert parameters(named(context, "get_server_args")) == []
+    arguments = tree("sglang", "sglang/srt/arg_groups/field_order.py")
+    assert "'enable_eplb'" in ast.unparse(arguments)
+
+
+def test_sglangs_threads_take_tensors_in_host_memory_only():
+    """A recording, whose tensors lie on meta, sees all that its loaders do."""
+    asks = compiled(
+        tree("sglang", "sglang/srt/model_loader/utils.py"), "should_async_load", torch=torch
+    )
+    assert [asks(torch.empty(1, device=where)) for where in ("cpu", "meta")] == [True, False]
+
+
+def test_sglang_loaders_that_leave_load_weights_out_call_post_load_weights():
+    after = named(tree("sglang", "sglang/srt/model_loader/loader.py"), "post_load_weights")
+    assert "model.post_load_weights()" in ast.unparse(after)
 
 
 def test_sglang_updates_weights_between_begin_and_end_and_ends_if_a_loader_raises():

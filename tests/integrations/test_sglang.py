@@ -1,15 +1,53 @@
 """SGLang's custom weight loader, on a module with loaders like SGLang's own."""
 
 import json
+import sys
+import types
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from workers import OLD, Worker, shapes
+from workers import HIDDEN, OLD, Worker, shapes
 
 import torch_ros
 from torch_ros.errors import DeadlineExceeded, ManifestMismatch, UsageError
 from torch_ros.integrations import sglang
+
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+class Fp8LinearMethod:
+    """By SGLang's name."""
+
+
+class UnquantizedFusedMoEMethod:
+    """By SGLang's name."""
+
+
+class Deriving(Worker):
+    """Keeps what it makes of a parameter."""
+
+    derived = None
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self):
+        derived = self.model.norm.weight.data[:2].clone()
+        self.derived = derived if self.derived is None else self.derived.copy_(derived)
+
+
+class DerivingUnseen(Deriving):
+    """By operations that torch does not see."""
+
+    def post_load_weights(self):
+        self.derived = torch.from_numpy(self.model.norm.weight.detach().numpy()[:2] * 1)
+
+
+def report(worker):
+    return sglang._follower.installers[worker, True].report
 
 
 def expected(worker, weights):
@@ -49,7 +87,7 @@ def request(trainer, version, **named):
 
 @pytest.mark.parametrize("is_threaded", [False, True])
 @pytest.mark.parametrize("buffer_bytes", [1, 2000, 1 << 20])
-def test_each_worker_has_its_part_of_each_version(trainer, is_threaded, buffer_bytes):
+def test_each_worker_has_its_part_of_each_version_in_place(trainer, is_threaded, buffer_bytes):
     workers = [Worker(rank, 2, is_threaded=is_threaded) for rank in range(2)]
     for version in (1, 2):
         weights = publish(trainer, version)
@@ -57,6 +95,78 @@ def test_each_worker_has_its_part_of_each_version(trainer, is_threaded, buffer_b
         for worker in workers:
             sglang.load(worker, asked)
             assert is_loaded(worker, weights)
+            # Nobody knows, at first, whether anything was ever in its padding.
+            assert worker.took == ([EMBED] if version == 1 else [])
+            worker.took.clear()
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_a_loader_that_gets_all_may_keep_tensors_until_the_end(trainer, is_threaded):
+    worker = Worker(0, 2, is_threaded=is_threaded)
+    weights = publish(trainer, 1)
+    sglang.load(worker, request(trainer, 1, buffer_bytes=1, is_complete=False))
+    assert is_loaded(worker, weights)
+    assert sorted(worker.took) == sorted(weights)
+
+
+def test_what_others_may_make_of_a_parameter_goes_through_its_loader(trainer):
+    worker = Worker(0, 2)
+    worker.model.norm.quant_method = Fp8LinearMethod()
+    for version in (1, 2):
+        weights = publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+        assert is_loaded(worker, weights)
+    assert set(worker.took) == {EMBED, NORM}
+    assert report(worker).staged == {NORM: "Fp8LinearMethod may make something else of it"}
+
+
+def test_experts_go_through_their_loader_while_eplb_moves_them(trainer, monkeypatch):
+    worker = Worker(0, 1)
+    worker.model.norm.quant_method = UnquantizedFusedMoEMethod()
+    arguments = types.SimpleNamespace(enable_eplb=True)
+    context = types.SimpleNamespace(get_server_args=lambda: arguments)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    for version in (1, 2, 3):
+        weights = publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+        assert is_loaded(worker, weights)
+        assert (NORM in report(worker).staged) == (version < 3)
+        arguments.enable_eplb = version < 2
+
+
+def test_a_parameter_that_has_changed_since_goes_through_its_loader(trainer):
+    worker = Worker(0, 1)
+    for version in (1, 2, 3):
+        weights = publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+        assert is_loaded(worker, weights)
+        assert (NORM in report(worker).staged) == (version == 3)
+        if version == 2:
+            worker.model.norm.weight = torch.nn.Parameter(torch.zeros(2 * HIDDEN)[::2])
+            worker.model.norm.weight.weight_loader = worker.load_sharded
+    assert "strides [2]" in report(worker).staged[NORM]
+
+
+@pytest.mark.parametrize("kind", [Deriving, DerivingUnseen])
+def test_what_a_model_derives_from_its_weights_follows_them(trainer, kind):
+    worker = kind(0, 1)
+    for version in (1, 2):
+        weights = publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+        assert is_loaded(worker, weights)
+        assert torch.equal(worker.derived, weights[NORM][:2])
+    assert list(report(worker).staged) == ([NORM] if kind is Deriving else [])
+
+
+def test_the_engine_keeps_nothing_registered_between_versions(trainer):
+    """SGLang may unmap its weights then, or put others in their place."""
+    worker = Worker(0, 1)
+    for version in (1, 2):
+        publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+    assert report(worker).direct_share == 1
+    with pytest.raises(UsageError):
+        sglang._follower.handle.serve()
 
 
 def test_the_handle_stays_for_the_next_version_and_another_model_has_another(trainer):
@@ -93,7 +203,7 @@ def test_a_version_that_would_leave_parameters_as_they_were_is_refused(trainer):
     weights = {name: torch.randn(shape) for name, shape in shapes().items()}
     weights.pop("model.layers.1.mlp.up_proj.weight")
     trainer.publish_copy(1, weights)
-    with pytest.raises(ManifestMismatch, match=r"none for 1 of them: .*layers.1.mlp.gate_up"):
+    with pytest.raises(ManifestMismatch, match=r"nothing for model.layers.1.mlp.gate_up"):
         sglang.load(worker, request(trainer, 1))
     assert is_untouched(worker)
     sglang.load(worker, request(trainer, 1, is_complete=False))
@@ -101,11 +211,27 @@ def test_a_version_that_would_leave_parameters_as_they_were_is_refused(trainer):
     assert not is_untouched(worker)
 
 
+def test_a_loader_that_cannot_be_followed_gets_all_of_it_if_asked(trainer):
+    class Unseen(Worker):
+        def load_weights(self, weights):
+            with ThreadPoolExecutor(1) as pool:
+                for name, loaded in weights:
+                    pool.submit(super().load_weights, [(name, loaded)]).result()
+
+    worker = Unseen(0, 1)
+    weights = publish(trainer, 1)
+    with pytest.raises(ManifestMismatch, match="the loader raised NotImplementedError: Cannot"):
+        sglang.load(worker, request(trainer, 1))
+    assert is_untouched(worker)
+    sglang.load(worker, request(trainer, 1, is_complete=False))
+    assert is_loaded(worker, weights)
+    assert sorted(worker.took) == sorted(weights)
+
+
 def test_a_version_that_never_comes_leaves_the_engine_as_it_was(trainer):
     worker = Worker(0, 1)
-    trainer.options["timeout_s"] = 0.5
     with pytest.raises(DeadlineExceeded, match="version 4 is not published yet"):
-        sglang.load(worker, request(trainer, 4))
+        sglang.load(worker, request(trainer, 4, timeout_s=0.5))
     assert is_untouched(worker)
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB = 16, 4, 4, 2, 12, 10
+HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB, PADDED = 16, 4, 4, 2, 12, 10, 12
 STACKED = (
     ("qkv_proj", "q_proj", "q"),
     ("qkv_proj", "k_proj", "k"),
@@ -28,13 +28,26 @@ def shapes():
     return found
 
 
+class UnquantizedLinearMethod:
+    """By SGLang's name."""
+
+
+class UnquantizedEmbeddingMethod:
+    """By SGLang's name."""
+
+
 class Worker(nn.Module):
-    """One of `tp_size` workers: fused and sharded parameters, each with a `weight_loader`."""
+    """One of `tp_size` workers: fused and sharded parameters, each with a `weight_loader`.
+
+    Args:
+        is_threaded: It loads tensors in host memory in threads, as SGLang's DeepSeek family does.
+    """
 
     def __init__(self, tp_rank, tp_size, *, is_threaded=False):
         super().__init__()
         self.tp_rank, self.tp_size, self.is_threaded = tp_rank, tp_size, is_threaded
-        own = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+        self.took = []  # by the loader, since it was asked last
+        own = {"model.embed_tokens.weight": (PADDED, HIDDEN), "model.norm.weight": (HIDDEN,)}
         for n in range(LAYERS):
             rows = (HEADS + 2 * KV_HEADS) * HEAD // tp_size
             own[f"model.layers.{n}.self_attn.qkv_proj.weight"] = (rows, HIDDEN)
@@ -49,12 +62,16 @@ class Worker(nn.Module):
                 module = getattr(module, part)
             parameter = nn.Parameter(torch.full(shape, OLD), requires_grad=False)
             setattr(module, last, parameter)
-            if "qkv" in name:
-                parameter.weight_loader = self.load_qkv
-            elif "gate_up" in name:
-                parameter.weight_loader = self.load_merged
-            else:
-                parameter.weight_loader = self.load_sharded
+            if "norm" not in name:
+                method = UnquantizedEmbeddingMethod if "embed" in name else UnquantizedLinearMethod
+                module.quant_method = method()
+            loaders = {"embed": self.load_padded, "qkv": self.load_qkv, "gate_up": self.load_merged}
+            own_loader = (loader for part, loader in loaders.items() if part in name)
+            parameter.weight_loader = next(own_loader, self.load_sharded)
+
+    def load_padded(self, param, loaded):
+        param.data[:VOCAB].copy_(loaded)
+        param.data[VOCAB:].fill_(0)
 
     def load_qkv(self, param, loaded, shard_id):
         sizes = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD}
@@ -76,6 +93,7 @@ class Worker(nn.Module):
     def load_weights(self, weights):
         params, later = dict(self.named_parameters()), []
         for name, loaded in weights:
+            self.took += [] if loaded.is_meta else [name]
             for param_name, weight_name, shard_id in STACKED:
                 if weight_name in name:
                     param = params[name.replace(weight_name, param_name)]
@@ -83,7 +101,7 @@ class Worker(nn.Module):
                     break
             else:
                 later.append((params[name].weight_loader, (params[name], loaded)))
-            if not self.is_threaded:
+            if not self.is_threaded or loaded.device.type != "cpu":
                 loader, arguments = later.pop()
                 loader(*arguments)
         with ThreadPoolExecutor(2) as pool:  # as those of the DeepSeek family, at the very end

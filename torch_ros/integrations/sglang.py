@@ -5,10 +5,9 @@ Imports nothing of SGLang, which calls `load` in each of its workers.
 
 import json
 import logging
+import sys
 import threading
-import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +15,27 @@ import torch
 
 import torch_ros
 from torch_ros import arguments
-from torch_ros.errors import ManifestMismatch, UsageError
-from torch_ros.integrations.landing_plan import missing, state_of
-from torch_ros.integrations.parts import parts, read_part
+from torch_ros.errors import UsageError
+from torch_ros.integrations.installation import Contents, Installer, InstallOptions, Weights
+from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
+from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
 
 log = logging.getLogger(__name__)
 
 NAME = "torch_ros"  # of the one tensor that carries a request
-NAMED_MAX = 8  # parameters in an error
+NAMED_MAX = 8  # names in an error
+
+# SGLang's names: classes whose loaders copy, and note nothing about it.
+PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+PLAIN_EXPERTS = "UnquantizedFusedMoEMethod"
 
 FIELDS: Mapping[str, arguments.Check] = {  # of a request
     "version": arguments.whole(0, 1 << 62),
     "model": arguments.text,
-    "buffer_bytes": arguments.whole(1, 1 << 62),
+    "buffer_bytes": arguments.whole(1, 1 << 40),
     "is_complete": arguments.yes_or_no,
+    "timeout_s": arguments.seconds,
 }
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -43,6 +48,7 @@ def request(
     options: Mapping[str, Any] | None = None,
     buffer_bytes: int = 256 << 20,
     is_complete: bool = True,
+    timeout_s: float = 300.0,
 ) -> list[tuple[str, torch.Tensor]]:
     """The request that the driver passes to `update_weights_from_tensor`, instead of weights.
 
@@ -56,8 +62,11 @@ def request(
         version: A number, so that all workers read the same.
         model: The name under which versions are published.
         options: For `torch_ros.open` in the workers; text, numbers and the like.
-        buffer_bytes: How many bytes of the version a worker reads at a time.
-        is_complete: Refuse a version with which a parameter would stay as it was.
+        buffer_bytes: Of each of the two buffers through which tensors go that are not read in
+            place.
+        is_complete: Refuse a version with which a parameter would stay as it was. False: nobody
+            looks where the loader puts what, and it gets all tensors.
+        timeout_s: For the version to come and to be read, in each worker.
 
     Raises:
         UsageError: Bad arguments.
@@ -68,6 +77,7 @@ def request(
         "options": dict(options or {}),
         "buffer_bytes": buffer_bytes,
         "is_complete": is_complete,
+        "timeout_s": timeout_s,
     }
     arguments.check(fields, FIELDS)
     text = bytearray(json.dumps(fields).encode())
@@ -75,34 +85,33 @@ def request(
 
 
 def load(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
-    """Bring the version that `request` names into an engine, through the engine's own loader.
+    """Bring the version that `request` names into an engine, between SGLang's begin and end.
 
-    SGLang calls it in each worker. A version with which a parameter would stay as it was is
-    refused, and so is a model that keeps something derived from its weights; nothing has been
-    written then. The handle stays open for the next version of that model.
+    SGLang calls it in each worker. Tensors are read into the parameters to which the model's own
+    loader would copy them; those for which it would do more are given to it. A version with which
+    a parameter would stay as it was is refused, and so is a model that keeps something derived from
+    its weights; nothing has been written then. The handle stays open for the next version.
 
     SGLang ends the engine when this raises. Make sure of the version first: `handle.wait`.
 
     Raises:
         UsageError: This is no request; or the model says that it cannot be updated.
         ManifestMismatch: The version lacks tensors for some of the engine's parameters.
-        As `ShardHandle.contents` and `read`; after the latter, the engine has a part of it.
+        As `ShardHandle.contents`, `read` and `stream`; after the latter two, the engine has a part
+            of it.
     """
-    asked, begun_s = _Request.of(named_tensors), time.monotonic()
+    asked = _Request.of(named_tensors)
     for name, module in model.named_modules():
         if (reason := getattr(module, "_derived_weight_cache_error", None)) is not None:
             raise UsageError(f"{name or 'the model'} refuses other weights: {reason}")
     with _lock:
         follower = _follow(asked)
-        found = follower.handle.contents(asked.version)
-        if asked.is_complete and found.tensors != follower.complete.get(model):
-            _check_complete(model, found)
-            follower.complete[model] = found.tensors
-        load_weights = model.load_weights
-        assert callable(load_weights)
-        load_weights(_drawn(follower.handle, found, asked.buffer_bytes))
+        report = follower.installer(model, asked).install(asked.version, asked.timeout_s)
+        # SGLang may put other memory in the place of what was read into.
         follower.handle.unregister()
-    log.info("version %d loaded in %.3f s", asked.version, time.monotonic() - begun_s)
+        if report.direct and callable(fix_up := getattr(model, "post_load_weights", None)):
+            fix_up()  # as SGLang's own loaders do that leave `load_weights` out
+    log.info("%s: %s", follower.handle.replica, report)
 
 
 def close() -> None:
@@ -123,6 +132,7 @@ class _Request:
     options: Mapping[str, Any]
     buffer_bytes: int
     is_complete: bool
+    timeout_s: float
 
     @classmethod
     def of(cls, named_tensors: NamedTensors) -> "_Request":
@@ -135,15 +145,81 @@ class _Request:
         return cls(**json.loads(bytes(named_tensors[0][1].cpu().tolist())))
 
 
+class _Model:
+    """One worker's model, while SGLang updates it.
+
+    Its parameters are then as the model's loader expects them. At the end SGLang makes of them what
+    its kernels use, whoever has written them.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, is_complete: bool) -> None:
+        self.model, self._is_complete = model, is_complete
+        self._recorded: dict[str, Geometry] = {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return state_of(self.model)
+
+    def record(self, contents: Contents) -> Recording:
+        self._recorded = {name: Geometry.of(one) for name, one in self.state().items()}
+        if self._is_complete:
+            return record(self.model, contents)
+        staged = dict.fromkeys(contents, "is_complete=False")
+        return Recording({}, staged, frozenset(), {}, (), {}, {}, (), ())
+
+    def obstacles(self, recording: Recording) -> dict[str, Obstacle]:
+        state = self.state()
+        found = {name: Obstacle(PADDED, is_provable=True) for name in recording.filled}
+        reasons = {
+            id(one): reason
+            for module in self.model.modules()
+            if (reason := _obstacle(module)) is not None
+            for one in module.parameters(recurse=False)
+        }
+        found |= {n: Obstacle(reasons[id(one)]) for n, one in state.items() if id(one) in reasons}
+        return found | changed(self._recorded, state)
+
+    def load(self, modules: Iterable[str], weights: Weights) -> None:  # noqa: ARG002  # all
+        load_weights = self.model.load_weights
+        assert callable(load_weights)
+        # Loaders keep tensors until they have others, or until their threads get to them.
+        load_weights((fqn, tensor.clone()) for fqn, tensor in weights)
+
+
+PADDED = "its padding was never loaded"  # perhaps, if the engine began with load_format="dummy"
+
+
+def _obstacle(module: torch.nn.Module) -> str | None:
+    """The reason against writing a module's own parameters behind the back of their loaders."""
+    method = getattr(module, "quant_method", None)
+    if method is None or (kind := type(method).__name__) in PLAIN:
+        return None
+    if kind != PLAIN_EXPERTS:
+        return f"{kind} may make something else of it"
+    return "EPLB moves experts" if _moves_experts() else None
+
+
+def _moves_experts() -> bool:
+    context = sys.modules.get("sglang.srt.runtime_context")
+    return context is not None and bool(context.get_server_args().enable_eplb)
+
+
 @dataclass(frozen=True)
 class _Follower:
-    """This process's handle, and for each of its models the tensors with which it is complete."""
+    """This process's handle, and what brings versions into each of its models."""
 
     asked: _Request
     handle: torch_ros.ShardHandle
-    complete: weakref.WeakKeyDictionary[torch.nn.Module, Any] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    installers: dict[tuple[torch.nn.Module, bool], Installer] = field(default_factory=dict)
+
+    def installer(self, model: torch.nn.Module, asked: _Request) -> Installer:
+        # Nothing is offered to others: when the update ends, SGLang may change it.
+        options = InstallOptions(asked.buffer_bytes, relay=False, on_failure="refuse")
+        key = (model, asked.is_complete)
+        if key not in self.installers:
+            engine = _Model(model, is_complete=asked.is_complete)
+            self.installers[key] = Installer(self.handle, engine, options)
+        self.installers[key].options = options
+        return self.installers[key]
 
 
 _lock = threading.Lock()
@@ -164,33 +240,3 @@ def _follow(asked: _Request) -> _Follower:
     handle = torch_ros.open(asked.model, **{"rank": 0, "world_size": 1, **asked.options})
     _follower = _Follower(asked, handle)
     return _follower
-
-
-def _drawn(
-    handle: torch_ros.ShardHandle, found: torch_ros.Contents, size_bytes: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for part in parts(found, size_bytes):
-        yield from read_part(handle, found, part, "cpu").items()
-
-
-def _check_complete(model: torch.nn.Module, found: torch_ros.Contents) -> None:
-    """Raises: ManifestMismatch: The loader, which would not say so, would leave parameters out."""
-    recording = record(model, found.tensors)
-    lacking = missing(recording, state_of(model))
-    if not lacking:
-        return
-    some = ", ".join([*lacking][:NAMED_MAX])
-    if recording.failed:  # a loader with threads of its own fails, though it would not with tensors
-        log.warning(
-            "version %d: cannot tell whether it has all of %s: %s",
-            found.version,
-            some,
-            "; ".join(sorted({recording.staged[fqn] for fqn in recording.failed})),
-        )
-        return
-    raise ManifestMismatch(
-        f"version {found.version} in this engine",
-        "tensors for all of the engine's parameters",
-        f"none for {len(lacking)} of them: {some}",
-        "publish all tensors of a checkpoint, under a checkpoint's names",
-    )
