@@ -1,6 +1,8 @@
 """Publishing a copy: cast, quantised, gathered. One process, memory and etcd."""
 
+import gc
 import uuid
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -87,6 +89,16 @@ def test_buffers_are_registered_once_and_used_in_turn(opened):
     places = [manifest.addresses for manifest in shown]
     assert places[0] == places[2] != places[1] == places[3]
     assert len({manifest.descriptor for manifest in shown}) == 1
+
+
+@pytest.mark.parametrize("borrow_bytes", [0, 1 << 20])
+def test_buffers_that_became_too_small_are_given_back(opened, borrow_bytes):
+    trainer, rooms = opened("trainer", borrow_bytes=borrow_bytes), []
+    for version in range(1, 5):
+        trainer.publish_copy(version, {"w": torch.zeros(1000 * version)})
+        rooms += map(weakref.ref, trainer.checkpoints.registered.pools)
+    gc.collect()
+    assert [room() is not None for room in rooms] == [False] * 6 + [True] * 2
 
 
 def test_a_copy_that_does_not_fit_is_refused_and_what_is_held_stays(opened):

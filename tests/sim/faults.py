@@ -61,8 +61,9 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import batches, feed, mailbox, peers, reading, registered, turns
+from torch_ros.transfer import batches, feed, mailbox, peers, reading, registered
 from torch_ros.transfer.card import ALL_BLOCKS
+from torch_ros.transfer.copy_buffers import CopyBuffers
 from torch_ros.weights import manifest
 
 
@@ -1534,24 +1535,27 @@ def _(end):
     return lambda self: None
 
 
-@fault("what is lent already does not count", (turns.Turns, "lent"), scenario="bound")
-def _(lent):
-    return lambda self, *, but: [] if but else lent(self, but=but)
+@fault("what is lent already does not count", (CopyBuffers, "lend"), scenario="bound")
+def _(lend):
+    def faulty(self, registered):
+        self._open.clear()
+        lend(self, registered)
+
+    return faulty
 
 
 @fault(
     "what is not published any more can be borrowed still",
-    (turns.Turns, "lent"),
+    (CopyBuffers, "lend"),
     scenario="bound",
 )
-def _(lent):
-    def faulty(self, *, but):
-        were_open = [b.lent for b in self.buffers if not b.lent.is_closed]
-        found = lent(self, but=but)
+def _(lend):
+    def faulty(self, registered):
+        were_open = [each for each in self._open if not each.is_closed]
+        lend(self, registered)
         for each in were_open:
             if each.is_closed:
                 each.open()
-        return found
 
     return faulty
 

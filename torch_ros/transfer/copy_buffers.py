@@ -10,6 +10,7 @@ import torch
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
+from torch_ros.p2p.lending import LentMemory
 from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.transfer.staging_buffers import aligned
@@ -109,7 +110,7 @@ class CopyBuffers:
         self._turns: dict[torch.device, Turns] = {}
         self._lender = agent if borrow_bytes else None
         self._borrow_bytes = borrow_bytes
-        self._outgrown: list[Turns] = []  # whose buffers were too small, and may be lent
+        self._open: list[LentMemory] = []  # what somebody may have, also of buffers outgrown since
 
     def turn(self) -> None:
         """Switch buffers: readers may be using the one filled last."""
@@ -127,11 +128,11 @@ class CopyBuffers:
         addresses = tuple(map(copy.offset_of, registered.addresses))
         manifest = Manifest(registered.layout, addresses, tuple(registered.devices), b"")
         copy.describe(manifest.encode())
-        turns = [*self._outgrown, *self._turns.values()]
-        lent_bytes = sum(lent.content_bytes for each in turns for lent in each.lent(but=copy))
-        self._outgrown = [each for each in self._outgrown if each.lent(but=None)]
+        self._open = [each for each in self._open if each is not copy and not each.close()]
+        lent_bytes = sum(each.content_bytes for each in self._open)
         if lent_bytes + copy.content_bytes <= self._borrow_bytes:
             copy.open()
+            self._open.append(copy)
         else:
             log.info(
                 "a copy of %d bytes is not lent: %d bytes are, and borrow_bytes=%d",
@@ -188,9 +189,7 @@ class CopyBuffers:
                 "to a smaller dtype, or publish in place"
             )
         for device, size in new.items():
-            made = Turns(size, device, self._lender)
-            self._outgrown += filter(None, [self._turns.get(device)])
-            self._turns[device] = made
+            self._turns[device] = Turns(size, device, self._lender)
 
 
 def make(

@@ -47,11 +47,6 @@ class Turns:
         """The buffer filled last is published: readers may be using it."""
         self._published = self.filled
 
-    def lent(self, *, but: LentMemory | None) -> list[LentMemory]:
-        """Those that somebody has, except one. The others are closed from now on."""
-        mine = (each.lent for each in self.buffers if each.lent is not but)
-        return [each for each in mine if each is not None and not each.close()]
-
     def _made(self) -> Buffer:
         size_bytes = self.size_bytes
         if self._device.type == "cpu" and size_bytes:
