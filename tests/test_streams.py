@@ -1,9 +1,12 @@
 """Streams of a version's tensors through two buffers: over memory, and over etcd with NIXL."""
 
 import gc
+import itertools
 import logging
+import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.p2p.memory import MemoryTransfer
-from torch_ros.shard import filling
+from torch_ros.shard import filling, streams
 from torch_ros.store.txn import Read
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
@@ -409,6 +412,86 @@ def test_ctrl_c_while_a_buffer_is_awaited_costs_nothing(opened, monkeypatch):
     held.set()
     came += [fqn for fqn, _ in stream]
     assert came == list(tensors)
+
+
+@only_memory
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
+def test_ctrl_c_at_any_line_of_the_consumer_costs_nothing(opened, patient, monkeypatch):
+    monkeypatch.setattr(filling, "LOOK_S", 0.05)
+    tensors = rows(5)
+    publisher(opened, tensors)
+    engine = opened("engine")
+    line = 1
+    while struck(lambda: consume(engine, tensors), line):
+        until(lambda: is_over(engine))
+        line += 1
+    assert line > 50
+    until(lambda: not any("streams" in each.name for each in threading.enumerate()))
+
+
+def consume(engine, tensors):
+    came = []
+    stream = engine.stream(1, tensors, buffer_bytes=2 * ROW)
+    for _ in range(2):  # on after Ctrl-C
+        with suppress(KeyboardInterrupt):
+            for fqn, _ in stream:
+                came.append(fqn)
+    assert came == list(tensors)
+
+
+def struck(call, at_line):
+    """Whether a Ctrl-C came in `call`, at that line of those of this thread's part in streams."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in {streams.__file__, filling.__file__}:
+            return None
+        if event == "line" and next(lines) == at_line:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(None)
+    return next(lines) > at_line
+
+
+@only_memory
+def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, monkeypatch):
+    tensors = rows(5)
+    publisher(opened, tensors)
+    engine, beside = opened("engine"), streams.Filling
+
+    def closing(shard, *args):
+        shard.is_closed = True
+        engine._streams.close()
+        return beside(shard, *args)
+
+    monkeypatch.setattr(streams, "Filling", closing)
+    with pytest.raises(ClosedError):
+        engine.stream(1, tensors, buffer_bytes=ROW)
+    assert not streams_of(engine)
+    engine._shard.is_closed = False
+
+
+@only_memory
+def test_a_reading_that_another_stream_takes_first_is_not_missed(opened):
+    tensors = rows(5)
+    publisher(opened, tensors)
+    engine = opened("engine")
+
+    class Taken(list):
+        def pop(self, *_):
+            self.clear()
+            return super().pop()
+
+    engine._streams._spare = Taken([None])
+    assert len(list(engine.stream(1, tensors, buffer_bytes=ROW))) == 5
+    until(lambda: is_over(engine))
+    engine._streams._spare = list(engine._streams._spare)
 
 
 # Sources that fail

@@ -99,18 +99,21 @@ class Filling:
     """Reads what is wanted, ahead of the consumer by one buffer.
 
     Args:
-        ended: Called at its end, with nothing in flight: takes the reading back.
+        begun: Called by its thread: gives it what it reads with.
+        ended: Called at its end, with nothing in flight: takes that back.
     """
+
+    _reading: Reading
 
     def __init__(
         self,
         shard: Shard,
-        reading: Reading,
         wanted: Wanted,
-        ended: Callable[["Filling"], None],
+        begun: Callable[["Filling"], Reading],
+        ended: Callable[["Filling", Reading | None], None],
     ) -> None:
-        self._shard, self._group, self.reading, self.wanted = shard, shard.group, reading, wanted
-        self._ended = ended
+        self._shard, self._group, self.wanted = shard, shard.group, wanted
+        self._begun, self._ended = begun, ended
         self.asked, self.landed = 0, 0  # buffers: by the consumer; those that count
         self.parts: Sequence[Part] = ()  # known once it is planned
         self.is_planned = self.is_dropped = False
@@ -159,7 +162,9 @@ class Filling:
 
     def run(self) -> None:
         """Fill all; then, or when it is dropped or fails, leave nothing behind."""
+        reading = None
         try:
+            reading = self._reading = self._begun(self)
             self._fill_all()
         except Dropped:
             pass
@@ -168,21 +173,16 @@ class Filling:
         finally:
             try:
                 self._leave()
+                if self._buffers is not None:
+                    self._buffers.close()
+                self._ended(self, reading)
             finally:
-                self.end()
-
-    def end(self) -> None:
-        """Let go of what it has. Nothing is in flight."""
-        try:
-            if self._buffers is not None:
-                self._buffers.close()
-            self._ended(self)
-        finally:
-            self.over.set()
-            self._news.ring()
+                self.over.set()
+                self._news.ring()
 
     def _fill_all(self) -> None:
         wanted = self.wanted
+        self._check()
         self._with_source(self._deadline("a source"), lambda _: None)
         self._buffers = Buffers(self._shard.transport, self._shard.pages, self.parts)
         self.is_planned = True
@@ -237,7 +237,7 @@ class Filling:
 
         def read(at: Attachment) -> None:
             supply = Supply(part.plan(at.plan), at.feed)
-            self.reading.read([supply], phase, arrivals, deadline)
+            self._reading.read([supply], phase, arrivals, deadline)
 
         for tries_left in reversed(range(HEAL_TRIES)):
             arrivals = Arrivals(phase.layout.blocks.total)
@@ -308,16 +308,16 @@ class Filling:
             check=self._check,
         )
         cards = [shard.card for shard in source.shards]
-        feed = connect(self.reading.peers, cards, there, deadline)
+        feed = connect(self._reading.peers, cards, there, deadline)
         if layout and _digest_of(feed) != layout:
             raise SourceLost(replica_of(inst), "it does not show the version", 0, 0)
         if self._target is None:
             named = self._named(feed)
             self._target, self.parts = layout_of(named), parts_of(named, self.wanted.buffer_bytes)
-        near = self.reading.peers.is_near([agent for agent, _ in feed.manifests])
+        near = self._reading.peers.is_near([agent for agent, _ in feed.manifests])
         rank = self._group.seat.rank
         try:
-            plan = self.reading.plan(feed.layouts, self._target, rank, is_near=near)
+            plan = self._reading.plan(feed.layouts, self._target, rank, is_near=near)
         except UsageError as error:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
         return Attachment(source, feed, plan, self._digests_of(feed))

@@ -71,8 +71,8 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         if not self._left:
             if self._taken == len(self._filling.parts):
                 raise StopIteration
-            self._left = deque(self._filling.take(self._taken))
-            self._taken += 1
+            left = deque(self._filling.take(self._taken))
+            self._left, self._taken = left, self._taken + 1  # Ctrl-C comes before, or after
         return self._left.popleft()
 
     def close(self) -> None:
@@ -119,28 +119,18 @@ class Streams:
             return ref, check() if names is None else names
 
         ref, names = shard.busy(lambda: shard.as_one(deadline.what, decide))
-        reading = self._spare.pop() if self._spare else shard.reading.beside()
         number = next(self._numbers)
-        filling = Filling(
-            shard,
-            reading,
-            Wanted(ref, names, buffer_bytes, deadline.timeout_s, number),
-            self._ended,
-        )
-        self._open.add(filling)
+        wanted = Wanted(ref, names, buffer_bytes, deadline.timeout_s, number)
+        filling = Filling(shard, wanted, self._begun, self._ended)
         name = f"torch_ros streams {shard.group.seat.replica} {number}"
         try:
+            stream = Stream(shard, filling)
             threading.Thread(target=filling.run, name=name, daemon=True).start()
+            filling.plan()
         except BaseException:  # Ctrl-C, or no thread to be had
             filling.drop()
-            filling.end()
             raise
-        try:
-            filling.plan()
-        except BaseException:
-            filling.drop()
-            raise
-        return Stream(shard, filling)
+        return stream
 
     def _decide(self, spec: Spec, deadline: Deadline) -> VersionRef:
         """The version, the same on all ranks. The call has ended when this returns."""
@@ -159,12 +149,23 @@ class Streams:
             return group.ask(spec_ranges(keys), rule, deadline)
         return shard.make(GroupTask("agree", deadline.what, deadline, perform))
 
-    def _ended(self, filling: Filling) -> None:
+    def _begun(self, filling: Filling) -> Reading:
+        """What it reads with. Either this sees that the handle closes, or `close` sees it."""
+        self._open.add(filling)
+        self._shard.require_usable()
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._shard.reading.beside()
+
+    def _ended(self, filling: Filling, reading: Reading | None) -> None:
         self._open.discard(filling)
+        if reading is None:
+            return
         if filling.error is None and not self._shard.is_closed and not self._spare:
-            self._spare.append(filling.reading)
+            self._spare.append(reading)
         else:
-            _close(filling.reading)
+            _close(reading)
 
     def close(self) -> None:
         """End all; wait for what they have in flight."""

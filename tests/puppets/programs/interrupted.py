@@ -93,6 +93,21 @@ class Process:
         reader = ROSReader("latest", handle=self.rollout, timeout_s=3)
         dcp.load(self.target, storage_reader=reader, no_dist=True)
 
+    def read(self):
+        self.rollout.read("latest", self.target, timeout_s=3)
+
+    def serve(self):
+        self.read()
+        self.rollout.serve(timeout_s=3)
+
+    def stream(self):
+        with self.rollout.stream("latest", self.weights, buffer_bytes=8000, timeout_s=3) as stream:
+            came = [fqn for fqn, tensor in stream if bool((tensor == tensor[0]).all())]
+        assert came == list(self.weights), came
+
+    def contents(self):
+        self.rollout.contents(timeout_s=3)
+
     def list(self):
         self.rollout.list()
 
@@ -162,7 +177,8 @@ class Process:
         self.check()
         calls = [
             *(self.publish, self.publish_copy, self.save, self.unpublish, self.register),
-            *(self.replicate, self.update, self.load, self.list, self.wait, self.open_and_close),
+            *(self.replicate, self.update, self.load, self.read, self.serve, self.stream),
+            *(self.contents, self.list, self.wait, self.open_and_close),
         ]
         tries = 0
         while tries < 10 * count and (
@@ -179,6 +195,7 @@ class Process:
         threading.Event().wait(2.5 * TTL_S)  # long enough to lose a lease that nobody renews
         there = self.trainer.list().get(self.version, set())
         kept = seats == [handle._shard.group.seat.inst for handle in (self.trainer, self.rollout)]
+        streams = [each.name for each in threading.enumerate() if "streams" in each.name]
         self.closed(self.rollout)
         self.closed(self.trainer)
         return {
@@ -186,6 +203,7 @@ class Process:
             "errors": dict(self.errors),
             "there": sorted(there),
             "kept": kept,
+            "streams": streams,
             "slowest_close_s": max(self.closing_s),
         }
 
