@@ -571,6 +571,21 @@ def test_what_is_not_what_was_published_is_read_elsewhere_or_refused(opened):
 
 
 @only_memory
+def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
+    tensors = rows(5)
+    holders = [publisher(opened, tensors), opened("other")]
+    holders[1].register({fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()})
+    holders[1].replicate(1)
+    stream = opened("engine").stream(1, tensors, buffer_bytes=ROW)
+    until(lambda: stream._filling.landed == 2)
+    at, tried = stream._filling._at, stream._filling._tried
+    assert at.feed.source.has_other()
+    tried.update(handle._shard.group.seat.inst for handle in holders)
+    tried[at.source.inst] = 0
+    assert not at.feed.source.has_other()
+
+
+@only_memory
 def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
     tensors = rows(6)
     publisher(opened, tensors)

@@ -124,6 +124,7 @@ class Filling:
         self._name = stream_of(self._group.seat.inst, wanted.number)
         self._session: Session | None = None
         self._inst = ""  # the source that was chosen last
+        self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
         self._target: Layout | None = None
         self._buffers: Buffers | None = None
@@ -267,28 +268,26 @@ class Filling:
 
     def _with_source(self, deadline: Deadline, use: Callable[[Attachment], None]) -> None:
         """`use` a source; when that is lost, another. When `use` raises, nothing is in flight."""
-        tried, lost = Counter[str](), None
+        self._tried, lost = Counter[str](), None
         while True:
             at, chosen = self._at, ("", "")
             if at is None or self._session is None or not self._session.is_valid():
                 self._leave()
-                at, chosen = None, self._choose(tried, lost, deadline)
+                at, chosen = None, self._choose(lost, deadline)
             try:
                 if at is None:
                     self._at = at = self._attach(*chosen, deadline)
                 use(at)
             except SourceLost as error:
                 lost = error
-                tried[self._inst] += 1
+                self._tried[self._inst] += 1
                 log.warning("%s: lost %r (%s)", deadline.what, lost.replica, lost.what)
                 self._lose(lost.what, deadline)
             else:
                 return
 
-    def _choose(
-        self, tried: Counter[str], lost: SourceLost | None, deadline: Deadline
-    ) -> tuple[str, str]:
-        seat, ref = self._group.seat, self.wanted.ref
+    def _choose(self, lost: SourceLost | None, deadline: Deadline) -> tuple[str, str]:
+        seat, ref, tried = self._group.seat, self.wanted.ref, self._tried
         rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost)
         inst, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
         if tried[inst]:
@@ -303,8 +302,8 @@ class Filling:
             replica_of(inst),
             source.mark,
             is_full=True,
-            is_there=partial(self._is_there, source, deadline),
-            has_other=partial(self._has_other, source, deadline),
+            is_there=partial(self._is_there, source),
+            has_other=partial(self._has_other, source),
             check=self._check,
         )
         cards = [shard.card for shard in source.shards]
@@ -393,29 +392,21 @@ class Filling:
             return Digests(manifests[0].depth, (), manifests[0].totals)
         return summed(manifests) or Digests()
 
-    def _is_there(self, source: Source, deadline: Deadline) -> bool:
+    def _is_there(self, source: Source) -> bool:
         seat, ref = self._group.seat, self.wanted.ref
         rule = partial(streams.is_there, seat=seat, ref=ref, source=source)
-        return self._glance(there_ranges(seat, ref, source), rule, deadline, unknown=True)
+        return self._glance(there_ranges(seat, ref, source), rule, unknown=True)
 
-    def _has_other(self, source: Source, deadline: Deadline) -> bool:
+    def _has_other(self, source: Source) -> bool:
         seat, ref = self._group.seat, self.wanted.ref
-        rule = partial(streams.has_other, seat=seat, ref=ref, source=source, tried={})
-        return self._glance(streams.choice_ranges(seat, ref), rule, deadline, unknown=False)
+        rule = partial(streams.has_other, seat=seat, ref=ref, source=source, tried=self._tried)
+        return self._glance(streams.choice_ranges(seat, ref), rule, unknown=False)
 
-    def _glance(
-        self,
-        ranges: Ranges,
-        rule: Callable[[View], Step[bool]],
-        deadline: Deadline,
-        *,
-        unknown: bool,
-    ) -> bool:
+    def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:
         """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
-        within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
-        brief = Deadline(deadline.what, within_s, check_open=self._check)
+        deadline = Deadline(self.wanted.what, GLANCE_S, check_open=self._check)
         try:
-            return self._group.ask(ranges, rule, brief)
+            return self._group.ask(ranges, rule, deadline)
         except (DeadlineExceeded, StoreUnavailable):
             return unknown
 
