@@ -195,6 +195,25 @@ def test_all_ranks_read_the_same_version_whatever_each_saw_first(opened, ranks, 
         assert len({report.version for report in reports}) == 1
 
 
+@only_memory
+def test_parts_that_overlap_are_not_taken_for_the_whole_where_digests_are_compared(
+    opened, ranks, pool
+):
+    whole = torch.arange(16.0).reshape(4, 4)
+    trainer = opened("trainer", digests="full")
+    trainer.register({"w": whole})
+    trainer.publish(1)
+    engines, rows = ranks("engine", digests="full"), [torch.zeros(2, 4), torch.zeros(2, 4)]
+
+    def read(rank):  # as many elements as there are, but one row twice, and the first not
+        box = {(2 - rank, 0): rows[rank]}
+        return engines[rank].read(1, {"w": torch_ros.Chunked((4, 4), torch.float32, box)}).version
+
+    assert list(pool.map(read, range(2))) == [1, 1]
+    assert torch.equal(rows[0], whole[2:])
+    assert torch.equal(rows[1], whole[1:3])
+
+
 def test_a_second_read_into_the_same_tensors_registers_nothing(opened):
     trainer, engine, into = publisher(opened), opened("engine"), zeros()
     engine.read(1, into)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch_ros.errors import UsageError
 
 Offsets = tuple[int, ...]
-_Box = tuple[Offsets, torch.Tensor]
 
 
 class Chunked(torch.Tensor):
@@ -123,11 +122,11 @@ def require_fit(fqn: str, tensor: Chunked) -> None:
             reason = f"is not inside shape {list(tensor.shape)}; offsets count its elements"
             raise UsageError(f"tensor {fqn!r}: {named(at, box)} {reason}")
     boxes = [(at, box) for at, box in tensor.chunks.items() if box.numel()]
-    for one, other in _overlaps(boxes):
-        both = f"{named(*one)} and {named(*other)}"
+    for one, other in overlapping([(at, tuple(box.shape)) for at, box in boxes]):
+        both = f"{named(*boxes[one])} and {named(*boxes[other])}"
         raise UsageError(f"tensor {fqn!r}: {both} overlap; give each element once")
     for one, other in _shared(boxes):
-        both = f"{named(*one)} and {named(*other)}"
+        both = f"{named(*boxes[one])} and {named(*boxes[other])}"
         raise UsageError(f"tensor {fqn!r}: {both} share memory; clone one of them")
 
 
@@ -135,27 +134,31 @@ def named(at: Offsets, box: torch.Tensor) -> str:
     return f"the box of shape {list(box.shape)} at {list(at)}"
 
 
-def _overlaps(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs that have an element of the whole tensor in common."""
+def overlapping(boxes: Sequence[tuple[Offsets, Offsets]]) -> Iterator[tuple[int, int]]:
+    """Pairs of boxes, by number, that have an element of the whole tensor in common.
+
+    Args:
+        boxes: Offsets and sizes; none is empty.
+    """
     dims = range(len(boxes[0][0]) if boxes else 0)
     # Sorted by the dimension that tells most of them apart, for few pairs to be looked at.
     told = max(dims, key=lambda dim: len({at[dim] for at, _ in boxes}), default=None)
     if told is None:
         return
-    spans = [[(at[dim], at[dim] + box.shape[dim]) for dim in dims] for at, box in boxes]
+    spans = [[(at[dim], at[dim] + sizes[dim]) for dim in dims] for at, sizes in boxes]
     for one, other in _meeting([span[told] for span in spans]):
         both = zip(spans[one], spans[other], strict=True)
         if all(a < end and start < b for (a, b), (start, end) in both):
-            yield boxes[one], boxes[other]
+            yield one, other
 
 
-def _shared(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs that have an element of memory in common."""
+def _shared(boxes: Sequence[tuple[Offsets, torch.Tensor]]) -> Iterator[tuple[int, int]]:
+    """Pairs of boxes, by number, that have an element of memory in common."""
     memory = [np.asarray(_Memory(box)) for _, box in boxes]
     for one, other in _meeting([byte_bounds(array) for array in memory]):
         is_one_space = boxes[one][1].device == boxes[other][1].device
         if is_one_space and np.shares_memory(memory[one], memory[other]):
-            yield boxes[one], boxes[other]
+            yield one, other
 
 
 class _Memory:
