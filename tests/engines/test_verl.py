@@ -15,21 +15,24 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, base
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
 SHAPES = {f"model.layers.{k}.mlp.weight": (64, 128) for k in range(6)} | {"lm_head.weight": (3, 5)}
 
 
 def weights(value):
-    for name, shape in SHAPES.items():
-        yield name, torch.full(shape, value)
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        yield name, torch.full(shape, value + number / 16)
 
 
 class Kept:
-    """A rollout's server, as verl's worker sees it."""
+    """A rollout's server, as verl's worker sees it; keeps tensors as verl's SGLang adapter does."""
 
     async def update_weights(self, weights, global_steps=None, wire_format=None):
         assert wire_format == "named_tensors"
-        self.step, self.tensors = global_steps, {name: t.clone() async for name, t in weights}
+        buckets = get_named_tensor_buckets(weights, 1 << 20)
+        self.step = global_steps
+        self.tensors = {name: tensor async for bucket in buckets for name, tensor in bucket}
 
 
 class Actor:
@@ -129,7 +132,8 @@ def test_two_steps_by_verls_manager_and_a_replica_that_joins_between_them(engine
             kept = replica.workers[0].server_adapter
             assert kept.step == step
             assert {name: tuple(t.shape) for name, t in kept.tensors.items()} == SHAPES
-            assert all((t == step).all() for t in kept.tensors.values())
+            for name, expected in weights(step):
+                assert torch.equal(kept.tensors[name], expected), name
         assert metrics["torch_ros/version"] == step
         handles.append([worker.checkpoint_engine._handle for worker in actors.workers])
         if step == 1:

@@ -9,11 +9,10 @@ import torch
 
 import torch_ros
 from torch_ros.errors import DeadlineExceeded, UsageError
-from torch_ros.integrations.parts import parts
 from torch_ros.integrations.verl import ROSCheckpointEngine
 
 SHAPES = {f"layers.{k}.weight": (8, 4 + k) for k in range(5)} | {"norm.weight": (3,)}
-BUCKET = 300  # bytes: two of the layers
+BUCKET = 520  # bytes: each half has one of the layers
 
 
 def weights(value):
@@ -141,17 +140,42 @@ def test_others_follow_a_model_that_has_a_name():
     job.close()
 
 
-def test_a_rollout_holds_no_more_than_verl_allows(job):
-    job.update(1.0, step=1)
-    rollout = job.rollouts[0]
-    found = job.actors[0]._handle.contents(1)
-    sizes = {n: shape.numel() * dtype.itemsize for n, (dtype, shape) in found.tensors.items()}
-    split = list(parts(found, BUCKET))
-    assert [name for part in split for name in part] == sorted(SHAPES)
-    assert len(split) == 4
-    assert all(sum(sizes[name] for name in part) <= BUCKET for part in split)
-    assert list(parts(found, 1)) == [[name] for name in sorted(SHAPES)]  # larger than allowed
+def test_a_rollout_reads_ahead_in_no_more_than_verl_allows():
+    job = Job(rollouts=1, timeout_s=20)
+    job.connect()
+    sent = [job.pool.submit(asyncio.run, a.send_weights(weights(1.0), 1)) for a in job.actors]
+    (rollout,), names, seen = job.rollouts, [], []
+
+    async def receive():
+        async for name, tensor in rollout.receive_weights(global_steps=1):
+            (filling,) = rollout._handle._streams._open or [None]
+            if filling is not None:  # it ends when it has read all
+                held = [buffer.nbytes for buffer in filling._buffers._buffers]
+                assert len(held) == 2
+                seen.append(sum(held))
+            assert (tensor == 1).all()
+            names.append(name)
+
+    asyncio.run(receive())
+    assert names == sorted(SHAPES)
+    assert 0 < max(seen) <= BUCKET
+    assert [one.result(60)["torch_ros/version"] for one in sent] == [1, 1]
     assert rollout._handle.version is None  # it holds nothing that others could be sent to
+    job.close()
+
+
+def test_a_rollout_that_is_left_early_lets_go(job):
+    async def receive():
+        tensors = job.rollouts[0].receive_weights(global_steps=1)
+        async for _ in tensors:
+            break
+        await tensors.aclose()
+
+    job.update(1.0, step=1)
+    job.rollouts[0]._last = 0
+    asyncio.run(receive())
+    assert not job.rollouts[0]._handle._streams._open
+    assert job.rollouts[0]._last == 0
 
 
 def test_weights_that_never_come_are_missed_at_the_deadline():

@@ -12,7 +12,6 @@ import torch
 import torch_ros
 from torch_ros.errors import UsageError
 from torch_ros.integrations.gathered import GatheredCopy
-from torch_ros.integrations.parts import parts, read_part
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -26,15 +25,15 @@ class ROSCheckpointEngine:
     update, which costs nothing then.
 
     Args:
-        bucket_size: verl's: how many bytes of a version a rollout reads at a time.
+        bucket_size: verl's: how many bytes of a version a rollout holds at a time.
         is_master: verl's; not needed.
         model: The name under which versions are published. None: one of this job's own. Name one to
             let others follow, and for each job another.
         options: For `torch_ros.open`.
         actor_device: Where the actors' copies lie, all of them together one model; None: on their
             own device.
-        rollout_device: Where tensors lie that a rollout has read; None: on its accelerator, if it
-            has one.
+        rollout_device: Where verl gets the tensors that a rollout has read into host memory; None:
+            on its accelerator, if it has one.
     """
 
     wire_format = "named_tensors"
@@ -121,18 +120,26 @@ class ROSCheckpointEngine:
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Read the version that the actors publish, and yield its tensors, sorted by name.
 
-        A tensor is valid until the next one is asked for.
+        Half a bucket is read while verl passes the other half on. A tensor is valid until the next
+        one is asked for.
         """
         if self._handle is None:
             raise UsageError("receive_weights: verl has not called init_process_group")
         version = self._next(global_steps)
         found = await asyncio.to_thread(self._handle.contents, version)
         device = self._rollout_device or torch.accelerator.current_accelerator() or "cpu"
-        for part in parts(found, self._bucket_size):
-            tensors = await asyncio.to_thread(read_part, self._handle, found, part, device)
-            for item in tensors.items():
-                yield item
-            del tensors, item  # before the next are read
+        half = max(1, self._bucket_size // 2)
+        stream = await asyncio.to_thread(
+            self._handle.stream, version, found.tensors, buffer_bytes=half
+        )
+        with stream:
+            while True:
+                # Only a buffer's first one may have to be waited for.
+                is_there = stream.left_in_buffer > 0
+                item = next(stream) if is_there else await asyncio.to_thread(next, stream, None)
+                if item is None:
+                    break
+                yield item[0], item[1].to(device)
         self._last = version
 
     def finalize(self) -> None:
