@@ -1,9 +1,12 @@
 """Publishing a copy: cast, quantised, gathered. One process, memory and etcd."""
 
 import gc
+import itertools
+import sys
 import uuid
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch_ros
 from torch_ros import Cast, Chunked, Float8
 from torch_ros.errors import ManifestMismatch, UsageError, VersionConflict
 from torch_ros.transfer import copy_buffers
+from torch_ros.transfer.turns import Turns
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -144,6 +148,48 @@ def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(o
     trainer.publish_copy(8, {"w": torch.full((1000,), 8.0)})
     rollout.replicate()
     assert torch.equal(target, torch.full((1000,), 8.0))
+
+
+STRUCK = ("shard/checkpoint.py", "transfer/copy_buffers.py", "transfer/turns.py")
+
+
+# A generator that Ctrl-C ends where it is let go of says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_moment_brings_no_copy_into_what_is_published(monkeypatch):
+    """Where a signal handler may run: at the beginning of a function, or behind one in C."""
+    moments = itertools.count()
+
+    def strike(frame, event, _):
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(STRUCK):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def take(turns):
+        room, shown = taken(turns), trainer.checkpoints.registered
+        if trainer.version is not None and shown is not None:
+            published = {tensor.untyped_storage().data_ptr() for tensor in shown.memory}
+            assert room.untyped_storage().data_ptr() not in published
+        return room
+
+    taken = Turns.take
+    monkeypatch.setattr(Turns, "take", take)
+    left = -1
+    while left < 0:
+        left = moment = next(moments)
+        trainer = torch_ros.open("m", endpoint=f"memory://{moment}", replica="trainer")
+        trainer.publish_copy(1, {"w": torch.ones(3)})
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(strike)
+            try:
+                trainer.publish_copy(2, {"w": torch.ones(3)})
+            finally:
+                sys.setprofile(None)
+        trainer.publish_copy(3, {"w": torch.ones(3)})
+        trainer.close()
+    assert moment > 50
 
 
 # Quantised

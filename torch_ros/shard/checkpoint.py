@@ -253,8 +253,6 @@ class _Save:
             self.memory = memory_of(self._state) if request.from_stager else set()
             return is_offered
         finally:
-            if request.copying is not None and shard.held is not None:
-                self._buffers.turn()
             shard.withdraw_unless_held()
 
     def _give_way(self) -> None:
@@ -314,6 +312,7 @@ class _Save:
     def _register(self) -> Registered:
         self._state = self._state or self._gather()
         if self._registered is None:
+            self._buffers.turn()  # before they are shown: Ctrl-C may come at any moment
             self._registered = self._shard.tensors.show(self._state)
             self._buffers.lend(self._registered)
         return self._registered

@@ -113,7 +113,7 @@ class CopyBuffers:
         self._open: list[LentMemory] = []  # what somebody may have, also of buffers outgrown since
 
     def turn(self) -> None:
-        """Switch buffers: readers may be using the one filled last."""
+        """Switch buffers: readers will be using the one filled last, and nobody the other one."""
         for turns in self._turns.values():
             turns.turn()
 

@@ -44,7 +44,7 @@ class Turns:
         return taken.room
 
     def turn(self) -> None:
-        """The buffer filled last is published: readers may be using it."""
+        """The buffer filled last is about to be published."""
         self._published = self.filled
 
     def _made(self) -> Buffer:
