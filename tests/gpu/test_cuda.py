@@ -135,6 +135,18 @@ def test_a_device_makes_the_copies_that_a_host_makes(monkeypatch, etcd_endpoint,
             on_device = {fqn: tensor.cuda() for fqn, tensor in source.items()}
 
 
+@pytest.mark.parametrize("to", [None, "cpu"])
+def test_a_copy_waits_for_kernels_of_any_stream(to):
+    source, side = torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        source.fill_(7.0)
+    state = LocalState(local_chunks({"w": source}), {}, {})
+    [made] = CopyBuffers("me", 0).fill(state, Copying(to=to)).tensors
+    assert bool((made.chunks[0].tensor == 7).all())
+
+
 @pytest.mark.parametrize("depth", ["sampled", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_device_computes_the_digests_that_a_host_does(depth, dtype):

@@ -204,6 +204,13 @@ def test_cast_is_what_torch_casts(source, target):
     assert all(same(made[fqn], tensor.to(target)) for fqn, tensor in tensors.items())
 
 
+def test_a_copy_is_made_of_what_kernels_have_written_when_they_are_done(monkeypatch):
+    tensor = torch.zeros(3)
+    monkeypatch.setattr(copy_buffers, "finish_kernels", lambda _: tensor.fill_(7.0))
+    made = whole(copied({"w": tensor}, Cast(torch.bfloat16)))
+    assert torch.equal(made["w"], torch.full((3,), 7.0, dtype=torch.bfloat16))
+
+
 # Shards
 
 

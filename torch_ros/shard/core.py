@@ -297,7 +297,7 @@ class Shard:
 
     def _offer_all(self, call: GroupCall, registered: Registered) -> None:
         """Digest the tensors, and say that all of them are there as the call's version."""
-        finish_kernels(registered)
+        finish_kernels(registered.cuda_devices)
         depth = self.settings.depth
         self.digests = Digests(depth, registered.digests(depth))
         self.mailbox.show_digests(self.digests)

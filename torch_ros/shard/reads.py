@@ -118,7 +118,7 @@ class Serving:
                 "call read(version, tensors) first, on all ranks"
             )
         shard.require_nothing_held("serve")
-        finish_kernels(registered)
+        finish_kernels(registered.cuda_devices)
         known = brought.digests
         now = registered.digests(known.depth)
         fqn = first_changed(registered, known.chunks, now) if known.chunks else None

@@ -247,7 +247,7 @@ class Replication:
     def _register(self, source: Source, feed: Feed) -> Progress:
         with self.verification.as_published(feed):
             registered = self._target.register(feed.layouts)
-        finish_kernels(registered)  # those that still use the old content
+        finish_kernels(registered.cuda_devices)  # those that still use the old content
         self.verification.expect(feed, source)
         return Progress(self._shard.mailbox, registered)
 

@@ -115,7 +115,7 @@ class Tensors:
         registered = self.registered
         if registered is None or not digests.chunks:
             return
-        finish_kernels(registered)
+        finish_kernels(registered.cuda_devices)
         fqn = first_changed(registered, digests.chunks, registered.digests(digests.depth))
         if fqn is not None:
             raise ContractBroken(

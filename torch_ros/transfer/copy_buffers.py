@@ -12,7 +12,7 @@ from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.lending import LentMemory
 from torch_ros.transfer.ferry import Ferry
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.transfer.turns import BUFFERS, Turns
 from torch_ros.weights.local import LocalChunk
@@ -158,6 +158,8 @@ class CopyBuffers:
             room = _manifest_room(made, paths, state.objects)
             sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + room
         self._make_room(sizes, copying.copy_bytes)
+        memory = [chunk.tensor for tensor in state.tensors for chunk in tensor.chunks]
+        finish_kernels({chunk.device for chunk in memory if chunk.is_cuda})
         rooms = {device: _Room(self._turns[device].take()) for device in sizes}
         tensors, ferry = [], Ferry()
         for making, parts in zip(made, plan, strict=True):

@@ -300,9 +300,9 @@ def memory_of(state: LocalState) -> set[tuple[int, int]]:
     return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
 
 
-def finish_kernels(registered: Registered) -> None:
-    """Wait for kernels queued on these tensors: nothing else orders them before our reads."""
-    for device in registered.cuda_devices:
+def finish_kernels(devices: Iterable[torch.device]) -> None:
+    """Wait for kernels queued on these GPUs: nothing else orders them before our reads."""
+    for device in devices:
         torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
 
 
