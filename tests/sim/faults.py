@@ -1423,6 +1423,24 @@ def _(rule):
     return faulty
 
 
+@fault(
+    "stream: a record that was put without an answer is taken for a source",
+    (filling.streams, "attach"),
+    scenario="streamed after a lost reply",
+)
+def _(attach):
+    def faulty(view, seat, ref, source, reader, lease_id):
+        key = seat.keys.holding(ref.run, ref.version, source)
+        there, entry = view.get(reader), view.get(key)
+        if entry is None or there is None or there.lease_id != lease_id:
+            return attach(view, seat, ref, source, reader, lease_id)
+        shards = dict(view.within(seat.keys.shards(source)))
+        holding = records.Holding.decode(entry.value, key)
+        return Done(sources.learned(source, holding, entry.create_rev, shards))
+
+    return faulty
+
+
 @fault("stream: its record stays", (filling.Filling, "_leave"), scenario="dropped stream")
 def _(leave):
     def faulty(self):

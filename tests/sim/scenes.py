@@ -1208,6 +1208,30 @@ def streamed_anew(scene: Scene) -> None:
     scene.play()
 
 
+def streamed_after_a_lost_reply(scene: Scene) -> None:
+    """I12: a source whose record was put without an answer is looked at again before it is read."""
+    scene.shapes = MANY_TENSORS
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("has 1")
+        scene.when(lambda: any("/readers/" in key for key in scene.store._entries), "a reader")
+        unpublish(me)  # and leaves it behind
+        publish(me, 1, 8)
+        scene.until("done")
+
+    def consume(me: Process) -> None:
+        scene.until("has 1")
+        scene.losses[me] = puts("/readers/"), "lose reply"
+        with suppress(SourceLost, VersionNotFound):
+            me.streamed(1)
+        scene.reach("done")
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
 def dropped_stream(scene: Scene) -> None:
     """I12: nothing is left of a stream that is dropped, not even by a request that applies late."""
     scene.shapes = MANY_TENSORS
@@ -2401,6 +2425,7 @@ SCENES = {
     "streamed beside a write": streamed_beside_a_write,
     "streamed from another": streamed_from_another,
     "streamed anew": streamed_anew,
+    "streamed after a lost reply": streamed_after_a_lost_reply,
     "dropped stream": dropped_stream,
     "only on spot": only_on_spot,
     "does not wait": does_not_wait,

@@ -108,10 +108,12 @@ def attach(
         raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
     learn = partial(learned, source, holding, entry.create_rev)
     there = view.get(reader)
-    if there is not None and there.lease_id == lease_id:  # put before, and the reply was lost
-        return Done(learn(dict(view.within(seat.keys.shards(source)))))
-    if holding.state != "full" or holding.uid != ref.uid:
+    is_found = there is not None and there.lease_id == lease_id  # put before; the reply was lost
+    is_waiting = holding.state == "draining" and is_found
+    if holding.uid != ref.uid or not (holding.state == "full" or is_waiting):
         raise left
+    if is_found:
+        return Done(learn(dict(view.within(seat.keys.shards(source)))))
     guards = (view.unchanged(held), view.unchanged(reader))
     ops = (Put(reader, Reader(0).encode(), lease_id), Get(seat.keys.shards(source)))
     return Act(Txn(guards, ops), lambda reply: learn(shards_in(reply)))
