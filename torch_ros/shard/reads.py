@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import ContentChanged, ManifestMismatch, UsageError
+from torch_ros.errors import ContentChanged, UsageError
 from torch_ros.protocol import calls, serving
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -21,7 +21,6 @@ from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, first_changed
 from torch_ros.transfer.registered import LocalState, finish_kernels
-from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout
@@ -86,7 +85,7 @@ class Serving:
         self._brought = brought = shard.tensors.brought  # a call, which may fail, forgets it
         if shard.is_alone:
             self._prove()
-            self._require_whole()
+            self._compare()
         else:
             shard.make(GroupTask("agree", checked, self._deadline, self.check))
         try:
@@ -96,7 +95,7 @@ class Serving:
             raise
 
     def check(self, call: GroupCall) -> None:
-        """Go on only if all ranks have the same version, and what they read of it is all of it."""
+        """Go on only if all ranks have the same version, with the digests that it has."""
         ref = self._prove()
         call.decide((), recorded)
         with call.ending():
@@ -106,7 +105,7 @@ class Serving:
                         f"serve: the ranks have read different versions: {said}; make the same "
                         "reads on all ranks"
                     )
-                self._require_whole()
+                self._compare()
                 call.complete(Outcome())
 
     def _prove(self) -> VersionRef:
@@ -129,28 +128,21 @@ class Serving:
             shard.mailbox.show_digests(digests)
         return brought.ref
 
-    def _require_whole(self) -> None:
-        """Look at what all ranks have together.
+    def _compare(self) -> None:
+        """Compare the digests of all ranks with those of the version, where these are known.
 
         Raises:
-            ContentChanged: Their digests are not the version's.
-            ManifestMismatch: They lack elements of it.
+            ContentChanged: They are others.
         """
         assert self._brought is not None
         version, known = self._brought.ref.version, self._brought.digests
+        if not known.totals:
+            return
         manifests = self._shard.manifests.own(self._deadline)
-        layouts = [manifest.layout for manifest in manifests]
-        if not is_whole(layouts):
-            raise ManifestMismatch(
-                f"version {version}",
-                "every element of its tensors, on all ranks together",
-                "tensors of which no rank has read a part",
-                "a part is not served; read all of it, or leave it unserved",
-            )
-        if known.totals:
-            found = totals(layouts, [m.digests for m in manifests], depth=known.depth)
-            if (fqn := first_difference(found, known.totals)) is not None:
-                raise ContentChanged(version, fqn)
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        found = totals(layouts, chunks, depth=known.depth)
+        if (fqn := first_difference(found, known.totals)) is not None:
+            raise ContentChanged(version, fqn)
 
     def offer(self, call: GroupCall) -> int:
         """Set the word: from here on this memory is the version's, until it is unpublished."""

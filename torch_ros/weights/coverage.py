@@ -60,7 +60,7 @@ def require_whole(layouts: Sequence[Layout]) -> None:
             lack.what,
             "the ranks of this replica to have every element together",
             lack.found,
-            "register all of it, on any of the ranks, or load a part with dcp.load",
+            "register, or read, all of it on some rank; a part can be read, and is not served",
         ) from None
 
 
