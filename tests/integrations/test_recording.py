@@ -185,6 +185,14 @@ def test_parameters_that_are_views_of_one_flat_buffer_are_part_of_it():
     assert record(toy, contents_of(weights_of(a=(2, 3)))).unwritten == {"flat": 4}
 
 
+def test_parameters_that_are_columns_of_one_memory_land_apart():
+    toy = Toy(lambda toy, fqn, weight: getattr(toy, fqn).data.copy_(weight), {})
+    both = torch.full((4, 4), OLD)
+    toy.a, toy.b = nn.Parameter(both[:, ::2]), nn.Parameter(both[:, 1::2])
+    assert proven(toy, weights_of(a=(4, 2), b=(4, 2))).is_complete
+    assert record(toy, contents_of(weights_of(a=(4, 2)))).unwritten == {"b": 8}
+
+
 def test_many_copies_at_once_land():
     def load_weights(weights):
         held = dict(weights)
@@ -383,6 +391,40 @@ def test_anything_but_a_copy_is_staged_and_says_why(load):
     assert STAGED[load] in recording.staged["x"], recording.staged["x"]
     assert STAGED[load] in str(recording)
     assert torch.equal(toy.plain["x"], torch.zeros(3)) or load is elsewhere
+
+
+@pytest.mark.parametrize("word", [torch.int32, torch.int8])
+def test_parts_that_are_taken_for_other_words_do_not_hide_each_other(word):
+    """As loaders of packed and of 8-bit weights put their shards into fused parameters."""
+    begins = {"a": 0, "b": 3}
+
+    def load(toy, fqn, weight):
+        part = toy.x.data.narrow(0, begins[fqn], 3)
+        part.view(word).copy_(weight.view(word))
+
+    recording = proven(Toy(load, {"x": (6,)}), weights_of(a=(3,), b=(3,)))
+    assert recording.staged.keys() == {"a", "b"}
+    assert not recording.unused
+
+
+def test_bytes_of_a_parameter_beside_another_one_are_its_own():
+    def load(toy, fqn, weight):
+        getattr(toy, fqn).data.copy_(weight)
+        toy.b.data.view(torch.int8)[:4] = 0
+
+    toy, flat = Toy(load, {}), torch.full((10,), OLD)
+    toy.a, toy.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[6:])
+    assert "b" in proven(toy, weights_of(a=(2, 3), b=(4,))).staged
+
+
+def test_a_view_across_parameters_is_a_view_of_all_of_them():
+    def load(toy, fqn, weight):
+        getattr(toy, fqn).data.copy_(weight)
+        toy.a.data.as_strided((10,), (1,), 0).mul_(2)
+
+    toy, flat = Toy(load, {}), torch.full((10,), OLD)
+    toy.a, toy.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[6:])
+    assert proven(toy, weights_of(a=(2, 3), b=(4,))).staged.keys() == {"a", "b"}
 
 
 def test_a_cast_into_the_parameter_is_staged():

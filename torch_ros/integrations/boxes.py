@@ -50,10 +50,6 @@ class Frame:
             reach = stride * size
         return True
 
-    def overlaps(self, other: "Frame") -> bool:
-        """Whether one begins before the other ends."""
-        return self.offset < other.end and other.offset < self.end
-
     def index(self, place: int) -> Offsets | None:
         """Coordinates of the element that lies there; None if none does."""
         index, rest = [0] * len(self.shape), place - self.offset

@@ -83,8 +83,9 @@ def memories(owned: Sequence[Owned]) -> dict[StorageRef, list[Memory]]:
         if one.memory.numel() == 0:
             continue
         there = found.setdefault(storage_of(one.memory), [])
-        own = Memory.of(one.memory, one.name)
-        memory = next((other for other in there if own.frame.overlaps(other.frame)), own)
+        own, itemsize = Memory.of(one.memory, one.name), one.memory.element_size()
+        ends = own.frame.offset * itemsize, (own.frame.end - 1) * itemsize
+        memory = next((other for other in there if all(map(other.has, ends))), own)
         memory.is_parameter |= isinstance(one.tensor, torch.nn.Parameter)
         if memory is own:
             there.append(own)

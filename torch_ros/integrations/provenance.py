@@ -183,18 +183,24 @@ class Memory:
             tops.append(patch)
         return tops
 
-    def boxes(self, view: torch.Tensor) -> list[tuple[Offsets, Offsets]]:
-        """Where a view of it lies; all of it if that cannot be said in few boxes."""
-        is_plain = self.frame.is_regular and view.dtype == self.dtype
-        found = pairs(self.frame, view, self.frame, view) if is_plain else None
-        return (
-            [self.whole] if found is None else [(pair.target, pair.target_sizes) for pair in found]
-        )
+    def has(self, place_bytes: int) -> bool:
+        """Whether an element of it is there, in its storage."""
+        return self.frame.index(place_bytes // self.dtype.itemsize) is not None
+
+    def boxes(self, view: torch.Tensor) -> list[tuple[Offsets, Offsets]] | None:
+        """Where a view of it lies; None if that cannot be said, or not in few boxes."""
+        if not self.frame.is_regular or view.dtype.itemsize != self.dtype.itemsize:
+            return None
+        found = pairs(self.frame, view, self.frame, view)
+        return None if found is None else [(pair.target, pair.target_sizes) for pair in found]
 
     def read(self, view: torch.Tensor) -> list[Patch]:
         """The content that a view of it has; no patch where nobody has written."""
         tops = self.settle()
         if len(tops) == 0 or (len(tops) == 1 and (tops[0].offsets, tops[0].sizes) == self.whole):
             return list(tops)
-        parts = (top.common(*box) for box in self.boxes(view) for top in tops)
+        boxes = self.boxes(view)
+        if boxes is None:  # perhaps all of it
+            return list(tops)
+        parts = (top.common(*box) for box in boxes for top in tops)
         return [part for part in parts if part is not None]

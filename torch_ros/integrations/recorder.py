@@ -146,11 +146,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _find(self, tensor: torch.Tensor) -> Memory | None:
-        key, place = storage_of(tensor), tensor.storage_offset()
+        key, place_bytes = storage_of(tensor), tensor.storage_offset() * tensor.element_size()
         if (own := self.own.get(key)) is not None:
             return own
         for memory in self.engine.get(key, ()):
-            if memory.frame.offset <= place < memory.frame.end:
+            if memory.has(place_bytes):
                 return memory
         return self.foreign.get(key)
 
@@ -173,7 +173,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return content
 
     def _all(self, memory: Memory, written: torch.Tensor, origin: Made) -> Content:
-        return [Patch(*box, origin, self.during) for box in memory.boxes(written)]
+        boxes = memory.boxes(written)
+        if boxes is None:
+            return self._perhaps(memory, written, origin)
+        return [Patch(*box, origin, self.during) for box in boxes]
+
+    def _perhaps(self, memory: Memory, written: torch.Tensor, origin: Made) -> Content:
+        """All of it, and of its neighbours in the storage: mixed with what is there already."""
+        for near in self.engine.get(storage_of(written), ()):
+            if near is not memory:
+                near.write([self._mixed(near, origin)])
+        return [self._mixed(memory, origin)]
+
+    def _mixed(self, memory: Memory, origin: Made) -> Patch:
+        made = Made(origin.fqns | _fqns(memory.settle()), origin.reason)
+        return Patch(*memory.whole, made, self.during)
 
     def _copied(
         self, memory: Memory, written: torch.Tensor, copied: torch.Tensor, content: Content
