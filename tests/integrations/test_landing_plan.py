@@ -117,8 +117,10 @@ def test_nobody_knows_where_a_tensor_goes_whose_value_is_looked_at():
 
     engine = Engine(load)
     plan = planned(engine)
-    assert list(plan.staged) == ["1.k", "1.q"]
-    assert "where '1.q' goes" in plan.staged["1.k"]
+    assert plan.staged.keys() == weights().keys()
+    assert "looks at its values" in plan.staged["1.q"]
+    assert "values of '1.q', which may decide" in plan.staged["0.norm"]
+    assert plan.modules == {f"layers.{n}{part}" for n in (0, 1) for part in ("", ".norm")}
     assert missing(recorded(engine), state_of(engine)) == {}
 
 

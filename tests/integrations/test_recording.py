@@ -444,6 +444,23 @@ def test_a_parameter_whose_elements_share_memory_is_staged():
     assert "share memory" in reasons(proven(toy, weights_of(x=(3,))))
 
 
+def test_a_value_may_decide_over_every_tensor():
+    """Landed, the weight would never be multiplied."""
+
+    def load_weights(weights):
+        factor = 1.0
+        for fqn, weight in weights:
+            if fqn == "factor":
+                factor = weight.item()
+            else:
+                toy.x.data.copy_(weight if factor == 1 else weight * factor)
+
+    toy = Toy(None, {"x": (3,)})
+    recording = proven(toy, weights_of(factor=(), w=(3,)), load_weights)
+    assert not recording.landings
+    assert "values of 'factor', which may decide" in recording.staged["w"]
+
+
 def test_a_scale_that_is_made_of_two_weights_stages_both():
     """As fp8 loaders take the larger of two scales; the weights beside them land."""
 

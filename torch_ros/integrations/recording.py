@@ -28,7 +28,8 @@ def record(
     device, also on meta. Other attributes that the loader sets stay set. Takes 0.1 to 0.2 ms per
     tensor, and no memory to speak of.
 
-    A tensor for which the loader fails is staged, and the loader runs again on all others. Kernels
+    A tensor for which the loader fails is staged, and the loader runs again on all others. If it
+    looks at a value, every tensor is staged: nobody knows what the value decides. Kernels
     that torch does not dispatch, and other threads of the loader, are not seen: they get tensors on
     meta, and fail; on an engine on meta they write nothing, and `unwritten` tells.
 
@@ -64,7 +65,10 @@ def record(
         reason = f"the loader failed {PASSES_MAX} times, for other tensors each time"
         recorder, replaced, kept = Recorder(memories(owned)), (), dict.fromkeys(contents, reason)
         raised.clear()  # only loading tells which of them it takes
-    staged = needed | raised | kept
+    if needed:
+        reason = f"the loader looks at values of {next(iter(needed))!r}, which may decide over it"
+        kept = dict.fromkeys(contents, reason) | kept
+    staged = kept | needed | raised
     return _recording(owned, contents, recorder, staged, raised.keys(), replaced)
 
 
