@@ -357,6 +357,19 @@ def as_numpy(toy, fqn, weight):
     toy.x.data.copy_(torch.from_numpy(weight.numpy()))
 
 
+def as_list(toy, fqn, weight):
+    try:
+        factor = weight.tolist()[0]
+    except Exception:
+        factor = 1
+    toy.x.data.copy_(weight if factor == 1 else weight * factor)
+
+
+def through_numpy(toy, fqn, weight):
+    toy.x.data.numpy().fill(0)  # memory of the engine, which no recorder would keep from it
+    toy.x.data.copy_(weight)
+
+
 STAGED = {
     computed: "computed by aten.add.Tensor",
     cast: "cast from torch.float32 to torch.bfloat16",
@@ -378,7 +391,9 @@ STAGED = {
     replaced: "the engine keeps other memory",
     kept: "the engine keeps other memory",
     elsewhere: "neither a parameter nor a buffer",
-    as_numpy: "the loader raised TypeError",
+    as_numpy: "the loader looks at its values (numpy)",
+    as_list: "the loader looks at its values (tolist)",
+    through_numpy: "the loader looks at its values (numpy)",
 }
 
 
@@ -459,6 +474,17 @@ def test_a_value_may_decide_over_every_tensor():
     recording = proven(toy, weights_of(factor=(), w=(3,)), load_weights)
     assert not recording.landings
     assert "values of 'factor', which may decide" in recording.staged["w"]
+
+
+def test_a_look_past_torch_when_all_is_loaded_stages_every_tensor():
+    def load_weights(weights):
+        for _, weight in weights:
+            toy.x.data.copy_(weight)
+        toy.first = float(toy.x.detach().numpy()[0])
+
+    toy = Toy(None, {"x": (3,)})
+    recording = proven(toy, weights_of(w=(3,)), load_weights)
+    assert "looks at its values (numpy)" in recording.staged["w"]
 
 
 def test_a_scale_that_is_made_of_two_weights_stages_both():
@@ -549,6 +575,19 @@ def test_a_loader_that_collects_first_loses_the_tensor_that_it_works_on():
     assert recording.failed == {"b"}
     assert recording.landings.keys() == {"a", "c"}
     assert recording.unwritten == {"b": 3}
+
+
+def test_memory_that_a_loader_keeps_from_an_earlier_pass_is_not_taken_for_the_engines():
+    kept = {}
+
+    def load(toy, fqn, weight):
+        target = getattr(toy, fqn)
+        target.data.copy_(kept.setdefault(fqn, weight) if weight.is_meta else weight)
+
+    recording = proven(Toy(load, {"a": (2,), "b": (3,)}), weights_of(a=(2,), no=(1,), b=(3,)))
+    assert recording.failed == {"no"}
+    assert not recording.unused
+    assert "that it kept from another call" in recording.staged["a"]
 
 
 @pytest.mark.parametrize("is_value", [True, False])

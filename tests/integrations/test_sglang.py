@@ -1,5 +1,6 @@
 """SGLang's custom weight loader, on a module with loaders like SGLang's own."""
 
+import ctypes
 import json
 import sys
 import types
@@ -43,7 +44,8 @@ class DerivingUnseen(Deriving):
     """By operations that torch does not see."""
 
     def post_load_weights(self):
-        self.derived = torch.from_numpy(self.model.norm.weight.detach().numpy()[:2] * 1)
+        begin = self.model.norm.weight.data_ptr()
+        self.derived = torch.frombuffer(bytearray(ctypes.string_at(begin, 8)), dtype=torch.float32)
 
 
 def report(worker):

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -17,8 +18,29 @@ Content = list[Patch]
 UNKNOWN = Made(frozenset(), "copied from no checkpoint tensor")
 
 
+UNDISPATCHED = {  # Python's ways to the elements, past torch's dispatcher
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
+
+
 class NeedsValue(Exception):
     """The loader looks at an element's value, which a tensor on meta does not have."""
+
+
+class Looks(TorchFunctionMode):
+    """Tells a recorder of looks at values that torch does not dispatch."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in UNDISPATCHED:
+            self._recorder.look(args[0], func)
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,6 +94,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not content:
             return self._own(func(*args, **kwargs), tensors)
         return self._make(func, args, kwargs, content)
+
+    def look(self, tensor: torch.Tensor, func: Any) -> None:
+        """Refuse a look at values that are not there, or at memory that it would let out."""
+        content = self._read([tensor])
+        is_kept = func is torch.Tensor.tolist or storage_of(tensor) in self.own
+        if content or not is_kept:
+            raise self._needs(content, func.__name__)
 
     # -- operations
 
@@ -132,8 +161,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copy_(made.narrow(dim, begin, part.shape[dim]), part)
                 begin += part.shape[dim]
 
-    def _needs(self, content: Content, func: Any) -> NeedsValue:
-        reason = f"the loader looks at its values ({func})"
+    def _needs(self, content: Content, what: Any) -> NeedsValue:
+        reason = f"the loader looks at its values ({what})"
         self.needed |= dict.fromkeys(_fqns(content) or (self.during,), reason)
         return NeedsValue(reason)
 
@@ -163,12 +192,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return memory, key in self.own
 
     def _read(self, tensors: Iterable[torch.Tensor]) -> Content:
-        content = [
-            patch
-            for tensor in tensors
-            if tensor.numel() and (memory := self._find(tensor)) is not None
-            for patch in memory.read(tensor)
-        ]
+        content: Content = []
+        for tensor in tensors:
+            memory = self._find(tensor) if tensor.numel() else None
+            if memory is not None:
+                content += memory.read(tensor)
+            elif tensor.is_meta and tensor.numel():
+                raise self._needs([], "memory that it kept from another call")
         self.touched = next((fqn for patch in content for fqn in patch.origin.fqns), self.touched)
         return content
 

@@ -10,7 +10,7 @@ import torch
 from torch_ros.integrations.landings import LandedBox, Landing, Recording
 from torch_ros.integrations.owned import Beside, Owned, memories, owned_by
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups
-from torch_ros.integrations.recorder import NeedsValue, Recorder
+from torch_ros.integrations.recorder import Looks, NeedsValue, Recorder
 
 PASSES_MAX = 16  # the loader fails for other tensors each time: another pass is as likely to fail
 
@@ -57,9 +57,10 @@ def record(
             beside.put_back()
             for one in owned:
                 one.put_back()
+        is_known = recorder.needed.keys() <= needed.keys()
         needed |= recorder.needed
         raised |= errors
-        if not errors and not recorder.needed:
+        if not errors and is_known:
             break
     else:
         reason = f"the loader failed {PASSES_MAX} times, for other tensors each time"
@@ -103,12 +104,15 @@ def _run(
     while True:
         feed = _Feed(recorder, contents, fqns)
         try:
-            with recorder, torch.no_grad():
+            with recorder, Looks(recorder), torch.no_grad():
                 load(iter(feed))
         except Exception as error:
-            if not feed.asked_for:
+            if isinstance(error, NeedsValue):  # the recorder knows these
+                if not feed.asked_for:
+                    return raised
+            elif not feed.asked_for:
                 raise
-            if not isinstance(error, NeedsValue):  # the recorder knows these
+            else:
                 raised[feed.blamed()] = f"the loader raised {type(error).__name__}: {error}"[:200]
         else:
             return raised
