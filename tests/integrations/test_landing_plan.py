@@ -124,6 +124,18 @@ def test_nobody_knows_where_a_tensor_goes_whose_value_is_looked_at():
     assert missing(recorded(engine), state_of(engine)) == {}
 
 
+def test_a_module_whose_parameter_the_loader_replaces_is_loaded_whole():
+    def load(engine, fqn, target, weight):
+        if fqn == "1.k":
+            engine.layers[1].fused = nn.Parameter(torch.cat([target[:0], weight, weight]))
+        else:
+            target.copy_(weight)
+
+    plan = planned(Engine(load))
+    assert list(plan.direct) == ["0.q", "0.k", "0.norm", "1.norm"]
+    assert plan.modules == {"layers.1"}
+
+
 def test_what_nothing_is_written_to_is_missing():
     engine = Engine()
     version = {fqn: one for fqn, one in weights().items() if fqn not in {"1.k", "0.norm"}}

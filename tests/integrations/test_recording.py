@@ -343,6 +343,16 @@ def replaced(toy, fqn, weight):
     toy.x = nn.Parameter(weight.clone())
 
 
+def left_behind(toy, fqn, weight):
+    toy.x.data.copy_(weight)
+    toy.x = nn.Parameter(torch.zeros(3))
+
+
+def exchanged(toy, fqn, weight):
+    toy.x.data.copy_(weight)
+    toy.x.data, toy.y.data = toy.y.data, toy.x.data
+
+
 def kept(toy, fqn, weight):
     toy.x.data.copy_(weight)
     toy.derived = weight.abs()
@@ -389,6 +399,8 @@ STAGED = {
     by_selection: "the loader looks at its values",
     swallowed: "the loader looks at its values",
     replaced: "the engine keeps other memory",
+    left_behind: "the loader gives x other memory",
+    exchanged: "the loader gives x other memory",
     kept: "the engine keeps other memory",
     elsewhere: "neither a parameter nor a buffer",
     as_numpy: "the loader looks at its values (numpy)",

@@ -87,6 +87,8 @@ def plan_landings(recording: Recording, obstacles: Mapping[str, Obstacle]) -> La
     staged, at_least = _staged(recording, obstacles), _staged(recording, firm)
     targets = dict(_targets(recording))
     modules = {module for fqn in staged for module in targets.get(fqn, ())}
+    if staged:  # a loader that runs at all gives these other memory
+        modules |= {_module(name) for name in recording.replaced}
     if _unseen(recording):
         modules |= {_module(name) for name in recording.unwritten}
     return LandingPlan(
@@ -175,7 +177,8 @@ def _targets(recording: Recording) -> Iterator[tuple[str, list[str]]]:
 def _staged(recording: Recording, obstacles: Mapping[str, Obstacle]) -> dict[str, str]:
     """Names of tensors that cannot be read in place, each with its reason."""
     found = {fqn: why for fqn, why in recording.staged.items() if fqn not in recording.failed}
-    modules = {_module(name): one.reason for name, one in obstacles.items()}
+    modules = {_module(name): f"the loader replaces {name}" for name in recording.replaced}
+    modules |= {_module(name): one.reason for name, one in obstacles.items()}
     if unseen := _unseen(recording):
         reason = f"nobody saw where {unseen[0]!r} goes, perhaps there"
         modules |= {_module(name): reason for name in recording.unwritten}

@@ -151,7 +151,8 @@ def _recording(
     written = [memory for both in recorder.engine.values() for memory in both]
     written.sort(key=lambda memory: order[memory.name])
     boxes = _boxes(written, contents)
-    staged = _repeated(boxes) | _made(written, recorder.foreign.values()) | dict(staged)
+    made = _made(written, recorder.foreign.values())
+    staged = _repeated(boxes) | _left_behind(written, replaced) | made | dict(staged)
     staged = _rivals(written, staged)
     stale = [memory for memory in written if _left(memory) and memory.name not in replaced]
     return Recording(
@@ -219,6 +220,17 @@ def _made(written: Iterable[Memory], foreign: Iterable[Memory]) -> dict[str, str
         for patch in memory.settle():
             found |= dict.fromkeys(patch.origin.fqns - found.keys(), reason)
     return found
+
+
+def _left_behind(written: Iterable[Memory], replaced: Sequence[str]) -> dict[str, str]:
+    """The tensors in memory that is no parameter's any more when the loader has run."""
+    return {
+        fqn: f"the loader gives {memory.name} other memory"
+        for memory in written
+        if memory.name in replaced
+        for patch in memory.settle()
+        for fqn in patch.origin.fqns
+    }
 
 
 def _targets(written: Iterable[Memory], staged: Iterable[str]) -> dict[str, tuple[str, ...]]:
