@@ -671,6 +671,25 @@ def test_an_engine_that_was_changed_is_put_back_after_an_error():
     assert torch.equal(y, torch.full((2,), OLD))
 
 
+def test_attributes_that_a_loader_makes_or_sets_are_put_back():
+    """A tensor on meta would stay in the place of a real one; copies to it do nothing."""
+
+    def load(toy, fqn, weight):
+        toy.count += 1
+        toy.x.data.copy_(weight)
+        toy.derived = weight.abs()
+        toy.scale = nn.Parameter(weight.clone())
+        toy.part = nn.Linear(1, 1)
+
+    toy = Toy(load, {"x": (3,)})
+    toy.count, toy.derived = 5, torch.ones(3)
+    record(toy, contents_of(weights_of(x=(3,))))
+    assert toy.count == 5
+    assert torch.equal(toy.derived, torch.ones(3))
+    assert not hasattr(toy, "scale")
+    assert list(toy.modules()) == [toy]
+
+
 def test_a_parameter_that_is_not_plain_memory_is_refused():
     toy = Toy(None, {})
     toy.lazy = nn.UninitializedParameter()

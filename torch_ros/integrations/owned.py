@@ -1,7 +1,8 @@
 """The tensors that an engine has: followed while its loader runs, and put back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_ros.errors import UsageError
 from torch_ros.integrations.boxes import Frame
 from torch_ros.integrations.provenance import Memory, StorageRef, storage_of
+
+REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module has them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,28 +31,31 @@ class Owned:
         return now is self.tensor and _place(self.tensor) == _place(self.memory)
 
     def put_back(self) -> None:
-        if self.is_in_place():
-            return
         if _place(self.tensor) != _place(self.memory):
             self.tensor.data = self.memory
-        setattr(self.module, self.attribute, self.tensor)
 
 
-class Beside:
-    """The tensors that modules have as plain attributes, such as what a loader derives."""
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """The attributes of a module: parameters, buffers, modules below it, and any other."""
 
-    def __init__(self, engine: torch.nn.Module) -> None:
-        self._before = [(vars(module), dict(vars(module))) for module in engine.modules()]
+    module: torch.nn.Module
+    found: Mapping[str, Any]
+    registered: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Self:
+        now = vars(module)
+        return cls(module, dict(now), {name: dict(now[name]) for name in REGISTERED})
 
     def put_back(self) -> None:
-        for now, before in self._before:
-            for name, value in list(now.items()):
-                if not isinstance(value, torch.Tensor) or value is before.get(name):
-                    continue
-                if name in before:
-                    now[name] = before[name]
-                else:
-                    del now[name]
+        """Also removes those that came since."""
+        now = vars(self.module)
+        both = [(now[name], before) for name, before in self.registered.items()]
+        for there, before in ((now, self.found), *both):
+            for name in there.keys() - before.keys():
+                del there[name]
+            there.update(before)
 
 
 def owned_by(engine: torch.nn.Module) -> list[Owned]:

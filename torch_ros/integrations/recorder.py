@@ -34,7 +34,7 @@ class Looks(TorchFunctionMode):
     """Tells a recorder of looks at values that torch does not dispatch."""
 
     def __init__(self, recorder: "Recorder") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _find(self, tensor: torch.Tensor) -> Memory | None:
-        key, place_bytes = storage_of(tensor), tensor.storage_offset() * tensor.element_size()
+        key, place_bytes = storage_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
         if (own := self.own.get(key)) is not None:
             return own
         for memory in self.engine.get(key, ()):
@@ -250,7 +250,7 @@ def _made_of(content: Content, reason: str) -> Made:
     return Made(_fqns(content), next(before, reason))
 
 
-def _fqns(content: Content) -> frozenset[str]:
+def _fqns(content: Sequence[Patch]) -> frozenset[str]:
     return frozenset().union(*(patch.origin.fqns for patch in content))
 
 
