@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 PAIRS_MAX = 4096  # of one copy; above, landing box by box gains nothing
+FRAMES_MAX = 4096  # kept
 
 Offsets = tuple[int, ...]
 Steps = list[tuple[int, int, int]]  # of a copy: size, stride at the source, stride at the target
@@ -22,7 +24,7 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Frame":
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return _frame(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @cached_property
     def by_stride(self) -> tuple[tuple[int, int, int], ...]:
@@ -60,8 +62,13 @@ class Frame:
         return None if rest else tuple(index)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+@lru_cache(FRAMES_MAX)
+def _frame(shape: Offsets, strides: Offsets, offset: int) -> Frame:
+    """Thousands of experts have a few frames, and what is asked of one is found out once."""
+    return Frame(tuple(shape), strides, offset)
+
+
+class Pair(NamedTuple):
     """A box of the source and a box of the target that a copy makes equal."""
 
     source: Offsets
@@ -101,7 +108,6 @@ def pairs(
         for size, one, other in zip(copied.shape, copied.stride(), written.stride(), strict=True)
         if size > 1
     ]
-    merged = _merged(as_copied)
     left = [(int(copied.storage_offset()), int(written.storage_offset()), as_copied)]
     found: list[Pair] = []
     while left:
@@ -113,7 +119,7 @@ def pairs(
         if not parts:
             dims = ((source.along[one], target.along[other], size) for size, one, other in steps)
             found.append(Pair(begin, end, tuple(dims)))
-        elif steps is as_copied and len(merged) < len(steps):
+        elif steps is as_copied and len(merged := _merged(steps)) < len(steps):
             left.append((source_at, target_at, merged))
         else:
             left += [(source_at + one, target_at + other, rest) for one, other, rest in parts]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ros.errors import UsageError
 from torch_ros.integrations.boxes import Frame
-from torch_ros.integrations.provenance import Memory, StorageRef, storage_of
+from torch_ros.integrations.provenance import Memory, storage_of
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module has them
 
@@ -82,9 +82,9 @@ def owned_by(engine: torch.nn.Module) -> list[Owned]:
     return found
 
 
-def memories(owned: Sequence[Owned]) -> dict[StorageRef, list[Memory]]:
+def memories(owned: Sequence[Owned]) -> dict[int, list[Memory]]:
     """By storage, with nothing noted yet; tied tensors and views of others are one memory."""
-    found: dict[StorageRef, list[Memory]] = {}
+    found: dict[int, list[Memory]] = {}
     for one in sorted(owned, key=lambda one: -one.memory.numel()):  # a whole before its views
         if one.memory.numel() == 0:
             continue
@@ -98,5 +98,5 @@ def memories(owned: Sequence[Owned]) -> dict[StorageRef, list[Memory]]:
     return found
 
 
-def _place(tensor: torch.Tensor) -> tuple[StorageRef, Frame]:
+def _place(tensor: torch.Tensor) -> tuple[int, Frame]:
     return storage_of(tensor), Frame.of(tensor)

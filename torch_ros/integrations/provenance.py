@@ -1,24 +1,24 @@
 """The content of memory while a loader runs: which elements of which checkpoint tensors."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_ros.integrations.boxes import Frame, Offsets, Pair, pairs
 
-StorageRef = StorageWeakRef  # which storage it is, without keeping its memory
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage it is, among those that are there and those that a `Memory` is of."""
+    storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001 (weak references are dear)
+    return storage
 
 
-def storage_of(tensor: torch.Tensor) -> StorageRef:
-    return StorageRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
+# Not frozen dataclasses, which take three times as long to make: a loader makes 100,000.
+class Plain(NamedTuple):
     """A box of a checkpoint tensor, bit for bit."""
 
     fqn: str
@@ -30,16 +30,14 @@ class Plain:
         return frozenset((self.fqn,))
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """Anything else: made of these checkpoint tensors, or of none."""
 
     fqns: frozenset[str]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """A box of a memory, and where its content is from."""
 
     offsets: Offsets
@@ -53,6 +51,8 @@ class Patch:
 
     def common(self, offsets: Offsets, sizes: Offsets) -> "Patch | None":
         """The part of it in this box."""
+        if (offsets, sizes) == (self.offsets, self.sizes):
+            return self
         begin = tuple(map(max, self.offsets, offsets))
         ends = (
             min(one + size, other + length)
@@ -89,10 +89,10 @@ class Patch:
             for dim, old, new in zip(origin.dims, self.offsets, offsets, strict=True):
                 if dim is not None:
                     begin[dim] += new - old
-            origin = replace(origin, offsets=tuple(begin))
-        return replace(self, offsets=offsets, sizes=sizes, origin=origin)
+            origin = Plain(origin.fqn, tuple(begin), origin.dims)
+        return Patch(offsets, sizes, origin, self.during)
 
-    def after(self, pair: Pair) -> "Patch":
+    def after(self, pair: Pair, during: str) -> "Patch":
         """The same content in the target box of `pair`; it lies in the source box."""
         rank = len(pair.target)
         offsets, sizes = list(pair.target), [1] * rank
@@ -104,8 +104,8 @@ class Patch:
                 dims[other] = self.origin.dims[one]
         origin = self.origin
         if isinstance(origin, Plain):
-            origin = replace(origin, dims=tuple(dims))
-        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes), origin=origin)
+            origin = Plain(origin.fqn, origin.offsets, tuple(dims))
+        return Patch(tuple(offsets), tuple(sizes), origin, during)
 
 
 T = TypeVar("T")
@@ -147,6 +147,7 @@ class Memory:
 
     frame: Frame
     dtype: torch.dtype
+    storage: StorageWeakRef  # no other storage gets its place as long as this is there
     name: str = ""  # in the engine, if it is the engine's
     is_parameter: bool = False  # or has one in it
     patches: list[Patch] = field(default_factory=list)  # later ones lie over earlier ones
@@ -155,7 +156,8 @@ class Memory:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str = "") -> "Memory":
-        return cls(Frame.of(tensor), tensor.dtype, name)
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(Frame.of(tensor), tensor.dtype, storage, name)
 
     @property
     def whole(self) -> tuple[Offsets, Offsets]:

@@ -1,7 +1,6 @@
 """Follows checkpoint tensors through a loader's operations, and keeps it from writing anything."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
-from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, StorageRef, storage_of
+from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, storage_of
 
 aten = torch.ops.aten
 Content = list[Patch]
+SEQUENCES = (list, tuple)
 UNKNOWN = Made(frozenset(), "copied from no checkpoint tensor")
 
 
@@ -52,25 +52,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     goes there.
     """
 
-    def __init__(self, engine: Mapping[StorageRef, Sequence[Memory]]) -> None:
+    def __init__(self, engine: Mapping[int, Sequence[Memory]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.during = ""  # the checkpoint tensor that the loader asked for last
         self.touched = ""  # one that it did something with, last
         self.needed: dict[str, str] = {}  # by fqn: why a value was needed
-        self.own: dict[StorageRef, Memory] = {}  # allocated since, and checkpoint tensors
-        self.foreign: dict[StorageRef, Memory] = {}  # neither the engine's nor the loader's
+        # By storage, as `engine`:
+        self.own: dict[int, Memory] = {}  # allocated since, and checkpoint tensors
+        self.foreign: dict[int, Memory] = {}  # neither the engine's nor the loader's
         self.engine = engine
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch's; its way to skip it imports it, for seconds
         return False
 
-    def add(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Follow a checkpoint tensor from now on."""
-        memory = Memory.of(tensor)
+    def tensor(self, fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A checkpoint tensor, on meta, to be followed."""
+        with torch._C._DisableTorchDispatch():  # noqa: SLF001 (five times as quick)
+            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        memory = self.own[storage_of(tensor)] = Memory.of(tensor)
         origin = Plain(fqn, memory.whole[0], tuple(range(tensor.ndim)))
         memory.write([Patch(*memory.whole, origin, fqn)])
-        self.own[storage_of(tensor)] = memory
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +86,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for written, copied in zip(*args[:2], strict=True):
                 self._copy_(written, copied)
             return None
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors(args, kwargs)
         if func.is_view:
             views = func(*args, **kwargs)
             if not _new(views, tensors):  # it may have promised too much
@@ -111,7 +114,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written.copy_(copied)
             if not memory.patches:
                 return written
-        memory.write(self._copied(memory, written, copied.expand(written.shape), content))
+        if copied.shape != written.shape:
+            copied = copied.expand(written.shape)
+        memory.write(self._copied(memory, written, copied, content))
         return written
 
     def _write(
@@ -138,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*shadows, **options)
         except NotImplementedError as error:  # its shape depends on values
             raise self._needs(content, func) from error
-        new = _new(made, list(_tensors((shadows, options))))
+        new = _new(made, _tensors(shadows, options))
         for tensor in new:
             self.own[storage_of(tensor)] = Memory.of(tensor)
         if func in {aten.clone.default, aten._to_copy.default}:  # noqa: SLF001 (its name)
@@ -188,7 +193,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory, key = self._find(tensor), storage_of(tensor)
         if memory is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            memory = self.foreign[key] = Memory(Frame((size,), (1,), 0), tensor.dtype)
+            memory = self.foreign[key] = Memory.of(tensor)
+            memory.frame = Frame((size,), (1,), 0)
         return memory, key in self.own
 
     def _read(self, tensors: Iterable[torch.Tensor]) -> Content:
@@ -232,7 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = reason or f"copied in more than {PAIRS_MAX} boxes"
             return self._all(memory, written, _made_of(content, reason))
         patches = [
-            replace(part.after(pair), during=self.during)
+            part.after(pair, self.during)
             for pair in found
             for top in source.settle()
             if (part := top.common(pair.source, pair.source_sizes)) is not None
@@ -270,21 +276,23 @@ def _obstacles(
         yield "elements of the target share memory"
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(*trees: Any) -> list[torch.Tensor]:
     """Those that are memory of their own."""
-    if isinstance(tree, torch.Tensor):
-        if tree.layout is torch.strided:
-            yield tree
-    elif isinstance(tree, list | tuple):
-        for one in tree:
-            yield from _tensors(one)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            if tree.layout is torch.strided:
+                found.append(tree)
+        elif isinstance(tree, SEQUENCES):
+            found += _tensors(*tree)
+        elif isinstance(tree, dict):
+            found += _tensors(*tree.values())
+    return found
 
 
 def _new(made: Any, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors in memory that is none of those before."""
-    there = {storage_of(tensor) for tensor in before}
+    there = set(map(storage_of, before))
     return [tensor for tensor in _tensors(made) if storage_of(tensor) not in there]
 
 
@@ -299,7 +307,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """The arguments that an operation writes to."""
     places = _writes(func)
     values = [kwargs.get(name, args[at] if at < len(args) else None) for at, name in places]
-    return list(_tensors(values))
+    return _tensors(values)
 
 
 @cache

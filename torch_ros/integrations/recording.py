@@ -87,10 +87,7 @@ class _Feed:
         for fqn in self._fqns:
             self.asked_for += 1
             self._recorder.during = fqn
-            dtype, shape = self._contents[fqn]
-            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-            self._recorder.add(fqn, tensor)
-            yield fqn, tensor
+            yield fqn, self._recorder.tensor(fqn, *self._contents[fqn])
         self.is_finished = True
 
     def blamed(self) -> str:
@@ -131,8 +128,8 @@ def _kept(recorder: Recorder) -> dict[str, str]:
             gc.collect()
         kept = {
             fqn: reason
-            for key, memory in recorder.own.items()
-            if not key.expired()  # type: ignore[no-untyped-call]
+            for memory in recorder.own.values()
+            if not memory.storage.expired()  # type: ignore[no-untyped-call]
             for patch in memory.settle()
             for fqn in patch.origin.fqns
         }
