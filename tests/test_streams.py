@@ -26,6 +26,7 @@ from torch_ros.errors import (
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.shard import filling, streams
 from torch_ros.store.txn import Read
+from torch_ros.transfer.card import WORD_BYTES
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 ROW = 1024  # bytes of one of the tensors below
@@ -381,6 +382,31 @@ def test_closing_the_handle_ends_its_streams(opened):
     streams[0].close()
     streams[1].close()
     assert list(streams[0]) == []
+
+
+@only_memory
+def test_a_stream_that_is_closed_waits_for_no_word_of_a_mute_source(opened, monkeypatch):
+    tensors = rows(5)
+    publisher(opened, tensors)
+    stream, is_done = opened("engine").stream(1, tensors, buffer_bytes=ROW), MemoryTransfer.is_done
+    until(lambda: stream._filling.landed == 2)
+    mute, asked = threading.Event(), threading.Event()
+
+    def answers(self):
+        is_word = self.size_bytes == WORD_BYTES
+        asked.set() if is_word else None
+        return is_done(self) and not (is_word and mute.is_set())
+
+    monkeypatch.setattr(MemoryTransfer, "is_done", answers)
+    mute.set()
+    next(stream)
+    next(stream)  # the third buffer is filled from here on
+    assert asked.wait(10)
+    stream.close()
+    assert stream._filling.over.is_set()
+    (mailbox,) = stream._filling._reading.peers._mailboxes.values()
+    assert mailbox.is_late  # into memory that nothing else uses
+    mute.clear()
 
 
 @only_memory

@@ -55,8 +55,8 @@ LOOK_S = 2.0  # who waits looks this often, whatever he heard
 HEAL_TRIES = 2  # of a buffer whose digests differ
 
 
-class Dropped(Exception):
-    """Nobody wants the stream any more."""
+class Dropped(ClosedError):
+    """Nobody wants the stream any more. One of ours: nobody waits for a source that is mute."""
 
 
 class Bell:
