@@ -84,10 +84,9 @@ REFUSED = {
         (0, 0): rows[:4, 1:2],
         (0, 2): rows[2:3, :2],
     },
-    "the box of shape [2, 2] at [0, 0] is not dense": {(0, 0): torch.zeros(2, 2).to_sparse()},
-    "the box of shape [1, 1] at [0, 0] is a Chunked without memory": {
-        (0, 0): Chunked((1, 1), torch.float32, {})
-    },
+    "the box at [0, 0] is not initialised yet": {(0, 0): torch.nn.UninitializedParameter()},
+    "the box at [0, 0] is not dense": {(0, 0): torch.zeros(2, 2).to_sparse()},
+    "the box at [0, 0] is a Chunked without memory": {(0, 0): Chunked((1, 1), torch.float32, {})},
 }
 
 
@@ -111,6 +110,8 @@ def test_boxes_side_by_side_in_one_buffer_share_no_memory():
     [
         ((2, -1), torch.float32, {}, "shape=(2, -1): expected whole numbers"),
         (2, torch.float32, {}, "shape=2: expected whole numbers"),
+        ((2**63,), torch.float32, {}, "no tensor can have shape=(9223372036854775808,)"),
+        ((2**40, 2**40), torch.float32, {}, "no tensor can have shape=(1099511627776, 10995"),
         ((2,), "float32", {}, "dtype='float32': expected a torch.dtype"),
         ((2,), torch.float32, [torch.zeros(2)], "found a list, expected a mapping of offsets"),
         ((2,), torch.float32, {0: torch.zeros(2)}, "found 0: Tensor among its boxes"),

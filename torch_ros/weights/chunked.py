@@ -68,9 +68,12 @@ class Chunked(torch.Tensor):
         if not _are_whole(shape):
             raise UsageError(f"Chunked: shape={shape!r}: expected whole numbers")
         device = next((box.device for box in chunks.values()), torch.device("cpu"))
-        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  # as DTensor
-            cls, torch.Size(shape), dtype=dtype, device=device
-        )
+        try:
+            made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  # as DTensor
+                cls, torch.Size(shape), dtype=dtype, device=device
+            )
+        except (RuntimeError, TypeError) as error:  # more elements than can be counted
+            raise UsageError(f"Chunked: no tensor can have shape={shape!r}: {error}") from error
         made.chunks = MappingProxyType({tuple(at): box for at, box in chunks.items()})
         return made
 
@@ -115,22 +118,22 @@ def require_fit(fqn: str, tensor: Chunked) -> None:
     for at, box in tensor.chunks.items():
         if box.dtype != tensor.dtype:
             reason = f"is {box.dtype}: expected {tensor.dtype}; cast it, or give it another name"
-            raise UsageError(f"tensor {fqn!r}: {named(at, box)} {reason}")
+            raise UsageError(f"tensor {fqn!r}: {_named(at, box)} {reason}")
         ends = [start + size for start, size in zip(at, box.shape, strict=False)]
         is_of_rank = len(at) == box.ndim == tensor.ndim
         if not is_of_rank or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
             reason = f"is not inside shape {list(tensor.shape)}; offsets count its elements"
-            raise UsageError(f"tensor {fqn!r}: {named(at, box)} {reason}")
+            raise UsageError(f"tensor {fqn!r}: {_named(at, box)} {reason}")
     boxes = [(at, box) for at, box in tensor.chunks.items() if box.numel()]
     for one, other in overlapping([(at, tuple(box.shape)) for at, box in boxes]):
-        both = f"{named(*boxes[one])} and {named(*boxes[other])}"
+        both = f"{_named(*boxes[one])} and {_named(*boxes[other])}"
         raise UsageError(f"tensor {fqn!r}: {both} overlap; give each element once")
     for one, other in _shared(boxes):
-        both = f"{named(*boxes[one])} and {named(*boxes[other])}"
+        both = f"{_named(*boxes[one])} and {_named(*boxes[other])}"
         raise UsageError(f"tensor {fqn!r}: {both} share memory; clone one of them")
 
 
-def named(at: Offsets, box: torch.Tensor) -> str:
+def _named(at: Offsets, box: torch.Tensor) -> str:
     return f"the box of shape {list(box.shape)} at {list(at)}"
 
 

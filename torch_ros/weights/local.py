@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ros.errors import UsageError
-from torch_ros.weights.chunked import Chunked, named, require_fit
+from torch_ros.weights.chunked import Chunked, require_fit
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import (
     DIMENSIONS_MAX,
@@ -252,7 +252,7 @@ def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
 
 def _boxes(fqn: str, tensor: Chunked) -> Iterator[LocalChunk]:
     for at, box in tensor.chunks.items():
-        _readable(f"tensor {fqn!r}: {named(at, box)}", box)
+        _readable(f"tensor {fqn!r}: the box at {list(at)}", box)  # it may have no shape yet
     require_fit(fqn, tensor)
     yield from (LocalChunk(at, box.detach()) for at, box in tensor.chunks.items())
 
