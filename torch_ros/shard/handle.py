@@ -411,8 +411,10 @@ class ShardHandle:
             ContentChanged: A tensor is not what was read.
             ManifestMismatch: The ranks have read a part of the version.
             VersionNotFound: The version is gone, or was published anew with other content.
-            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `publish`. After those,
-                as after all of these, nothing is offered, and it may be called again.
+            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `publish`.
+
+        After an error it may be called again, and nothing is offered; unless `version` is not None,
+        since etcd has not said how the call ended.
 
         Cost: As publish, with several ranks twice; and one pass over the tensors, if they are
         compared.
@@ -519,9 +521,9 @@ class ShardHandle:
         """The tensors that a version consists of, as a holder of it tells. Reads no tensor.
 
         This process's own question, since nothing follows from it for the other ranks: no call of
-        the group, and nobody is held up by it. Two ranks that ask for "latest" may be told
-        of different versions; `read` and `replicate` then give all ranks the same one. Waits until
-        the version exists.
+        the group, and no holder waits for it. Two ranks that ask for "latest" may be told of
+        different versions; `read` and `replicate` then give all ranks the same one. Waits until the
+        version exists; calls of this handle in other threads wait with it.
 
         Raises:
             VersionNotFound: It is gone.
