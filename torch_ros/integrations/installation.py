@@ -2,9 +2,7 @@
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Protocol, TypeVar, get_args
@@ -175,8 +173,8 @@ class _Extent:
 
     is_direct: bool  # something, somewhere
     is_whole: bool  # everything, everywhere
-    staged: tuple[str, ...]  # tensors that some rank loads, in one order on all of them
-    provable: tuple[str, ...]
+    is_staged: bool  # a rank loads something
+    is_provable: bool  # and has something to prove
 
 
 class Installer:
@@ -321,9 +319,9 @@ class Installer:
     def _extent(self, look: _Look) -> _Extent:
         plan = look.plan
         whole = not plan.staged and len(plan.direct) == len(look.recorded.contents)
-        mine = (bool(plan.direct), whole, tuple(plan.staged), tuple(plan.provable))
+        mine = (bool(plan.direct), whole, bool(plan.staged), bool(plan.provable))
         direct, every, staged, provable = zip(*self._peers.gather(mine), strict=True)
-        return _Extent(any(direct), all(every), _joined(staged), _joined(provable))
+        return _Extent(any(direct), all(every), any(staged), any(provable))
 
     # Writing
 
@@ -340,13 +338,13 @@ class Installer:
         else:
             handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
         watch.lap("read")
-        with closing(self._stream(version, look, extent.staged, watch)) as weights:
-            if plan.staged:
-                engine.load(plan.modules, self._drawn(weights, plan.staged))
-            deque(weights, maxlen=0)  # what the loader did not ask for, peers may be waiting for
+        if extent.is_staged:
+            with self._stream(version, plan.staged, watch) as weights:
+                if plan.staged:
+                    engine.load(plan.modules, self._noted(weights))
         watch.lap("load")
-        if extent.provable:
-            self._prove(version, look, extent, watch)
+        if extent.is_provable:
+            self._prove(version, look, watch)
             watch.lap("prove")
         if self.options.relay and extent.is_whole:
             handle.serve(timeout_s=watch.left_s)
@@ -361,38 +359,23 @@ class Installer:
             watch.stages_s,
         )
 
-    def _drawn(self, weights: Weights, fqns: Container[str]) -> Weights:
-        """Those of the tensors that this rank's loader takes."""
-        for fqn, tensor in weights:
-            if fqn in fqns:
-                self._has_written = True
-                yield fqn, tensor
+    def _stream(self, version: int, fqns: Iterable[str], watch: Laps) -> torch_ros.Stream:
+        """These tensors, one buffer read while another is used. All ranks call this, or none."""
+        size_bytes = self.options.buffer_bytes
+        return self.handle.stream(version, fqns, buffer_bytes=size_bytes, timeout_s=watch.left_s)
 
-    def _stream(
-        self, version: int, look: _Look, fqns: Iterable[str], watch: Laps
-    ) -> Generator[tuple[str, torch.Tensor]]:
-        """The tensors, read buffer by buffer. All ranks ask for the same ones."""
-        part: dict[str, torch.Tensor] = {}
-        left = self.options.buffer_bytes
-        for fqn in fqns:
-            dtype, shape = look.recorded.contents[fqn]
-            if part and _size(dtype, shape) > left:
-                self.handle.read(version, part, timeout_s=watch.left_s)
-                yield from part.items()
-                part, left = {}, self.options.buffer_bytes
-            part[fqn] = torch.empty(tuple(shape), dtype=dtype)
-            left -= part[fqn].nbytes
-        if part:
-            self.handle.read(version, part, timeout_s=watch.left_s)
-            yield from part.items()
+    def _noted(self, weights: Weights) -> Weights:
+        for named in weights:
+            self._has_written = True
+            yield named
 
-    def _prove(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> None:
+    def _prove(self, version: int, look: _Look, watch: Laps) -> None:
         """Find out whether the engine has what it has just loaded where it would land."""
         landings, recorded = look.plan.provable, look.recorded
-        published = self._stream(version, look, extent.provable, watch)
-        mine = ((fqn, tensor) for fqn, tensor in published if fqn in landings)
+        with self._stream(version, landings, watch) as published:
+            found = misplaced(landings, self._engine.state(), published)
         left = set[str]()
-        for fqn, reason in misplaced(landings, self._engine.state(), mine).items():
+        for fqn, reason in found.items():
             names = {box.parameter for box in landings[fqn].boxes}
             left |= names
             if reason != SAME:
@@ -439,11 +422,6 @@ def chunked(
         fqn: torch_ros.Chunked(landing.shape, landing.dtype, dict(landing.chunks(state)))
         for fqn, landing in landings.items()
     }
-
-
-def _joined(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Each name once."""
-    return tuple(dict.fromkeys(fqn for fqns in lists for fqn in fqns))
 
 
 def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
