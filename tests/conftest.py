@@ -4,6 +4,7 @@ import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import demos
 import pytest
 
 import puppets
@@ -70,6 +71,13 @@ def started(tmp_path):
 def jobs(etcd_endpoint, started, tmp_path):
     """Jobs of this test: `jobs.run_ranks(2, "reshard")`; tests/puppets/programs has them."""
     return puppets.Jobs(etcd_endpoint, tmp_path, started)
+
+
+@pytest.fixture
+def surroundings(tmp_path):
+    """The environment in which an example has an etcd and a temporary directory of its own."""
+    with demos.apart(tmp_path) as environment:
+        yield environment
 
 
 @pytest.fixture

@@ -1,80 +1,20 @@
-import contextlib
 import importlib.util
 import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
+from demos import EXAMPLES, read_until, running_children, started_demo, wait_until_none_runs
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-ETCD = [sys.executable, "-m", "torch_ros.store.local"]
-
-
-@pytest.fixture
-def surroundings(tmp_path):
-    """The environment of a run with an etcd and a temporary directory of its own."""
-    (tmp_path / "tmp").mkdir()
-    environment = os.environ | {
-        "TORCH_ROS_LOCAL_DIR": str(tmp_path / "etcd"),
-        "TORCH_ROS_ENDPOINT": "local",
-        "TMPDIR": str(tmp_path / "tmp"),
-    }
-    yield environment
-    for pid in running_children(environment):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    subprocess.run([*ETCD, "stop"], env=environment, check=True, timeout=30)
-
-
-@contextlib.contextmanager
-def started_demo(surroundings, *options):
-    with subprocess.Popen(
-        [sys.executable, EXAMPLES / "fsdp2_to_rollouts.py", *options],
-        env=surroundings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as demo:
-        try:
-            yield demo
-        finally:
-            demo.kill()  # or the end of a failed test would wait for it
-
-
-def running_children(surroundings, named="examples/demo"):
-    """Processes of this test's demo with `named` in their command; etcd's has neither."""
-    found = []
-    mark = f"TORCH_ROS_LOCAL_DIR={surroundings['TORCH_ROS_LOCAL_DIR']}".encode()
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_ours = mark in (process / "environ").read_bytes().split(b"\0")
-            if is_ours and named.encode() in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-    return found
-
-
-def read_until(demo, words):
-    for line in demo.stdout:
-        if words in line:
-            return
-    pytest.fail(f"the demo ended before it said {words!r}")
-
-
-def wait_until_none_runs(surroundings, timeout_s):
-    deadline_s = time.monotonic() + timeout_s
-    while found := running_children(surroundings):
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.1)
+SCRIPT = "fsdp2_to_rollouts.py"
 
 
 @pytest.mark.timeout(240)
 def test_two_rollouts_follow_a_trainer(surroundings):
-    with started_demo(surroundings, "--steps", "3") as demo:
+    with started_demo(surroundings, SCRIPT, "--steps", "3") as demo:
         output, _ = demo.communicate(timeout=230)
     assert demo.returncode == 0, output
     assert not running_children(surroundings)
@@ -91,7 +31,7 @@ def test_two_rollouts_follow_a_trainer(surroundings):
 
 @pytest.mark.timeout(120)
 def test_an_interrupted_demo_leaves_nothing_behind(surroundings, ctrl_c):
-    with started_demo(surroundings, "--steps", "1000") as demo:
+    with started_demo(surroundings, SCRIPT, "--steps", "1000") as demo:
         read_until(demo, "| step 2:")
         assert len(running_children(surroundings)) == 7  # five ranks and two torchruns
         demo.send_signal(signal.SIGINT)
@@ -104,7 +44,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(surroundings, ctrl_c):
 
 @pytest.mark.timeout(120)
 def test_a_child_that_dies_ends_the_demo(surroundings):
-    with started_demo(surroundings, "--steps", "1000") as demo:
+    with started_demo(surroundings, SCRIPT, "--steps", "1000") as demo:
         read_until(demo, "| step 1:")
         # Its workers live on, in sessions of their own.
         os.kill(running_children(surroundings, named="torch.distributed.run")[0], signal.SIGKILL)

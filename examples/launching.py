@@ -1,19 +1,54 @@
-"""The processes of one run: started, listened to, and ended whatever happens."""
+"""Around the examples: their etcd, and their processes, which end whatever happens."""
 
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 END_S = 10.0
+ETCD = [sys.executable, "-m", "torch_ros.store.local"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--standalone", "--nproc-per-node", "2"),
+]
+
+
+@contextlib.contextmanager
+def launched(name: str, **environment: str) -> Iterator[tuple["Children", Path]]:
+    """An etcd, and children with a directory that they share; these end with the block."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("told to end; everything but etcd has ended"))
+    # A name of its own, so that two runs on one etcd do not meet.
+    mark = f"TORCH_ROS_MODEL={name}-{os.getpid()}-{secrets.token_hex(4)}"
+    is_local = os.environ.get("TORCH_ROS_ENDPOINT", "local") == "local"
+    try:
+        if is_local:  # whoever opens a handle would start it as well; so you see where it is
+            subprocess.run([*ETCD, "start"], check=True)
+        with tempfile.TemporaryDirectory(prefix=f"torch-ros-{name}-") as directory:
+            environment |= {
+                "OMP_NUM_THREADS": "1",  # there are more processes than cores
+                "PYTHONUNBUFFERED": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TMPDIR": directory,  # what torchrun leaves behind goes with it
+            }
+            with Children(mark, environment) as children:
+                yield children, Path(directory)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; everything but etcd has ended")
+    finally:
+        if is_local:
+            print("\netcd runs on, for the next time; this stops it:", *ETCD, "stop")
 
 
 class Children:
