@@ -61,6 +61,22 @@ def test_a_version_that_does_not_fit_is_refused(followed, changes, found):
     goes_on(followed)
 
 
+def test_latest_is_looked_up_again_if_the_trainer_has_gone_on(followed, monkeypatch):
+    llm, trainer, published = followed.engine.llm, followed.trainer, []
+    trainer.publish(2)
+    pause = llm.sleep
+
+    def pause_while_the_trainer_steps(**how):
+        pause(**how)
+        if not published:
+            published.append(trainer.publish(3))
+
+    monkeypatch.setattr(llm, "sleep", pause_while_the_trainer_steps)
+    assert followed.policy.update("latest")
+    assert followed.policy.version == 3
+    followed.engine.agrees(published[0])
+
+
 def test_a_version_that_is_not_there(followed):
     with pytest.raises(DeadlineExceeded):
         followed.policy.update(9, timeout_s=1)

@@ -5,9 +5,10 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 import torch_ros
-from torch_ros.errors import TorchRosError
+from torch_ros.errors import TorchRosError, VersionNotFound
 from torch_ros.integrations.vllm.told import hear
 
+TRIES = 10  # for "latest", of a trainer that takes each back before the engine has begun to read it
 ENGINES_ONLY = ("retain", "spot")  # options that the handle of this process is opened without
 
 
@@ -65,8 +66,9 @@ class Attached:
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if the engine has another one; "latest" never goes back.
 
-        Generation pauses meanwhile, and caches of the old weights are dropped. Not while another
-        thread is in a call of the engine.
+        If the trainer takes "latest" back before the engine reads it, the engine goes to the one
+        that is latest then. Generation pauses meanwhile, and caches of the old weights are
+        dropped. Not while another thread is in a call of the engine.
 
         Returns:
             Whether the engine has another version than before.
@@ -77,6 +79,21 @@ class Attached:
                 may succeed.
             TorchRosError: As `contents`: nothing has changed.
         """
+        tries = TRIES if isinstance(version, str) else 1
+        while True:
+            tries -= 1
+            try:
+                return self._go_to(version, timeout_s)
+            except VersionNotFound:
+                if not tries:
+                    raise
+
+    def close(self) -> None:
+        """Let go of the model: the engine keeps its weights, and offers them to nobody."""
+        self._handle.close()
+        self._asked("shutdown_weight_transfer_engine")
+
+    def _go_to(self, version: int | str, timeout_s: float | None) -> bool:
         found = self._handle.contents(version, timeout_s=timeout_s).version
         is_older = isinstance(version, str) and self.version is not None and found < self.version
         if found == self.version or is_older:
@@ -93,11 +110,6 @@ class Attached:
         self.version = found
         self._resume()
         return True
-
-    def close(self) -> None:
-        """Let go of the model: the engine keeps its weights, and offers them to nobody."""
-        self._handle.close()
-        self._asked("shutdown_weight_transfer_engine")
 
     def _update(self, version: int, timeout_s: float | None) -> None:
         info = {"version": version, "timeout_s": timeout_s}
