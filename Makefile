@@ -17,7 +17,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 # what `make test` runs.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
-.PHONY: help demo test test-all test-engines test-matrix sim sim-faults history lint docs bench bench-control clean
+.PHONY: help demo demo-vllm test test-all test-engines test-matrix sim sim-faults history lint docs bench bench-control clean
 
 # Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
@@ -41,12 +41,15 @@ REPEAT ?= 5
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute, and the"
 	@echo "            first time some more to install torch"
+	@echo "make demo-vllm"
+	@echo "            a policy learns by GRPO from vLLM engines that follow it; three minutes, and the"
+	@echo "            first time some more to install them in $(VLLM), 3 GB"
 	@echo "make test   what to run before each commit: real etcd and NIXL, ranks with FSDP2; some minutes"
 	@echo "make test-all WORKERS=3"
 	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
 	@echo "make test-engines"
 	@echo "            real vLLM engines on CPUs, verl itself, and the seams of TRL and SGLang; 3 GB more,"
-	@echo "            in $(VLLM) and $(VERL); a quarter of an hour"
+	@echo "            in $(VLLM) and $(VERL); twenty minutes"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
@@ -105,6 +108,9 @@ $(INSTALLED_VLLM): pyproject.toml tests/engines/vllm.txt
 
 demo: $(INSTALLED_DEMO)
 	$(BIN)/python examples/fsdp2_to_rollouts.py
+
+demo-vllm: $(INSTALLED_VLLM)
+	$(VLLM)/bin/python examples/grpo_with_vllm.py
 
 test: $(INSTALLED)
 	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines -m 'not long'

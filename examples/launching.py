@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 END_S = 10.0
+LOG_LINES = 60
 ETCD = [sys.executable, "-m", "torch_ros.store.local"]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run"),
@@ -62,22 +63,29 @@ class Children:
         name, _, value = mark.partition("=")
         self._mark, self._environment = mark, {**os.environ, **environment, name: value}
         self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._logs: dict[str, Path] = {}
         self._listeners: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._is_silent = False
 
-    def start(self, name: str, command: Sequence[str]) -> None:
-        """Run it without our terminal: a Ctrl-C there is ours to handle."""
-        process = subprocess.Popen(
-            command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+    def start(self, name: str, command: Sequence[str], log: Path | None = None) -> None:
+        """Run it without our terminal: a Ctrl-C there is ours to handle.
+
+        With a log, stderr goes there, and its end is printed if the process fails.
+        """
+        with Path(log or os.devnull).open("w") as stderr:
+            process = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr if log else subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        if log:
+            self._logs[name] = log
         self._processes[name] = process
         listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
         watcher = threading.Thread(target=self._watch, args=(name, process), daemon=True)
@@ -107,6 +115,8 @@ class Children:
             if status:
                 end_all(self._mark)
                 self._hear_out()
+                if name in self._logs:
+                    print(*self._logs[name].read_text().splitlines()[-LOG_LINES:], sep="\n")
                 sys.exit(f"the {name} ended with exit status {status}; its last lines are above")
             running.remove(name)
         self._hear_out()

@@ -22,6 +22,7 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "export ETCDCTL_ENDPOINTS=$(": ("tests/test_operations.py", "The local etcd"),
     "export ETCDCTL_": ("tests/test_operations.py", "An etcd of your own"),
     "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
+    "make demo-vllm": ("tests/engines/vllm/test_grpo_example.py", "grpo_with_vllm.py"),
     "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),
 }
 NOT_RUN = {  # the beginning of a command: why no test runs it

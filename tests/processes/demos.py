@@ -73,9 +73,10 @@ def wait_until_none_runs(surroundings, timeout_s):
 
 
 def descendants(pid):
-    """The names of the processes below this one, by process id."""
+    """The commands of the processes below this one, by process id."""
     found = {}
     for children in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
-            found |= {child: pathlib.Path(f"/proc/{child}/comm").read_text(), **descendants(child)}
+            command = pathlib.Path(f"/proc/{child}/cmdline").read_bytes().decode()
+            found |= {child: command.replace("\0", " "), **descendants(child)}
     return found
