@@ -612,6 +612,29 @@ def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
 
 
 @only_memory
+def test_digests_of_the_first_source_hold_for_those_that_have_none(opened):
+    tensors = rows(5)
+    trainer, other = publisher(opened, tensors, digests="full"), opened("other")
+    stream = opened("engine", digests="full").stream(1, tensors, buffer_bytes=ROW)
+    wrong = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    wrong["w03"][0] += 1
+    other.register(wrong)
+    other.publish(1)
+    until(lambda: stream._filling.landed == 2)
+    trainer.close()
+    came = []
+
+    def consume():
+        for fqn, tensor in stream:
+            assert _same(tensor, tensors[fqn])
+            came.append(fqn)
+
+    with pytest.raises(CorruptWeights, match="w03"):
+        consume()
+    assert came == ["w00", "w01", "w02"]
+
+
+@only_memory
 def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
     tensors = rows(6)
     publisher(opened, tensors)

@@ -92,7 +92,6 @@ class Attachment:
     source: Source
     feed: Feed
     plan: ReadPlan
-    digests: Digests  # of the version, as far as they are known and wanted
 
 
 class Filling:
@@ -127,6 +126,7 @@ class Filling:
         self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
         self._target: Layout | None = None
+        self._digests = Digests()  # of the version, from the first source that knows them
         self._buffers: Buffers | None = None
         self._views: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(BUFFERS)]
         self._reroutes = self._bytes_read = 0
@@ -254,7 +254,7 @@ class Filling:
 
     def _first_difference(self, phase: Phase) -> str | None:
         """The fqn of a tensor in a buffer that is not what was published, where that is known."""
-        digests = self._at.digests if self._at else Digests()
+        digests = self._digests
         if digests.depth == "off":
             return None
         found = chunk_digests(phase.layout, phase.memory, depth=digests.depth)
@@ -319,7 +319,9 @@ class Filling:
             plan = self._reading.plan(feed.layouts, self._target, rank, is_near=near)
         except UsageError as error:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
-        return Attachment(source, feed, plan, self._digests_of(feed))
+        if self._digests.depth == "off":
+            self._digests = self._digests_of(feed)
+        return Attachment(source, feed, plan)
 
     def _announce(self, inst: str, deadline: Deadline) -> Source:
         """Put the reader record, on a lease that ends with this attachment."""
