@@ -204,6 +204,25 @@ def test_a_copy_that_grows_leaves_what_is_lent_alone(lender, borrower):
         assert has(first, 1)
 
 
+def test_loans_of_small_copies_keep_no_large_buffers(opened, borrower):
+    lender, megabyte = opened("lender", borrow_bytes=1 << 20), 1 << 20
+    lender.publish_copy(1, {"w": torch.zeros(megabyte // 4)})
+    with ExitStack() as blocks:
+        for version in range(2, 12):
+            publish(lender, version)
+            held = blocks.enter_context(borrower.borrow())
+            assert has(held, version)
+        taken = sum(each.room.nbytes for each in buffers_of(lender))
+        assert taken < 3.1 * megabyte
+        lender.publish_copy(12, {"w": torch.ones(megabyte // 4)})
+        assert has(held, 11)
+
+
+def buffers_of(lender):
+    [turns] = lender.checkpoints._buffers._turns.values()
+    return turns.buffers
+
+
 @pytest.mark.parametrize("how", ["live", "no borrow_bytes"])
 def test_tensors_that_cannot_be_lent_are_named_with_the_way_out(opened, borrower, how):
     lender = opened("lender", borrow_bytes=1 << 20 if how == "live" else 0)

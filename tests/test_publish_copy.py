@@ -167,8 +167,8 @@ def test_ctrl_c_at_any_moment_brings_no_copy_into_what_is_published(monkeypatch)
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
-    def take(turns):
-        room, shown = taken(turns), trainer.checkpoints.registered
+    def take(turns, size_bytes):
+        room, shown = taken(turns, size_bytes), trainer.checkpoints.registered
         if trainer.version is not None and shown is not None:
             published = {tensor.untyped_storage().data_ptr() for tensor in shown.memory}
             assert room.untyped_storage().data_ptr() not in published

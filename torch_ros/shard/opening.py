@@ -144,9 +144,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             The environment's TORCH_ROS_HUGE_PAGES=0 turns it off without a change of code.
         borrow_bytes: How much of the copies that this process publishes, in bytes of their tensors,
             may be lent at a time to processes on this host that `borrow` them; whole copies only.
-            If loans last, `publish_copy` takes so much memory at most beside its two buffers. It
-            never waits for a borrower: a version that would exceed the bound is not lent. For
-            borrowers that go from version to version, twice the shard. 0: nothing is lent.
+            If loans last, `publish_copy` takes so much memory at most beside its two buffers, if
+            copies are of one size. It never waits for a borrower: a version that would exceed the
+            bound is not lent. For borrowers that go from version to version, twice the shard. 0:
+            nothing is lent.
         on_progress: Called with the bytes that have arrived and the bytes in all, after each batch
             of a read, by the thread that reads. Its exceptions are logged. None: a read of more
             than a second draws a bar if stderr is a terminal, on the first rank of each host;

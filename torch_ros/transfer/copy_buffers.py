@@ -160,7 +160,7 @@ class CopyBuffers:
         self._make_room(sizes, copying.copy_bytes)
         memory = [chunk.tensor for tensor in state.tensors for chunk in tensor.chunks]
         finish_kernels({chunk.device for chunk in memory if chunk.is_cuda})
-        rooms = {device: _Room(self._turns[device].take()) for device in sizes}
+        rooms = {device: _Room(self._turns[device].take(sizes[device])) for device in sizes}
         tensors, ferry = [], Ferry()
         for making, parts in zip(made, plan, strict=True):
             chunks: dict[str, list[LocalChunk]] = {name: [] for name in making.outputs}

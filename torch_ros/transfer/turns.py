@@ -17,8 +17,12 @@ class Buffer:
     lent: LentMemory | None = None  # its file, if it may be lent
 
 
+def _size_bytes(buffer: Buffer) -> int:
+    return buffer.room.nbytes
+
+
 class Turns:
-    """The buffers of one device, all of one size: one is published, another is filled.
+    """The buffers of one device: one is published, another is filled; more, if some are lent.
 
     Args:
         lender: The agent for which those in host memory may be lent; None: they are not.
@@ -26,17 +30,17 @@ class Turns:
 
     def __init__(self, size_bytes: int, device: torch.device, lender: str | None) -> None:
         self.size_bytes, self._device, self._lender = size_bytes, device, lender
-        self.buffers = [self._made() for _ in range(BUFFERS)]
+        self.buffers = [self._made(size_bytes) for _ in range(BUFFERS)]
         self._published: Buffer | None = None
         self.filled = self.buffers[0]
 
-    def take(self) -> torch.Tensor:
-        """The room of a buffer that is neither published nor lent, to be filled."""
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """So much room at least in a buffer that is neither published nor lent, to be filled."""
         unpublished = [b for b in (self.filled, *self.buffers) if b is not self._published]
-        free = (each for each in unpublished if each.lent is None or each.lent.close())
-        taken = next(free, None)
+        fitting = sorted((b for b in unpublished if b.room.nbytes >= size_bytes), key=_size_bytes)
+        taken = next((b for b in fitting if b.lent is None or b.lent.close()), None)
         if taken is None:  # all of these are lent
-            taken = self._made()
+            taken = self._made(size_bytes)
             self.buffers.append(taken)
         self.filled = taken
         if taken.lent is not None:
@@ -47,8 +51,7 @@ class Turns:
         """The buffer filled last is about to be published."""
         self._published = self.filled
 
-    def _made(self) -> Buffer:
-        size_bytes = self.size_bytes
+    def _made(self, size_bytes: int) -> Buffer:
         if self._device.type == "cpu" and size_bytes:
             with suppress(OSError):  # it only makes readers on this host faster
                 if self._lender is not None:
