@@ -92,6 +92,19 @@ def test_a_file_that_its_maker_has_closed_is_never_filled_again(lent, process):
     assert not lent.close()
 
 
+def test_a_number_that_has_become_another_files_is_left_alone(tmp_path):
+    lent, path = LentMemory("agent", 16), tmp_path / "another"
+    with path.open("w") as other, path.open() as third:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        number = os.dup2(other.fileno(), lent._fd)
+        lent.open()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        del lent
+        gc.collect()
+        os.close(number)
+
+
 def test_a_borrower_of_a_file_is_not_its_lender(process):
     lent = LentMemory("agent", 1 << 16)
     fill(lent, WORD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from torch_ros.errors import (
     SeatLost,
     StoreUnavailable,
 )
+from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import (
     Decisions,
@@ -367,7 +367,7 @@ class Checks:
             had = [loan for loan in loans if loan._end.alive and not process.is_gone]
             had = [loan for loan in had if not hasattr(loan, "is_unlocked")]
             for loan in had:
-                is_same = os.fstat(loan._fd).st_ino == lent._file
+                is_same = _file(loan._fd) == lent._file
                 demand(not is_same, f"I11: {process} has a buffer that is filled again")
 
     @told_at_once

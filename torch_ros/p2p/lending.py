@@ -57,8 +57,8 @@ class LentMemory:
 
     def __init__(self, agent: str, size_bytes: int) -> None:
         self._fd = os.memfd_create(_name(agent), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self._fd)
         self._file = _file(self._fd)
+        weakref.finalize(self, _let_go, self._fd, self._file)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.is_closed = True
         self._size_bytes = HEADER_BYTES + size_bytes
@@ -74,17 +74,21 @@ class LentMemory:
     def close(self) -> bool:
         """Lend it to nobody from now on; False: somebody has it."""
         if not self.is_closed:
-            # Another part of this process may have closed the file, and the number be another's.
-            with suppress(OSError):  # somebody has it; or that cannot be known
-                if _file(self._fd) == self._file:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self.is_closed = True
+            self.is_closed = self._locks(fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self.is_closed
 
     def open(self) -> None:
         """Lend it to all that come."""
-        self.is_closed = False
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.is_closed = False  # before it is open: Ctrl-C may come in between
+        self._locks(fcntl.LOCK_UN)
+
+    def _locks(self, how: int) -> bool:
+        # Another part of this process may have closed the file, and the number be another's.
+        with suppress(OSError):  # somebody has it; or that cannot be known
+            if _file(self._fd) == self._file:
+                fcntl.flock(self._fd, how)
+                return True
+        return False
 
     def begin(self) -> None:
         """Before the first byte of a content is written."""
@@ -153,14 +157,18 @@ class Loan:
         self._end()
 
 
-def _file(fd: int) -> int:
-    return os.fstat(fd).st_ino
+_File = tuple[int, int]  # device and inode: no two files that are there have the same
 
 
-def _let_go(fd: int, file: int, owner: int) -> None:
-    """Unlock and close a file, unless another part of this process has closed it.
+def _file(fd: int) -> _File:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
-    It stays locked then until its last mapping is gone. So it would if it were closed alone.
+
+def _let_go(fd: int, file: _File, owner: int = -1) -> None:
+    """Close a file, unless another part of this process has; unlock it before, as its owner.
+
+    It stays locked otherwise until its last mapping is gone.
     """
     with suppress(OSError):
         if _file(fd) == file:
