@@ -25,6 +25,7 @@ from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View, one
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.weights.chunked import Chunked
+from torch_ros.weights.local import WORDS
 from torch_ros.weights.manifest import Manifest, dtype_named, logical
 from torch_ros.weights.whole import tiles
 
@@ -208,12 +209,12 @@ def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, 
             start = manifests[tile.rank].addresses[tile.chunk] + tile.start * dtype.itemsize
             steps = zip(tile.sizes, tile.strides, strict=True)
             reach = 1 + sum((size - 1) * stride for size, stride in steps)
-            memory = torch.frombuffer(
-                loans[tile.rank].memory, dtype=dtype, count=reach, offset=start
-            )
-            boxes[tile.offsets] = memory.as_strided(tile.sizes, tile.strides)
+            # Of plain words: as_strided crashes on the dtypes of quantized tensors.
+            word, memory = WORDS[dtype.itemsize], loans[tile.rank].memory
+            words = torch.frombuffer(memory, dtype=word, count=reach, offset=start)
+            boxes[tile.offsets] = words.as_strided(tile.sizes, tile.strides).view(dtype)
         if not boxes:  # it has no elements
-            boxes[(0,) * len(record.shape)] = torch.empty(record.shape, dtype=dtype)
+            boxes[(0,) * len(record.shape)] = torch.empty(record.shape, dtype=dtype, device="cpu")
         first = next(iter(boxes.values()))
         is_whole = first.shape == record.shape
         found[record.fqn] = first if is_whole else Chunked(record.shape, dtype, boxes)
