@@ -2,14 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import urllib.request
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "plain")  # the plug-in's path
+START_S = 600  # for a server to come up
 
 # vLLM reads these when it is imported; its processes inherit them.
 os.environ |= {
@@ -140,3 +143,84 @@ def running_engine(path, *, ranks=1, plain=True, **options):
         yield EngineUnderTest(llm, path, ranks)
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+class ServerUnderTest:
+    """vLLM's own, with its endpoints for weights."""
+
+    def __init__(self, path, log, **options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._log = log.open("w")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        options = {
+            "host": "127.0.0.1",
+            "port": self.url.rpartition(":")[2],
+            "served-model-name": "m",
+            "dtype": "float32",
+            "load-format": "dummy",
+            "max-model-len": "128",
+            "max-num-seqs": "4",
+            "kv-cache-memory-bytes": str(64 << 20),
+            "weight-transfer-config": json.dumps({"backend": "torch_ros"}),
+            **options,
+        }
+        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+        paths = os.pathsep.join(filter(None, [PLAIN, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [*command, *flags, *(one for k, v in options.items() for one in (f"--{k}", v))],
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def is_up(self):
+        assert self._process.poll() is None, "the server has ended"
+        with suppress(OSError):
+            self.ask("health", method="GET")
+            return True
+        return False
+
+    def ask(self, path, body=None, method="POST", **headers):
+        request = urllib.request.Request(
+            f"{self.url}/{path}",
+            json.dumps(body).encode() if body is not None else None,
+            {"content-type": "application/json", **headers},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def close(self):
+        self._process.terminate()
+        self._process.wait(60)
+        self._log.close()
+
+    def agrees(self, answers, **headers):
+        """Assert that it answers as Hugging Face's model did."""
+        from trainer import PROMPTS, TOKENS
+
+        for prompt, (expected, _) in zip(PROMPTS, answers, strict=True):
+            params = {"temperature": 0, "max_tokens": TOKENS, "detokenize": False}
+            body = {"model": "m", "token_ids": prompt, "sampling_params": params}
+            answer = self.ask("inference/v1/generate", body, **headers)
+            assert answer["choices"][0]["token_ids"] == expected
+
+
+@contextmanager
+def running_server(path, log, **options):
+    """A server that is up; its log is printed at the end."""
+    server = ServerUnderTest(path, log, **options)
+    try:
+        for _ in range(START_S):
+            if server.is_up():
+                break
+            with suppress(subprocess.TimeoutExpired):
+                server._process.wait(1)
+        else:
+            raise TimeoutError(log.read_text()[-2000:])
+        yield server
+    finally:
+        server.close()
+        print(log.read_text()[-3000:])

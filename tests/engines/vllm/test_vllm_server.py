@@ -1,92 +1,15 @@
 """vLLM's own HTTP endpoints, with nothing of ours at the driver; and its trainer engines."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import urllib.request
-from contextlib import suppress
-
 import pytest
-from rollouts import PLAIN
-from trainer import PROMPTS, TOKENS, greedy, step
-
-START_S = 600
-
-
-class Server:
-    def __init__(self, path, log):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._log = log.open("w")
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-        options = {
-            "host": "127.0.0.1",
-            "port": self.url.rpartition(":")[2],
-            "served-model-name": "m",
-            "dtype": "float32",
-            "load-format": "dummy",
-            "max-model-len": "128",
-            "max-num-seqs": "4",
-            "kv-cache-memory-bytes": str(64 << 20),
-            "weight-transfer-config": json.dumps({"backend": "torch_ros"}),
-        }
-        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
-        self._process = subprocess.Popen(
-            [*command, *flags, *(one for k, v in options.items() for one in (f"--{k}", v))],
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": PLAIN},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-
-    def is_up(self):
-        assert self._process.poll() is None, "the server has ended"
-        with suppress(OSError):
-            self.ask("health", method="GET")
-            return True
-        return False
-
-    def ask(self, path, body=None, method="POST"):
-        request = urllib.request.Request(
-            f"{self.url}/{path}",
-            json.dumps(body).encode() if body is not None else None,
-            {"content-type": "application/json"},
-            method=method,
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.loads(answer.read() or b"null")
-
-    def close(self):
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
-
-    def agrees(self, answers):
-        for prompt, (expected, _) in zip(PROMPTS, answers, strict=True):
-            params = {"temperature": 0, "max_tokens": TOKENS, "detokenize": False}
-            body = {"model": "m", "token_ids": prompt, "sampling_params": params}
-            answer = self.ask("inference/v1/generate", body)
-            assert answer["choices"][0]["token_ids"] == expected
+from rollouts import running_server
+from trainer import greedy, step
 
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    server = Server(tiny("untied"), log)
-    try:
-        for _ in range(START_S):
-            if server.is_up():
-                break
-            with suppress(subprocess.TimeoutExpired):
-                server._process.wait(1)
-        else:
-            pytest.fail(log.read_text()[-2000:])
+    with running_server(tiny("untied"), log) as server:
         yield server
-    finally:
-        server.close()
-        print(log.read_text()[-3000:])
 
 
 def test_a_driver_that_knows_vllm_alone(server, tiny, train, etcd_endpoint):

@@ -193,7 +193,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         sleeps = bool(getattr(config.model_config, "enable_sleep_mode", False))
         self._vet(info, ranks, sleeps=sleeps)
         options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
-        if self.parallel_config.data_parallel_size > 1:
+        if self._is_data_parallel:
             options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
         handle = torch_ros.open(info.model, **options, rank=ranks.rank, world_size=ranks.size)
         engine = VLLMModel(
@@ -217,17 +217,23 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         parallel = self.parallel_config
         if parallel.enable_eplb:
             raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
-        is_many = ranks.size > 1 or parallel.data_parallel_size > 1
-        if is_many and info.replica is None:
+        if info.replica is None and (ranks.size > 1 or self._is_data_parallel):
             raise UsageError(
                 f"replica={info.replica!r}: expected a name for this engine: its {ranks.size} "
-                f"workers, and its {parallel.data_parallel_size} data parallel ranks, have none"
+                "workers, or the data parallel engines beside it, have none in common"
             )
         if sleeps and info.relay:
             raise NotSupported(
                 "relay=True with sleep mode, which takes away the memory that peers read",
                 "pass relay=False, or start the engine without enable_sleep_mode",
             )
+
+    @property
+    def _is_data_parallel(self) -> bool:
+        # The engines of a model without experts are told that they are alone: a size of 1. They
+        # keep their index, and this field, which vLLM sets to the size that was asked for.
+        parallel = self.parallel_config
+        return bool(max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size) > 1)
 
     @property
     def _ranks(self) -> Ranks:
