@@ -170,6 +170,18 @@ def test_without_relay_nothing_is_offered(opened, trainer):
     assert follower.version is None
 
 
+def test_an_engine_that_has_a_part_of_a_tensor_is_no_source(opened, trainer):
+    """As one of several that share their experts, beside data parallelism."""
+    engine, follower = Fused(0, 2), opened()
+    installer = installer_of(follower, engine)
+    for version in (1, 2):
+        published = trainer.publish(version)
+        report = installer.install(version, 20)
+        assert engine.has(published)
+        assert list(report.direct) == ["k", "norm", "out", "q"]
+        assert (installer.active, follower.version) == (version, None)
+
+
 def test_a_module_with_an_obstacle_goes_through_the_loader_in_buffers(opened, trainer):
     engine, follower = Fused(), opened()
     obstacles = {"qk.weight": Obstacle("packed")}
@@ -316,6 +328,19 @@ def test_another_dtype_is_cast_with_a_warning_or_refused(opened, trainer, caplog
     assert list(report.staged) == ["out"]
     assert engine.has(published | {"out": torch.ones(4, 4)})
     assert "the engine casts out" in caplog.text
+
+
+@pytest.mark.parametrize("scale", ["out_scale", "out_scale_inv"])
+def test_float8_weights_are_refused_where_nothing_takes_their_scales(opened, trainer, scale):
+    """The engine would multiply by a weight that was divided, and nobody would say so."""
+    engine, published = Fused(), torch.ones(4, 4).to(torch.float8_e4m3fn)
+    trainer.publish(1, out=published, **{scale: torch.ones(4, 1)})
+    with pytest.raises(ManifestMismatch, match=rf"a place for '{scale}'.*none, and cast from"):
+        installer_of(opened(), engine).install(1, 20)
+    assert float(engine.norm.weight[0]) == OLD
+    version = trainer.publish(2, out=published)  # never scaled
+    installer_of(opened(), engine).install(2, 20)
+    assert engine.has(version | {"out": torch.ones(4, 4)})
 
 
 def test_a_tensor_that_the_engine_has_no_place_for_is_ignored_with_a_warning(

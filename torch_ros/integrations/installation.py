@@ -292,6 +292,16 @@ class Installer:
                 "publish the missing tensors too, under the names of a checkpoint",
             )
         casts = [fqn for fqn, reason in recording.staged.items() if reason.startswith("cast ")]
+        lost = [*recording.failed, *recording.unused]
+        for fqn in casts:
+            scales = [one for one in lost if one.startswith(fqn)]
+            if scales and recording.staged[fqn].startswith("cast from torch.float8"):
+                raise ManifestMismatch(
+                    f"{name} in this engine",
+                    f"a place for {scales[0]!r}, by which {fqn!r} is multiplied",
+                    f"none, and {recording.staged[fqn]}",
+                    "give the engine the quantization_config of such weights, or publish others",
+                )
         if casts and not self.options.cast:
             raise ManifestMismatch(
                 f"{name} in this engine",
@@ -347,7 +357,10 @@ class Installer:
             self._prove(version, look, watch)
             watch.lap("prove")
         if self.options.relay and extent.is_whole:
-            handle.serve(timeout_s=watch.left_s)
+            try:
+                handle.serve(timeout_s=watch.left_s)
+            except ManifestMismatch as error:  # as of experts that several engines share
+                log.info("not offered to others: %s", error)
             watch.lap("serve")
         return InstallReport(
             version,

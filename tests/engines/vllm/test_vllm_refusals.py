@@ -51,8 +51,9 @@ def goes_on(followed):
     [
         ({"drop": [NORM]}, f"nothing for {NORM}"),
         ({"shape": {EMBED: [1100, 256]}}, f"nothing for {EMBED}"),
+        ({"float8": ["*.down_proj.weight"]}, "a place for '.*weight_scale'"),
     ],
-    ids=["lacks a norm", "has a larger vocabulary"],
+    ids=["lacks a norm", "has a larger vocabulary", "has scales"],
 )
 def test_a_version_that_does_not_fit_is_refused(followed, changes, found):
     followed.trainer.publish(2, **changes)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_ros
+from torch_ros import Float8
 
 PROMPTS = [[5, 17, 200, 999, 3], [11, 12, 13], [400, 401, 402, 403, 404, 405, 406, 7]]
 TOKENS = 12
@@ -74,8 +75,11 @@ def main(path, name, endpoint, options):
         if (version := asked.get("publish")) is not None:
             step(model, asked.get("seed", version))
             tensors = tensors_of(model, asked.get("names", "parameters"), asked)
-            handle.register(tensors)
-            handle.publish(version)
+            if "float8" in asked:
+                handle.publish_copy(version, tensors, transform=Float8(asked["float8"]))
+            else:
+                handle.register(tensors)
+                handle.publish(version)
             answer = {"version": version, "answers": greedy(model), "digest": digest(tensors)}
             answer["shapes"] = {fqn: list(one.shape) for fqn, one in tensors.items()}
         print(json.dumps(answer), flush=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
@@ -67,9 +69,21 @@ class VLLMModel:
                 _unwrap(self.model)
                 loaded = state_of(self.model)
                 self._loaded = {name: Geometry.of(one) for name, one in loaded.items()}
-                return record(self.model, contents, self._load)
+                recording = record(self.model, contents, self._load)
+                optional = self._optional()
             finally:
                 _put_back(self.model)
+        unwritten = {n: count for n, count in recording.unwritten.items() if n not in optional}
+        return replace(recording, unwritten=unwritten)
+
+    def _optional(self) -> set[str]:
+        """Scales of caches, for which vLLM has a value where a checkpoint has none."""
+        return {
+            name
+            for path, module in self.model.named_modules()
+            if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+            for name, _ in module.named_parameters(path, recurse=False)
+        }
 
     def obstacles(self, recording: Recording) -> dict[str, Obstacle]:
         state = self.state()
