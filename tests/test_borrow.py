@@ -25,6 +25,8 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.p2p.lending import Loan
+from torch_ros.transfer import copy_buffers
+from torch_ros.weights.manifest import Manifest
 
 SHARD_BYTES = 4 * 1000
 
@@ -239,6 +241,18 @@ def test_tensors_that_cannot_be_lent_are_named_with_the_way_out(opened, borrower
     else:
         publish(lender, 1)
     with pytest.raises(NotSupported, match=r"\(rank 0: these are live.*publish_copy"):
+        borrower.borrow().__enter__()
+
+
+def test_a_copy_on_a_gpu_is_not_lent(lender, borrower, monkeypatch):
+    """As its lender would describe it; `tests/gpu` has one on a GPU."""
+
+    def on_a_gpu(layout, addresses, devices, descriptor):
+        return Manifest(layout, addresses, (0,) * len(devices), descriptor)
+
+    monkeypatch.setattr(copy_buffers, "Manifest", on_a_gpu)
+    publish(lender, 1)
+    with pytest.raises(NotSupported, match=r"on a GPU, and CUDA IPC is missing.*from host memory"):
         borrower.borrow().__enter__()
 
 

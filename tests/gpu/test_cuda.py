@@ -8,6 +8,7 @@ import torch
 
 import torch_ros
 from torch_ros import Cast, Float8
+from torch_ros.errors import NotSupported
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.registered import LocalState, Registered
@@ -145,6 +146,39 @@ def test_a_copy_waits_for_kernels_of_any_stream(to):
     state = LocalState(local_chunks({"w": source}), {}, {})
     [made] = CopyBuffers("me", 0).fill(state, Copying(to=to)).tensors
     assert bool((made.chunks[0].tensor == 7).all())
+
+
+def test_a_copy_on_a_device_is_lent_from_host_memory_only(etcd_endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    source = {"w": torch.full((1000,), 3.0, device="cuda")}
+    with (
+        torch_ros.open(model, endpoint=etcd_endpoint, borrow_bytes=1 << 20) as trainer,
+        torch_ros.open(model, endpoint=etcd_endpoint) as borrower,
+    ):
+        trainer.publish_copy(1, source)
+        with pytest.raises(NotSupported, match="on a GPU"):
+            borrower.borrow(1).__enter__()
+        trainer.publish_copy(2, source, to="cpu")
+        with borrower.borrow(2) as tensors:
+            assert torch.equal(tensors["w"], source["w"].cpu())
+
+
+def test_a_version_on_a_device_is_streamed_to_host_memory_and_read_into_boxes(etcd_endpoint):
+    model = "m-" + uuid.uuid4().hex[:8]
+    source = {fqn: torch.randn_like(t) for fqn, t in tensors("cuda", 0.0).items()}
+    fused = torch.zeros(2, 512, 1000, device="cuda")  # as in an engine
+    with (
+        torch_ros.open(model, endpoint=etcd_endpoint) as trainer,
+        torch_ros.open(model, endpoint=etcd_endpoint) as engine,
+    ):
+        trainer.register(source)
+        trainer.publish(1)
+        for fqn, tensor in engine.stream(1, sorted(source), buffer_bytes=100_000):
+            assert torch.equal(tensor, source[fqn].cpu())
+        half = torch_ros.Chunked((512, 1000), torch.float32, {(0, 0): fused[1]})
+        engine.read(1, {"matrix": half})
+    assert torch.equal(fused[1], source["matrix"])
+    assert not fused[0].any()
 
 
 @pytest.mark.parametrize("depth", ["sampled", "full"])

@@ -164,6 +164,13 @@ def test_a_rollout_reads_ahead_in_no_more_than_verl_allows():
     job.close()
 
 
+def test_tensors_come_on_the_device_that_is_asked_for(job):
+    """Meta stands for a GPU."""
+    job.rollouts = [job.engine(rollout_device="meta"), job.engine(rollout_device="cpu")]
+    _, got = job.update(2.0, step=2)
+    assert [{tensor.device.type for tensor in one.values()} for one in got] == [{"meta"}, {"cpu"}]
+
+
 def test_a_rollout_that_is_left_early_lets_go(job):
     async def receive():
         tensors = job.rollouts[0].receive_weights(global_steps=1)
