@@ -52,6 +52,7 @@ class Attached:
     def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
         self._llm, self._pause = llm, pause
         self._active: int | None = None  # by the last error
+        self._run = ""  # of `version`
         self.version: int | None = None
         """The version that the engine answers with; None: none, and it stays paused."""
         self._asked("init_weight_transfer_engine", {"init_info": info})
@@ -64,7 +65,7 @@ class Attached:
         self._workers = llm.llm_engine.vllm_config.parallel_config.world_size
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
-        """Go to `version` if the engine has another one; "latest" never goes back.
+        """Go to `version` if the engine has another one; "latest" never goes back within a run.
 
         If the trainer takes "latest" back before the engine reads it, the engine goes to the one
         that is latest then. Generation pauses meanwhile, and caches of the old weights are
@@ -74,10 +75,9 @@ class Attached:
             Whether the engine has another version than before.
 
         Raises:
-            InstallRejected: With the rank and its reason. If the engine still has its version it
-                goes on with that; else it stays paused, `version` is None, and a later `update`
-                may succeed.
-            TorchRosError: As `contents`: nothing has changed.
+            TorchRosError: The error of the lowest worker that failed. If the engine still has its
+                version it goes on with that; else it stays paused, `version` is None, and a later
+                `update` may succeed.
         """
         tries = TRIES if isinstance(version, str) else 1
         while True:
@@ -89,15 +89,22 @@ class Attached:
                     raise
 
     def close(self) -> None:
-        """Let go of the model: the engine keeps its weights, and offers them to nobody."""
+        """Let go of the model: the engine keeps its weights, and offers them to nobody.
+
+        May be called again, when the engine follows another one.
+        """
+        if self._handle.is_closed:
+            return
         self._handle.close()
         self._asked("shutdown_weight_transfer_engine")
 
     def _go_to(self, version: int | str, timeout_s: float | None) -> bool:
-        found = self._handle.contents(version, timeout_s=timeout_s).version
-        is_older = isinstance(version, str) and self.version is not None and found < self.version
-        if found == self.version or is_older:
-            return False
+        contents = self._handle.contents(version, timeout_s=timeout_s)
+        found, has = contents.version, self.version
+        if has is not None and contents.run == self._run:
+            is_older = isinstance(version, str) and found < has
+            if found == has or is_older:
+                return False
         self._llm.sleep(level=0, mode=self._pause)
         self.version = None
         try:
@@ -107,7 +114,7 @@ class Attached:
             if self.version is not None:
                 self._resume()
             raise
-        self.version = found
+        self.version, self._run = found, contents.run
         self._resume()
         return True
 

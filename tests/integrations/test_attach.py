@@ -1,0 +1,127 @@
+"""What `attach` asks of an engine, on a stand-in for `vllm.LLM` with a real handle behind it."""
+
+import inspect
+import uuid
+from types import SimpleNamespace
+
+import pytest
+import torch
+from toys import Toy
+
+import torch_ros
+from torch_ros import errors
+from torch_ros.errors import ManifestMismatch, TorchRosError
+from torch_ros.integrations.installation import Installer, InstallOptions
+from torch_ros.integrations.landing_plan import state_of
+from torch_ros.integrations.recording import record
+from torch_ros.integrations.vllm import attach
+from torch_ros.integrations.vllm.told import hear, tell
+
+
+class Model:
+    """The weights of its only worker."""
+
+    def __init__(self):
+        copied = lambda toy, fqn, weight: getattr(toy, fqn).data.copy_(weight)
+        self.module = Toy(copied, {"x": (3,)})
+
+    def state(self):
+        return state_of(self.module)
+
+    def record(self, contents):
+        return record(self.module, contents)
+
+    def obstacles(self, recording):
+        return {}
+
+
+class LLM:
+    """vLLM's calls, and its way with errors: their text in one of its own."""
+
+    def __init__(self):
+        self.model, self.installer, self.asked = Model(), None, []
+        config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.llm_engine = SimpleNamespace(vllm_config=config, reset_encoder_cache=lambda: None)
+
+    def init_weight_transfer_engine(self, request):
+        info = request["init_info"]
+        handle = torch_ros.open(info["model"], **info["options"], replica=info["replica"])
+        self.installer = Installer(handle, self.model, InstallOptions())
+
+    def update_weights(self, request):
+        try:
+            self.installer.install(request["update_info"]["version"], 20)
+        except Exception as error:
+            told = tell(error, self.installer.active)
+            raise Exception(f"Call to collective_rpc method failed: {told}") from None
+
+    def shutdown_weight_transfer_engine(self):
+        self.installer.handle.close(linger_s=0)
+
+    def __getattr__(self, name):
+        return lambda *args, **named: self.asked.append(name)
+
+
+@pytest.fixture
+def options():
+    return {"endpoint": f"memory://{uuid.uuid4().hex}", "timeout_s": 20, "linger_s": 0}
+
+
+def publish(options, version, *, model="m", **named):
+    """A trainer that has published a version; and the version."""
+    trainer = torch_ros.open(model, **options, **named)
+    weights = {"x": torch.randn(3)}
+    trainer.publish_copy(version, weights)
+    return trainer, weights["x"]
+
+
+def test_the_newest_version_of_a_newer_run_is_gone_to_though_its_number_is_lower(options):
+    llm = LLM()
+    first, _ = publish(options, 5)
+    with attach(llm, model="m", options=options) as policy:
+        assert policy.update()
+        first.close()
+        for version in (3, 5):
+            second, weights = publish(options, version, run="new")
+            assert policy.update()
+            assert not policy.update()
+            assert policy.version == version
+            assert torch.equal(llm.model.module.x, weights)
+            second.close()
+
+
+def test_what_was_closed_leaves_the_engine_to_the_next(options):
+    llm = LLM()
+    first = attach(llm, model="m", options=options)
+    first.close()
+    trainer, weights = publish(options, 1, model="other")
+    with trainer, attach(llm, model="other", options=options) as policy:
+        first.close()
+        assert policy.update()
+        assert torch.equal(llm.model.module.x, weights)
+
+
+def test_an_engine_that_keeps_its_version_goes_on(options):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+    with trainer, attach(llm, model="m", options=options) as policy:
+        policy.update()
+        trainer.publish_copy(2, {"x": torch.ones(4)})
+        with pytest.raises(ManifestMismatch, match="nothing for x"):
+            policy.update()
+        assert policy.version == 1
+        assert llm.asked[-1] == "wake_up"
+
+
+KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_is_heard_as_it_was_told(kind):
+    _, *named = inspect.signature(kind.__init__).parameters.values()
+    names = [one.name for one in named if one.name not in {"args", "kwargs"}]
+    numbers = {"version": 7, "timeout_s": 1.5, "is_orderly": True}
+    error = kind(*(numbers.get(name, f"'{name}'\n") for name in names or ["reason"]))
+    assert issubclass(kind, TorchRosError)
+    heard, active = hear(Exception(f"Worker failed with error '{tell(error, 3)}', see above"))
+    assert (type(heard), heard.args, str(heard), active) == (kind, error.args, str(error), 3)
