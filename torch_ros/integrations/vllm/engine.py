@@ -1,8 +1,7 @@
 """The engine behind vLLM's backend `torch_ros`: one in each worker, with a handle of its own."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -79,11 +78,6 @@ class ROSUpdateInfo(WeightTransferUpdateInfo):
     timeout_s: float | None = None
 
 
-@dataclass
-class _Void:
-    """Stands for an info that this rank could not read; another one says so."""
-
-
 class Ranks:
     """The workers of one engine."""
 
@@ -138,43 +132,26 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         parse = super().parse_init_info
-        return self._parsed(lambda: parse(init_dict))
+        return self._as_one(lambda: parse(init_dict))
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         parse = super().parse_update_info
-        return self._parsed(lambda: parse(update_dict))
-
-    def _parsed(self, parse: Callable[[], Any]) -> Any:
-        found: list[Any] = [_Void()]
-        with self._as_one():
-            found[0] = parse()
-        return found[0]
+        return self._as_one(lambda: parse(update_dict))
 
     # vLLM's calls
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        if isinstance(init_info, _Void):
+        if init_info is None or not self._as_one(lambda: self._vet(init_info)):
             return
-        with self._as_one():
-            self._open(init_info)
+        self.shutdown()
+        self._as_one(lambda: self._open(init_info))
 
     def start_weight_update(self) -> None:
         self._is_updated = False
 
     def receive_weights(self, update_info: Any) -> None:
-        if isinstance(update_info, _Void):
-            return
-        with self._as_one():
-            if self._installer is None:
-                raise UsageError("no model to follow: call init_weight_transfer_engine first")
-            if self._is_updated:
-                raise UsageError(
-                    "a second update in one session: call finish_weight_update, and start anew"
-                )
-            timeout_s = update_info.timeout_s or self._timeout_s
-            report = self._installer.install(update_info.version, timeout_s)
-            log.info("%s: %s", self._installer.handle.replica, report)
-            self._is_updated = True
+        if update_info is not None:
+            self._as_one(lambda: self._install(update_info))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do. vLLM never recovers from an error here."""
@@ -188,22 +165,19 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     # Steps
 
     def _open(self, info: ROSInitInfo) -> None:
-        self.shutdown()
         config, ranks = self.vllm_config, self._ranks
-        sleeps = bool(getattr(config.model_config, "enable_sleep_mode", False))
-        self._vet(info, ranks, sleeps=sleeps)
         options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
         if self._is_data_parallel:
             options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
-        handle = torch_ros.open(info.model, **options, rank=ranks.rank, world_size=ranks.size)
         engine = VLLMModel(
             self.model,
             self.model_config,
             self.device,
             proves=info.direct == "proven",
-            is_mapped_anew=sleeps,
+            is_mapped_anew=self._sleeps,
             is_dummy=config.load_config.load_format == "dummy",
         )
+        handle = torch_ros.open(info.model, **options, rank=ranks.rank, world_size=ranks.size)
         self._installer = Installer(handle, engine, info.install_options(), ranks)
         self._timeout_s = info.timeout_s
 
@@ -213,8 +187,20 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
 
         self.model.__dict__["load_weights"] = load_weights
 
-    def _vet(self, info: ROSInitInfo, ranks: Ranks, *, sleeps: bool) -> None:
-        parallel = self.parallel_config
+    def _install(self, info: ROSUpdateInfo) -> None:
+        if self._installer is None:
+            raise UsageError("no model to follow: call init_weight_transfer_engine first")
+        if self._is_updated:
+            raise UsageError(
+                "a second update in one session: call finish_weight_update, and start anew"
+            )
+        report = self._installer.install(info.version, info.timeout_s or self._timeout_s)
+        log.info("%s: %s", self._installer.handle.replica, report)
+        self._is_updated = True
+
+    def _vet(self, info: ROSInitInfo) -> bool:
+        """Refuse what cannot be, before a handle that is there is closed."""
+        parallel, ranks = self.parallel_config, self._ranks
         if parallel.enable_eplb:
             raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
         if info.replica is None and (ranks.size > 1 or self._is_data_parallel):
@@ -222,11 +208,16 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
                 f"replica={info.replica!r}: expected a name for this engine: its {ranks.size} "
                 "workers, or the data parallel engines beside it, have none in common"
             )
-        if sleeps and info.relay:
+        if self._sleeps and info.relay:
             raise NotSupported(
                 "relay=True with sleep mode, which takes away the memory that peers read",
                 "pass relay=False, or start the engine without enable_sleep_mode",
             )
+        return True
+
+    @property
+    def _sleeps(self) -> bool:
+        return bool(getattr(self.vllm_config.model_config, "enable_sleep_mode", False))
 
     @property
     def _is_data_parallel(self) -> bool:
@@ -239,12 +230,11 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def _ranks(self) -> Ranks:
         return Ranks(self.parallel_config)
 
-    @contextmanager
-    def _as_one(self) -> Iterator[None]:
-        """If a rank fails, the last one raises, and no other."""
-        ranks, failure = self._ranks, ""
+    def _as_one(self, step: Callable[[], T]) -> T | None:
+        """A step of all ranks; None if one of them failed. The last rank, and no other, raises."""
+        ranks, failure, found = self._ranks, "", None
         try:
-            yield
+            found = step()
         except Exception as error:
             log.exception("a call of the weight transfer failed")
             active = self._installer.active if self._installer else None
@@ -252,3 +242,4 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         failures = [each for each in ranks.gather(failure) if each]
         if failures and ranks.rank == ranks.size - 1:
             raise RuntimeError(failures[0])
+        return None if failures else found

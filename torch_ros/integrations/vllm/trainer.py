@@ -1,6 +1,7 @@
 """The trainer's side of vLLM's own handshake: publishes, and has vLLM's engines follow."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -112,7 +113,12 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
 
     def _drive(self, version: int) -> None:
         self.client.start_weight_update()
-        self.client.update_weights({"version": version})
+        try:
+            self.client.update_weights({"version": version})
+        except Exception:
+            with suppress(Exception):  # the session of workers that did not fail
+                self.client.finish_weight_update()
+            raise
         self.client.finish_weight_update(str(version))
 
     def _together(self, drive: Any) -> None:

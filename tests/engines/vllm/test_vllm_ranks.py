@@ -1,0 +1,129 @@
+"""Ranks of one engine that do not all succeed, without an engine: vLLM's classes, and threads."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_ros.integrations.vllm.engine import ROSWeightTransferEngine
+from torch_ros.integrations.vllm.trainer import ROSTrainerInitInfo, ROSTrainerWeightTransferEngine
+
+
+class Ranks:
+    """What all ranks say, by their threads; one that stands alone is left after 10 s."""
+
+    def __init__(self, rank, barrier, said):
+        self.rank, self.size, self.barrier, self.said = rank, 2, barrier, said
+
+    def gather(self, mine):
+        self.said[self.rank] = mine
+        self.barrier.wait()
+        found = list(self.said)
+        self.barrier.wait()
+        return found
+
+
+class Worker(ROSWeightTransferEngine):
+    _ranks = None
+
+    def __init__(self, ranks, endpoint):
+        parallel = SimpleNamespace(enable_eplb=False, data_parallel_size=1)
+        config = SimpleNamespace(
+            parallel_config=parallel,
+            model_config=SimpleNamespace(enable_sleep_mode=False),
+            load_config=SimpleNamespace(load_format="auto"),
+        )
+        model = torch.nn.Linear(2, 2)
+        model.load_weights = lambda weights: None
+        super().__init__(None, config, torch.device("cpu"), model)
+        self._ranks = ranks
+        self.info = {"model": "m", "replica": "r", "options": {"endpoint": endpoint}}
+
+    @property
+    def handle(self):
+        return self._installer and self._installer.handle
+
+
+@pytest.fixture
+def pair(request):
+    endpoint = f"memory://{request.node.name}"
+    shared = threading.Barrier(2, timeout=10), [None, None]
+    workers = [Worker(Ranks(rank, *shared), endpoint) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        yield (
+            workers,
+            lambda step: [
+                one.exception(60) for one in [threads.submit(step, worker) for worker in workers]
+            ],
+        )
+        list(threads.map(lambda worker: worker.shutdown(), workers))
+
+
+def opened(worker):
+    worker.init_transfer_engine(worker.parse_init_info(worker.info))
+
+
+def updated(worker, info):
+    worker.receive_weights(worker.parse_update_info(info))
+
+
+def test_an_info_that_one_rank_cannot_read_is_none_for_all(pair):
+    _, each = pair
+    assert each(opened) == [None, None]
+    infos = [{"version": 1}, {"nonsense": 1}]
+    first, last = each(lambda worker: updated(worker, infos[worker._ranks.rank]))
+    assert first is None
+    assert "unexpected keyword argument 'nonsense'" in str(last)
+
+
+def test_a_configuration_that_is_refused_leaves_the_model_that_is_followed(pair):
+    workers, each = pair
+    assert each(opened) == [None, None]
+    handles = [worker.handle for worker in workers]
+    workers[1].parallel_config.enable_eplb = True
+    _, last = each(opened)
+    assert "EPLB" in str(last)
+    assert [worker.handle for worker in workers] == handles
+    assert not any(handle.is_closed for handle in handles)
+
+
+def test_a_trainer_ends_the_session_of_an_update_that_failed():
+    """With several workers vLLM ends it on those only that raised."""
+
+    class Client:
+        asked, is_broken = [], True
+
+        def init_weight_transfer_engine(self, info):
+            pass
+
+        def start_weight_update(self):
+            self.asked.append("start")
+
+        def update_weights(self, info):
+            self.asked.append("update")
+            if self.is_broken:
+                raise RuntimeError("refused")
+
+        def finish_weight_update(self, weight_version=None):
+            self.asked.append(f"finish {weight_version}")
+
+    class Source:
+        def held_names(self):
+            return None
+
+        def __iter__(self):
+            yield "x", torch.ones(3)
+
+    options = {"endpoint": "memory://trainer-session", "linger_s": 0}
+    trainer = ROSTrainerWeightTransferEngine.trainer_init(
+        ROSTrainerInitInfo("m", rank=0, options=options), client=Client(), source=Source()
+    )
+    with pytest.raises(RuntimeError, match="refused"):
+        trainer.send_weights()
+    trainer.client.is_broken = False
+    trainer.send_weights()
+    trainer.shutdown()
+    every = ["start", "update", "finish None", "start", "update", "finish 1"]
+    assert trainer.client.asked == every
