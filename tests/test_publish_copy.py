@@ -13,7 +13,7 @@ import torch
 
 import torch_ros
 from torch_ros import Cast, Chunked, Float8
-from torch_ros.errors import ManifestMismatch, UsageError, VersionConflict
+from torch_ros.errors import CallMismatch, ManifestMismatch, UsageError, VersionConflict
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.turns import Turns
 
@@ -347,6 +347,20 @@ def test_ranks_with_different_transforms_are_told_and_nothing_is_given_up(ranks,
     assert handles[0].list() == ({} if is_first else {1: {"trainer"}})
     assert publish(2, shards, transform=[by_blocks, by_blocks]) == [True, True]
     assert handles[0].list() == {2: {"trainer"}}
+
+
+@pytest.mark.parametrize("has_one", [0, 1])
+def test_a_transform_on_one_rank_only_is_an_error_on_both(ranks, has_one):
+    publish, handles = ranks
+    shards, recipes = rows(torch.randn(4, 2), 2), [None, None]
+    recipes[has_one] = Cast(torch.bfloat16)
+    found = publish(1, shards, transform=recipes)
+    assert [type(error) for error in found] == [CallMismatch] * 2
+    assert handles[0].list() == {}
+    assert publish(1, shards, transform=[None, None]) == [True, True]
+    found = publish(2, shards, transform=recipes)
+    assert [type(error) for error in found] == [ManifestMismatch] * 2
+    assert handles[0].list() == {1: {"trainer"}}
 
 
 def test_what_is_shown_of_the_last_copy_is_not_written_by_one_that_fails(ranks, monkeypatch):

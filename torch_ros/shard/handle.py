@@ -245,7 +245,8 @@ class ShardHandle:
         Raises:
             As `publish`; and UsageError: The copy does not fit into `copy_bytes`, a transform
                 failed, or a shard cuts a block that a transform needs whole; ManifestMismatch: The
-                ranks have different transforms. In each case what was held is held still.
+                ranks have different transforms; CallMismatch: some have none, and nothing is held.
+                In each case what was held is held still.
 
         Cost: As unpublish and publish, and one copy on each rank. If nothing is held, several
         ranks with a transform ask etcd as often as if something were.
