@@ -243,7 +243,9 @@ def test_a_server_that_stays_silent_is_named_at_the_deadline():
             ROSWeightTransfer(url, "silent", timeout_s=0.2).resume()
 
 
-@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["host:8000", "ftp://host", "http://", "", "http://host:port", "http://host:99999", []]
+)
 def test_a_server_that_is_no_url_is_refused(url):
     with pytest.raises(UsageError, match="expected one such as 'http://host:8000'"):
         ROSWeightTransfer(url, "m")

@@ -139,8 +139,10 @@ class _Servers:
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         self._urls, self._timeout_s = [url.rstrip("/") for url in urls], timeout_s
+        if not self._urls:
+            raise UsageError("servers: found none, expected one such as 'http://host:8000'")
         for url in self._urls:
-            if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
+            if not _is_server(url):
                 raise UsageError(f"server {url!r}: expected one such as 'http://host:8000'")
 
     def __len__(self) -> int:
@@ -173,6 +175,14 @@ class _Servers:
             for other in errors[1:]:
                 errors[0].add_note(f"also: {other}")
             raise errors[0]
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
 
 
 class _Asked:
