@@ -16,9 +16,11 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
     from torch_ros.p2p.huge_pages import HugePageReport
+    from torch_ros.protocol.records import Install
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.handle import ShardHandle
+    from torch_ros.shard.installs import Installed
     from torch_ros.shard.opening import open  # noqa: A004
     from torch_ros.shard.report import ReadReport
     from torch_ros.shard.streams import Stream
@@ -34,6 +36,8 @@ __all__ = [
     "Costs",
     "Float8",
     "HugePageReport",
+    "Install",
+    "Installed",
     "MadeTensor",
     "ReadReport",
     "ShardHandle",
@@ -51,6 +55,8 @@ _HOMES = {  # imported at their first use
     "Costs": "torch_ros.costs",
     "Float8": "torch_ros.weights.transforms",
     "HugePageReport": "torch_ros.p2p.huge_pages",
+    "Install": "torch_ros.protocol.records",
+    "Installed": "torch_ros.shard.installs",
     "MadeTensor": "torch_ros.weights.transforms",
     "ReadReport": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.shard.handle",

@@ -18,6 +18,7 @@
     * CorruptWeights     what was read is not what was published
     * LoanBroken         what was borrowed was written over before it was given back
     * CallAborted        another rank of this group gave up on the call
+    * InstallRejected    a rank of this group could not install a version
   * SeatLost           this process lost its place, and takes it again: call again later
     * Fenced             for good: close the handle and open a new one
   * BackendError       etcd or the fabric did not answer
@@ -276,6 +277,22 @@ class CallAborted(PeerError):
 
     def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
         self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
+
+
+class InstallRejected(PeerError):
+    """A rank of this group failed within `installing`. The replica is active at no version.
+
+    The engine's weights may be a mixture. Install again; if the old weights are intact, or back,
+    say so by an empty block: `with handle.installing(old): pass`.
+    """
+
+    _message = (
+        "version {self.version} was not installed in replica {self.replica!r}: rank {self.rank}: "
+        "{self.reason}; install it again, or bring the old weights back and install those"
+    )
+
+    def __init__(self, replica: str, version: int, rank: int, reason: str, /) -> None:
+        self.replica, self.version, self.rank, self.reason = replica, version, rank, reason
 
 
 REFUSED = "connection refused"

@@ -24,6 +24,7 @@ from torch_ros.protocol.records import (
     Decisions,
     GroupRecord,
     Holding,
+    Install,
     RunRecord,
     ShardRecord,
     VersionRecord,
@@ -36,6 +37,7 @@ from torch_ros.store.txn import Commit, Read, Watch, under, whole
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 
 SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
+SLOW = {"idle", "stream", "install"}  # tasks of several calls
 SETTLED_S = 3.0  # until whoever watches has noticed that a lease has ended
 OF_A_RANK_ALONE = (SeatLost, StoreUnavailable, ClosedError)
 
@@ -88,6 +90,7 @@ class Checks:
         self.holdings: dict[str, Holding] = {}
         self.offered: set[str] = set()  # the uids that anybody could read
         self.numbers: dict[str, int] = {}  # of runs
+        self.installs: dict[str, list[tuple]] = {}  # by replica: all that it said, and when
         self.root = under("/torch-ros/m/")
 
     # Told by the world
@@ -271,7 +274,7 @@ class Checks:
     @told_at_once
     def took(self, process: Process, task, took_s: float) -> None:
         calls = 1 if task.kind == "unpublish" else 2  # of the handle, one after the other
-        late = took_s > calls * task.timeout_s + SLACK_S and task.kind not in {"idle", "stream"}
+        late = took_s > calls * task.timeout_s + SLACK_S and task.kind not in SLOW
         if late and not self.world.was_hindered(process, took_s):
             demand(False, f"I6: {process} took {took_s:.1f} s for {task}")
 
@@ -397,6 +400,7 @@ class Checks:
             ("decisions", self._changed_decisions),
             ("holdings", self._changed_holding),
             ("readers", self._changed_reader),
+            ("installs", self._changed_install),
         ):
             for key in kinds.get(kind, ()):
                 look(key, entries.get(key))
@@ -426,6 +430,71 @@ class Checks:
                 self.world.saw("seats taken again")
         if old is None or old.nonce != group.nonce:
             self.world.saw("group created")
+
+    def _changed_install(self, key: str, entry) -> None:
+        inst = k.parse_install(key)
+        replica, told = k.replica_of(inst), self.installs.setdefault(k.replica_of(inst), [])
+        new = Install.decode(entry.value, key) if entry else None
+        if new is not None or not self._says(replica):
+            told.append((self.world.now_s, new))
+        if new is None:
+            return
+        self._anchored(key, inst, entry)
+        demand(self._is_seated(inst), f"I7: {key} is there, and its group is not")
+        self.world.saw("install rejected" if new.rejected else "install")
+        if new.active is not None:
+            self.world.saw("installed")
+            self._used(key, self.truth[new.active.uid])
+
+    def _says(self, replica: str) -> bool:
+        entries = self.world.store._entries
+        return any("/installs/" in key and f"/{replica}@" in key for key in entries)
+
+    def _used(self, key: str, content: int) -> None:
+        entries = self.world.store._entries
+        shards = self.world.keys.shards(k.parse_install(key))
+        for shard in (ShardRecord.decode(entries[s].value, s) for s in entries if s in shards):
+            each = self.world.process_of(shard)
+            is_used = each.is_gone or not len(each.cells) or each.engine == content
+            is_used |= not each.handle._installs.told.is_set()  # a rejection is on its way
+            demand(is_used, f"I10: {key} is active at {content}, and {each} uses {each.engine}")
+
+    @told_at_once
+    def uses(self, process: Process) -> None:
+        """I10: before an engine changes, nobody is told that it is as it was."""
+        for key, entry in self.world.store._entries.items():
+            if "/installs/" in key and f"/{process.start.replica}@" in key:
+                install = Install.decode(entry.value, key)
+                if install.active is not None:
+                    self._used(key, self.truth[install.active.uid])
+
+    @told_at_once
+    def waited(self, process: Process, version: int, found, began_s: float) -> None:
+        """I10: nobody is passed over who was there, and nobody is gone too soon."""
+        demand(found.active, f"I10: {process} waits for {version}, and all of nobody is enough")
+        run, answered = process.handle.run, {*found.active, *found.rejected, *found.gone}
+        known = {*process.heard, *(name for name in self.installs if self._stayed(name, began_s))}
+        demand(known <= answered, f"I10: {process} waits for {version} without {known - answered}")
+        process.heard = answered - {*found.gone}
+        for name in found.active:
+            told = self.installs[name]
+            last = [each for s, each in told if s < began_s][-1:]
+            there = [each for each in last + [e for s, e in told if s >= began_s] if each]
+            used = [ref for each in there for ref in (each.active, each.floor)]
+            is_it = any(ref and ref.run == run and ref.version >= version for ref in used)
+            demand(is_it, f"I10: {process} hears that {name} uses {version}; it used {used}")
+        for name in found.gone:
+            left_s = [s for s, each in self.installs[name] if each is None][-1]
+            back_s = [s for s, each in self.installs[name] if each and s > left_s][:1]
+            lasted_s = (*back_s, self.world.now_s)[0] - left_s
+            demand(lasted_s > 2 * TTL_S - 2, f"I10: {name} is gone after {lasted_s:.1f} s")
+            self.world.saw("gone")
+
+    def _stayed(self, name: str, since_s: float) -> bool:
+        """Whether a replica had a record all the time."""
+        told = self.installs[name]
+        before = [each for s, each in told if s < since_s][-1:]
+        return bool(before) and all([*before, *(each for s, each in told if s >= since_s)])
 
     def _records(self) -> None:
         holders: set[str] = set()
@@ -625,8 +694,8 @@ class Checks:
                 continue
             if actor.wipes < world.wipes:
                 continue  # the new store's revision is past its view's: it looks again in a while
-            if actor.waiting.reason == "a lease that has ended":
-                continue  # for half a second, whatever changes
+            if actor.waiting.reason == "a lease that has ended" or "miss" in actor.waiting.reason:
+                continue  # for half a second, whatever changes; for one
             if "has ranks" in actor.waiting.reason and any(
                 peer.is_gone
                 for peer in world.processes

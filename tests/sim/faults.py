@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import loans  # noqa: F401  # its scenes are among those that find faults
+import installing  # noqa: F401  # its scenes are among those that find faults, as are these:
+import loans  # noqa: F401
 import msgspec
 import numpy as np
 
@@ -26,6 +27,7 @@ from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
     closing,
+    installs,
     ledger,
     membership,
     records,
@@ -43,6 +45,7 @@ from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
 from torch_ros.shard import beginnings, borrowing, filling, manifests, reads, replication, word
 from torch_ros.shard import host_copies as copies
+from torch_ros.shard import installs as shard_installs
 from torch_ros.store import loops, memory
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -1574,6 +1577,59 @@ def _(lend):
         for each in were_open:
             if each.is_closed:
                 each.open()
+
+    return faulty
+
+
+# Installs
+
+fault(
+    "a replica that has vanished is gone",
+    (shard_installs, "TTLS"),
+    scenario="wiped while waited",
+)(lambda ttls: 0)
+fault(
+    "the number that was entered is active",
+    (shard_installs.Installing, "_content"),
+    scenario="published in a block",
+)(lambda content: lambda self: self._ref)
+
+
+@fault("who enters is active still", (records.Install, "entered"))
+def _(entered):
+    def faulty(self, ref, attempt):
+        return msgspec.structs.replace(entered(self, ref, attempt), active=self.active)
+
+    return faulty
+
+
+@fault(
+    "a rejection is told if the store takes it now",
+    (shard_installs.Installs, "tell"),
+    scenario="told later",
+)
+def _(tell):
+    def faulty(self, rule):
+        soon = shard_installs.Deadline("telling", 1.0)
+        try:
+            return self.write(rule, soon)
+        except shard_installs.TorchRosError:
+            return None
+
+    return faulty
+
+
+@fault(
+    "who left badly is not believed if all seemed well",
+    (installs, "reject"),
+    scenario="left badly",
+)
+def _(rule):
+    def faulty(view, seat, attempt, rejection):
+        there = records.Install.at(view, seat.keys.install(seat.inst))
+        if there is not None and there.active is not None:
+            return Done(there)
+        return rule(view, seat, attempt, rejection)
 
     return faulty
 

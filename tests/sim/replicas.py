@@ -32,6 +32,10 @@ RELEASE_S = 1e-6  # until one that is not suspended any more is let go on
 PATIENCE_S = 600  # of a program, once all faults are over
 
 
+class Breaks(Exception):
+    """An engine's own loader fails."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One call that all ranks of an incarnation make."""
@@ -60,6 +64,7 @@ class Start:
     linger_s: float = 0.0
     digests: str = "off"
     borrow_bytes: int = 0  # more: it publishes copies
+    installs: bool = False
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -126,6 +131,8 @@ class Process:
         self.task: Task | None = None
         self.made = 0  # tasks
         self.loaded: int | None = None  # by the last load
+        self.engine: int | None = None  # the content that it uses; None: a mixture
+        self.heard: set[str] = set()  # replicas that it has waited for
         self.closing_s: float | None = None  # when it began to
         # When its own holding was made, from whom, and when that one's was; for each source.
         self.reads_from: list[tuple] = []
@@ -238,6 +245,7 @@ class Process:
                 linger_s=start.linger_s,
                 digests=start.digests,
                 borrow_bytes=start.borrow_bytes,
+                installs=start.installs,
                 costs=CHEAP_COPIES,
             )
         except TorchRosError as error:
@@ -447,6 +455,42 @@ class Process:
         world.checks.stream_ended(self, stream)
         return came
 
+    def install(self, task: Task) -> None:
+        """Bring a version into an engine; now and then that fails on a rank, or on all."""
+        draw = Random(f"install/{self.world.seed}/{self.number}/{self.made}")
+        fails, pause_s = draw.random() < 0.15, draw.choice([0.0, 0.0, 3.0])
+        before = self.engine
+        try:
+            self.installed(task.version, task.timeout_s, pause_s=pause_s, fails=fails)
+        except (Breaks, TorchRosError) as error:
+            self.engine = before  # its owner puts the old weights back, by hand
+            self.world.checks.uses(self)
+            if not isinstance(error, Breaks):
+                raise
+
+    def installed(
+        self, version: int | str, timeout_s: float = 100, *, pause_s: float = 0.0, fails=False
+    ) -> None:
+        with self.handle.installing(version, timeout_s=timeout_s) as ref:
+            if self.engine != self.world.checks.truth[ref.uid]:  # else the same bytes come again
+                self.engine = None
+            self.world.checks.uses(self)
+            if self.start.loads:
+                self.loaded = self.read(ref.version, timeout_s).version
+            elif self.handle.version is None:
+                self.handle.replicate(ref.version, timeout_s=timeout_s)
+            else:
+                self.handle.update(ref.version, timeout_s=timeout_s)
+            self.world.sleep(pause_s)
+            if fails:
+                raise Breaks
+            self.engine = int(self.cells[0]) // CONTENT if len(self.cells) else None
+
+    def await_installed(self, task: Task) -> None:
+        began_s = self.world.now_s
+        found = self.handle.wait_installed(task.version, timeout_s=task.timeout_s)
+        self.world.checks.waited(self, task.version, found, began_s)
+
     def wait(self, task: Task) -> None:
         self.handle.wait(bool, timeout_s=task.timeout_s)
 
@@ -478,7 +522,8 @@ class Process:
         else:
             if self.start.is_trainer:
                 self._insist(Task("unpublish", timeout_s=120), None)
-            self._insist(Task("update", "latest", timeout_s=60), PROBE)
+            kind = "install" if self.start.installs else "update"
+            self._insist(Task(kind, "latest", timeout_s=60), PROBE)
         world.meet("has the probe", self)
         self._insist(Task("unpublish", timeout_s=120), None)
         world.meet("has nothing", self)

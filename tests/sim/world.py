@@ -8,6 +8,7 @@ loops and all the rules. Only three things are others: the store (`stores`), the
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import functools
 import importlib
@@ -76,6 +77,11 @@ EVENTS = (
     "fenced for good",
     "filling to full",
     "full to draining",
+    "gone",
+    "install: InstallRejected",
+    "install rejected",
+    "installed",
+    "await_installed: ok",
     "garbage read",
     "lingers",
     "loaded",
@@ -170,6 +176,7 @@ class World(Scheduler):
         self.is_in_datacenters = rng.random() < 0.3
         self.is_retaining = rng.random() < 0.5
         self.is_lending = seed % 7 == 6  # the others stay what they were
+        self.is_installing = seed % 7 == 3
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
@@ -235,6 +242,7 @@ class World(Scheduler):
                 made.retain = rng.choice([("latest",), ("latest-1",), ("latest", "1")])
             # Drawn apart, so that each seed stays what it was.
             made.store_wait_s = Random(f"{self.seed}/{made.number}").choice([None, None, 0, 3.0])
+            made.installs = self.is_installing and not is_trainer
             if self.is_lending and is_trainer:
                 apart = Random(f"{self.seed}/{made.number}/lends")
                 made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
@@ -255,6 +263,16 @@ class World(Scheduler):
         return next(start for start in self.starts if start.replica == name)
 
     def next_task(self, at: Start) -> Task:
+        task = self._drawn_task(at)
+        if at.installs and task.kind in {"replicate", "update", "stream"}:
+            return dataclasses.replace(task, kind="install")
+        draw = Random(f"installs/{self.seed}/{at.number}/{len(at.tasks)}").random()
+        if not self.is_installing or draw > 0.5:
+            return task
+        is_idle = at.is_trainer and task.kind == "idle" and at.tasks[-1].kind == "publish"
+        return Task("await_installed", at.tasks[-1].version, timeout_s=40) if is_idle else task
+
+    def _drawn_task(self, at: Start) -> Task:
         rng, last = self.rng, at.tasks[-1] if at.tasks else Task("start")
         timeout_s = rng.choice([0.5, 5.0, 20.0, 20.0, 40.0])
         if rng.random() < 0.015:

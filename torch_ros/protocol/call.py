@@ -143,7 +143,8 @@ class GroupCall(Attempt):
         ledger, is_first_look = self._ledger, self._call is None
         text = ledger.caller or self.asked
         told = ledger.told if is_first_look else ""
-        met = calls.meet(call, self.asked, ledger.caller, refuses=self._refuses, told=told)
+        meet = partial(calls.meet, call, self.asked, ledger.caller, refuses=self._refuses)
+        met = meet(told=told, block=ledger.block)
         if met == "same" and is_first_look:
             has_failed = call.outcome is not None and call.outcome.failure is not None
             ledger.told = text if has_failed and call.by != self.seat.rank else ""
@@ -275,9 +276,13 @@ class GroupCall(Attempt):
         rule = partial(calls.complete, seat=seat, call=call, end=end, whole=whole, reads=reads)
         self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
+    def conclude(self, ranges: Ranges, rule: Callable[[View], Step[Outcome]]) -> None:
+        """As `complete`, by a rule of the call's own."""
+        self._finish(self.settle(ranges, rule))
+
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided
-        if call.ref is not None:
+        if call.ref is not None and call.kind != "installed":  # which changes nothing of it
             self.may_end_well(call.ref, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return {seat.rank: value}

@@ -135,7 +135,9 @@ def sure(
     return effects_now
 
 
-def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "") -> Meeting:
+def meet(
+    call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "", block: str = ""
+) -> Meeting:
     """The meaning of `call` to a rank that is about to make its own of that number.
 
     Args:
@@ -144,6 +146,7 @@ def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: st
         refuses: It makes that only to end it, whatever its peers have come to.
         told: The call of its caller, or its own, of which it was last told a failure that it had no
             part in. Told again, of one in which its peers waited in vain, it is one try behind.
+        block: The text of the call that ends the install that it is in: a peer has given that up.
     """
     failure = call.outcome.failure if call.outcome is not None else None
     is_waited_out = failure is not None and failure.kind == DeadlineExceeded.__name__
@@ -155,7 +158,7 @@ def meet(call: Call, asked: str, caller: str, *, refuses: bool = False, told: st
     if refuses and is_of_caller:
         return "same"
     if failure is not None:
-        return "same" if is_of_caller else "missed"
+        return "same" if is_of_caller or call.asked == block else "missed"
     if call.kind == "unpublish":
         return "missed" if call.outcome is not None else "to make"
     here, there = _STEP.fullmatch(asked), _STEP.fullmatch(call.asked)
@@ -378,7 +381,7 @@ def put_ready(
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
-        return Done(_outcome_of(current, seat, call))
+        return Done(outcome_of(current, seat, call))
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
     if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
@@ -395,7 +398,7 @@ def put_ready(
     return Act(Txn((view.unchanged(seat.group),), ops), count)
 
 
-def _outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
+def outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
     if current is not None and current.outcome is not None:
         return current.outcome
     raise forgotten(seat, call.number)
@@ -420,7 +423,7 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
             return Done(Outcome())
         raise
     if current is None:
-        return Done(_outcome_of(current, seat, call))
+        return Done(outcome_of(current, seat, call))
     reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
     return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
 
@@ -430,7 +433,7 @@ def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
-        return Done(_outcome_of(current, seat, call))
+        return Done(outcome_of(current, seat, call))
     there = view.within(seat.keys.readies(seat.inst, call.number))
     said = {
         rank: Ready.decode(entry.value, key).value
@@ -466,7 +469,7 @@ def complete(
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
-        return Done(_outcome_of(current, seat, call))
+        return Done(outcome_of(current, seat, call))
     if call.kind == "agree":
         return conclude(view, seat, current, end)
     ref, read = current.ref, tuple(map(Delete, reads))

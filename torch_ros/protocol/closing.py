@@ -166,7 +166,8 @@ def _moved(
             stays = msgspec.structs.replace(held, is_original=False)
             ops.append(Put(each.lingers, stays.encode(), lease_id))
         ops.append(Delete(one(each.held)))
-    ops += [Delete(one(seat.group)), Delete(one(seat.decisions))]
+    own = (seat.group, seat.decisions, keys.install(seat.inst))
+    ops += [Delete(one(key)) for key in own]
     ops.append(Delete(keys.readies(seat.inst, CLOSING)))
     same = (seat.group, seat.decisions, *(each.held for each in there))
     return Act(Txn(tuple(map(view.unchanged, same)), tuple(ops)), lambda _: Moved())

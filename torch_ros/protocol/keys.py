@@ -194,6 +194,14 @@ class Keys:
     def suspect(self, source: str, reader: str) -> str:
         return f"{self._root}/suspects/{source}/{reader}"
 
+    # The versions that engines use
+
+    def installs(self) -> Range:
+        return under(f"{self._root}/installs/")
+
+    def install(self, inst: str) -> str:
+        return f"{self._root}/installs/{inst}"
+
     def _reads(self, run: str, version: int, source: str) -> str:
         return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
 
@@ -253,6 +261,14 @@ def parse_suspect(key: str) -> str | None:
     match key.split("/"):
         case ["", _, _, "suspects", source, reader] if _is_inst(source) and _is_inst(reader):
             return source
+    return None
+
+
+def parse_install(key: str) -> str | None:
+    """The incarnation whose `installs/` key this is."""
+    match key.split("/"):
+        case ["", _, _, "installs", inst] if _is_inst(inst):
+            return inst
     return None
 
 

@@ -18,7 +18,17 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
-from torch_ros.protocol.records import Call, Failure, Kept, Kind, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.records import (
+    Call,
+    Failure,
+    Install,
+    Kept,
+    Kind,
+    Outcome,
+    Rejection,
+    ShardRecord,
+    VersionRef,
+)
 from torch_ros.protocol.retention import as_spec, retentions
 from torch_ros.protocol.seat import CALLS_KEPT, Seat
 from torch_ros.protocol.versions import Spec
@@ -94,9 +104,12 @@ class Ledger:
 
     Args:
         retain: The versions that this rank's replica retains.
+        install: The version that its engine uses; None: nobody asks.
     """
 
-    def __init__(self, seat: Seat, retain: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seat: Seat, retain: tuple[str, ...] = (), install: Install | None = None
+    ) -> None:
         self.seat, self.standing, self.is_closed = seat, Standing(), False
         # In C: `with` takes it and gives it back whatever a signal handler raises.
         self.lock = threading.RLock()
@@ -109,6 +122,10 @@ class Ledger:
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller = ""
         """The call of the caller that the next calls are parts of, if they are."""
+        self.block = ""
+        """The text of the call that ends the install that this rank is in; "": it is in none."""
+        self.install = install
+        """The version that this replica's engine uses, as far as this rank knows."""
         self.told = ""
         """The text of the last call whose failure this rank was told, without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
@@ -150,6 +167,7 @@ class Ledger:
                 shard,
                 is_back=True,
                 kept=self.held,
+                install=self.install,
                 ended=list(self.ended),
                 pending=self.unfinished.number if self.unfinished else under_way,
                 ready=self.unfinished.ready if self.unfinished else None,
@@ -184,11 +202,7 @@ class Ledger:
             SeatLost: The seat is lost, and with it the end, which it finds among what peers know.
         """
         with self.lock:
-            self.check_open()
-            if self.standing.state == "away":
-                raise self.standing.error(seat.replica)
-            if self.seat is not seat:
-                raise SeatLost(seat.replica, "its seat was lost meanwhile")
+            self._check_still(seat)
             # Here, and not where the call returns: Ctrl-C may come in between.
             self.calls_made = max(self.calls_made, call.number)
             self.ended.append(msgspec.structs.replace(call, outcome=outcome))
@@ -201,8 +215,37 @@ class Ledger:
                     del self._layouts[next(iter(self._layouts))]
             if call.kind == "unpublish":
                 self.held = None
+            elif call.ref is not None and call.kind == "install":
+                self.install = (self.install or Install()).entered(call.ref, call.number)
+            elif call.ref is not None and call.kind == "installed":
+                self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:
                 self.held = Kept(call.ref, call.number, outcome.said, call.kind == "publish")
+
+    def learn_install(self, install: Install, seat: Seat) -> None:
+        """Note what the record says now that it was written from this seat.
+
+        Raises:
+            SeatLost: The seat is lost, and this rank may have told its peers something else.
+        """
+        with self.lock:
+            self._check_still(seat)
+            if self.install is not None and self.install.attempt <= install.attempt:
+                self.install = install
+
+    def left_badly(self, attempt: int, rejection: Rejection) -> None:
+        """Note that this rank has, which nobody else may know."""
+        with self.lock:
+            if self.install is not None and self.install.attempt == attempt:
+                self.install = self.install.refused(rejection)
+                self._changes += self.standing.state != "seated"
+
+    def _check_still(self, seat: Seat) -> None:
+        self.check_open()
+        if self.standing.state == "away":
+            raise self.standing.error(seat.replica)
+        if self.seat is not seat:
+            raise SeatLost(seat.replica, "its seat was lost meanwhile")
 
     def made(self, call: Attempt | None) -> None:
         """Note that the call under way has returned, or was not begun."""

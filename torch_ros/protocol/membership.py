@@ -18,6 +18,7 @@ from torch_ros.protocol.records import (
     Failure,
     GroupRecord,
     Holding,
+    Install,
     Kept,
     Outcome,
     RunRecord,
@@ -311,6 +312,9 @@ def _completed(
     complete = msgspec.structs.replace(group, is_complete=True)
     ops, guards = _adopt(view, who, group, entry, records)
     put = Put(who.group, complete.encode(), entry.lease_id)
+    if (install := adopted_install(records)) is not None:
+        key = who.keys.install(k.instance(who.replica, group.nonce))
+        ops.append(Put(key, install.encode(), entry.lease_id))
     resumed = _resumed(joined, shards)
     return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: resumed)
 
@@ -360,6 +364,16 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     return ended, kept if agree else None
 
 
+def adopted_install(shards: Sequence[ShardRecord]) -> Install | None:
+    """The version that the engine of a group uses whose ranks come back; None: it says none.
+
+    Of one attempt, a rank that has left badly is believed, then one that knows that all left well.
+    """
+    known = (shard.install for shard in shards if shard.install is not None)
+    weight = lambda each: (each.attempt, each.trying is None, each.active is None)  # noqa: E731
+    return max(known, key=weight, default=None)
+
+
 def _ended_well(call: Call) -> bool:
     return call.outcome is not None and call.outcome.failure is None
 
@@ -383,8 +397,10 @@ def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
 
 def _strange(shards: Sequence[ShardRecord]) -> list[int]:
     """Ranks that cannot have taken part in the calls that their peers bring along."""
-    needed_all = ("agree", "publish", "replicate")
-    if not any(call.kind in needed_all and _ended_well(call) for call in adopted(shards)[0]):
+    needed_all = ("agree", "publish", "replicate", "installed")
+    has_installed = any(shard.install and shard.install.attempt for shard in shards)
+    have_called = (call.kind in needed_all and _ended_well(call) for call in adopted(shards)[0])
+    if not has_installed and not any(have_called):
         return []
     return [rank for rank, shard in enumerate(shards) if not shard.is_back]
 
@@ -525,11 +541,12 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
 
 
 def records_of(view: View, keys: Keys, inst: str) -> list[str]:
-    """The holdings of an incarnation, those of the copies that it offers, and its open claims.
+    """The holdings of an incarnation and of its copies, its open claims, and what it uses.
 
     They hang on the anchor, whose rank may live on, and come back under the same lease.
     """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
     holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]
     is_open = (call for call in calls_at(view, keys.decisions(inst)) if call.outcome is None)
-    return [*holdings, *(claim for call in is_open for claim in claims_of(keys, call, inst))]
+    claims = (claim for call in is_open for claim in claims_of(keys, call, inst))
+    return [*holdings, *claims, keys.install(inst)]

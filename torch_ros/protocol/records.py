@@ -194,8 +194,53 @@ class VersionRef(Record, frozen=True):
         """
         return (self.run_number, self.run, self.version)
 
+    def follows(self, other: VersionRef | None) -> bool:
+        """Whether it is a later version of the same run."""
+        return other is not None and self.run == other.run and self.version > other.version
 
-Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
+
+class Rejection(Record, frozen=True):
+    """An install that failed."""
+
+    ref: VersionRef  # what it was to bring
+    rank: Number  # that found it
+    reason: str
+
+
+class Install(Record, frozen=True):
+    """`installs/<inst>`: the version that a replica's engine uses, as `ShardHandle.installs` says.
+
+    Attributes:
+        attempt: The number of the install that was begun last.
+        active: The version that all ranks use; None: none, or nobody knows.
+        trying: The version that is being installed.
+        floor: The last one that was active: older ones of its run are refused.
+        rejected: The last install that failed, until that version or a newer one is active.
+    """
+
+    attempt: Number = 0
+    active: VersionRef | None = None
+    trying: VersionRef | None = None
+    floor: VersionRef | None = None
+    rejected: Rejection | None = None
+
+    def entered(self, ref: VersionRef, attempt: int) -> Install:
+        """As an attempt begins: active at nothing."""
+        if ref == self.active:  # its bytes come again
+            return self
+        return Install(attempt, None, ref, self.floor, self.rejected)
+
+    def left(self, ref: VersionRef) -> Install:
+        """As it ends when all ranks have left well, with this content."""
+        later = self.rejected if self.rejected and self.rejected.ref.follows(ref) else None
+        return Install(self.attempt, ref, None, ref, later)
+
+    def refused(self, rejection: Rejection) -> Install:
+        """As it ends when one has left badly."""
+        return Install(self.attempt, None, None, self.floor, rejection)
+
+
+Kind = Literal["agree", "publish", "replicate", "update", "unpublish", "install", "installed"]
 
 
 def answers_of(said: Mapping[int, str]) -> str:
@@ -254,3 +299,4 @@ class ShardRecord(Record, frozen=True):
     pending: Number = 0  # the number of the call it is in the middle of
     ready: Call | None = None  # a publication that it did not wait for, as it would end
     answer: str = ""  # what it would have said to be ready for that
+    install: Install | None = None  # None: its replica says nothing of installs

@@ -27,6 +27,7 @@ from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing
 from torch_ros.shard.host_copies import Copies, shard_of
+from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Tensors
@@ -86,6 +87,7 @@ class Shard:
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
         self.last_read: ReadReport | None = None
+        self.intake = Intake(group.ledger)
         self.is_closed = False
         self.transport = transport
         self.before_end: list[Callable[[], object]] = []  # done first when it closes

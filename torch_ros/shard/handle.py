@@ -12,12 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.huge_pages import HugePageReport
-from torch_ros.protocol.versions import listing, spec_ranges
+from torch_ros.protocol.records import Install, VersionRef
+from torch_ros.protocol.versions import check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
+from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.streams import Stream, Streams
@@ -40,12 +42,12 @@ class ShardHandle:
        rollout: `replicate`, then `update` as often as wanted
     4. `unpublish`, `unregister`, `close`; or just `close`
 
-    publish, unpublish, replicate, update, read, serve and the beginning of a stream are calls of
-    the whole group: every rank makes the same ones in the same order, no collective is involved,
-    and all get the same answer or the same error. An error on one rank ends the call on all of
-    them. contents, list and wait are this process's own. Safe to call from several threads, one
-    call at a time. A signal handler that makes one in the middle of another, in the same thread,
-    gets a UsageError.
+    publish, unpublish, replicate, update, read, serve, the beginning of a stream and both ends of
+    installing are calls of the whole group: every rank makes the same ones in the same order, no
+    collective is involved, and all get the same answer or the same error. An error on one rank ends
+    the call on all of them. contents, list, wait, installs and wait_installed are this process's
+    own. Safe to call from several threads, one call at a time. A signal handler that makes one in
+    the middle of another, in the same thread, gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SeatLost error, except list, wait, unpublish and close.
@@ -60,6 +62,7 @@ class ShardHandle:
         self.checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
         self._reads, self._streams = Reads(shard), Streams(shard)
+        self._installs = Installs(shard)
 
     def __repr__(self) -> str:
         return repr(self._shard)
@@ -513,6 +516,83 @@ class ShardHandle:
         processes.
         """
         return borrowing(self._shard, version, timeout_s)
+
+    # Engines
+
+    def installing(
+        self, version: int | str, *, timeout_s: float | None = None
+    ) -> AbstractContextManager[VersionRef]:
+        """Bring a version into an engine: `with` this, do so within, by any calls of this handle.
+
+            with handle.installing("latest") as ref:
+                handle.read(ref.version, engine_tensors)
+                engine.finish()
+
+        Both ends are collective, and neither is open while the block lasts. Entering waits until
+        the version exists; from then on this replica is active at nothing. When all ranks have
+        left the block well, it is active at the version, with the content that this handle has read
+        in the block; or, if it has read nothing there, holds, has read last, or had active last.
+        The handle has to be opened with `installs=True`.
+
+        An exception that leaves the block on any rank rejects the version: trainers that wait are
+        told its rank and reason, as soon as etcd answers. Then the replica is active at nothing.
+        Whoever knows that the old weights are intact, or back, says so:
+
+            with handle.installing(old):
+                pass
+
+        Args:
+            version: As for `replicate`. Not below the last one of its run that was active.
+
+        Returns:
+            A context manager of the version: its `version`, `run` and `uid`.
+
+        Raises:
+            UsageError: Such an older version, and nothing has changed; `installs=True` is missing;
+                or, when the block is left, another version was read, several were, or another
+                `installing` was begun in the block: then the replica is active at nothing.
+            InstallRejected: When the block is left: another rank has failed.
+            VersionNotFound, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As
+                `replicate`; when the block is left too, and then the version is rejected.
+
+        Cost: 2 requests to etcd with one rank, and one more if this handle neither holds the number
+        nor has looked at it; with several, as two checks.
+        """
+        return Installing(self._installs, version, timeout_s)
+
+    def installs(self, *, timeout_s: float | None = None) -> Mapping[str, Install]:
+        """The version that each replica's engine uses, of those opened with `installs=True`.
+
+        This process's own question. A replica that has lost its seat is not there.
+        """
+        return self._installs.all(timeout_s)
+
+    def wait_installed(
+        self,
+        version: int,
+        *,
+        replicas: Iterable[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Installed:
+        """Block until every replica uses `version` of this handle's run, or a newer one.
+
+        Or has rejected it. This process's own question, asked again at every change. It waits for
+        each replica that is there, or has been there when this handle looked before. One that has
+        vanished is missing, whatever it said last, and gone only after two TTLs in which etcd has
+        answered. If no replica uses the version, the wait does not succeed.
+
+        Args:
+            replicas: Those to wait for, also if they were never there. None: all.
+
+        Raises:
+            DeadlineExceeded: It names those that have not answered, and what each is at.
+
+        Cost: 1 request to etcd, and 1 for each change; 1 a second while a replica is missing.
+        """
+        shard = self._shard
+        shard.require_usable()
+        deadline = shard.deadline(f"wait_installed {check_version(version)}", timeout_s)
+        return Waiting(self._installs, version, replicas, deadline).run()
 
     # Looking around
 

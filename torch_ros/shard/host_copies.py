@@ -20,7 +20,7 @@ from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Kept, ShardRecord, mark
+from torch_ros.protocol.records import Install, Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
 
 
-def shard_of(mailbox: Mailbox) -> ShardRecord:
-    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card)
+def shard_of(mailbox: Mailbox, install: Install | None = None) -> ShardRecord:
+    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, install=install)
 
 
 class HostCopy:

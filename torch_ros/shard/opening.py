@@ -13,6 +13,7 @@ from torch_ros.p2p.choose import COSTS, TransportName, choose_transport, huge_pa
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.records import Install
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.handle import ShardHandle
@@ -48,6 +49,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "run": arguments.optional(arguments.text),
     "datacenter": arguments.text,
     "spot": arguments.yes_or_no,
+    "installs": arguments.yes_or_no,
     "timeout_s": arguments.seconds,
     "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
     "drain_s": arguments.seconds,
@@ -75,6 +77,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     retain: Sequence[str | int] = (),
     datacenter: str = "default",
     spot: bool = False,
+    installs: bool = False,
     timeout_s: float = 300.0,
     ttl_s: int = 10,
     drain_s: float = 60.0,
@@ -113,6 +116,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             or it is no longer retained.
         datacenter: Sources in the same one are preferred.
         spot: This replica may vanish at any time: its copies do not count for `retain`.
+        installs: This replica feeds an engine, and says by `installing` which version that uses:
+            `wait_installed` waits for it, from now on. The same on all ranks.
         timeout_s: Seconds for this call, and the default for the handle's calls.
         ttl_s: Seconds after which a dead process's records vanish from etcd; 2 to 86,400.
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
@@ -194,7 +199,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             retain=retained,
             ttl_s=ttl_s,
             drain_s=drain_s,
-            shard=shard_of(mailbox),
+            shard=shard_of(mailbox, Install() if installs else None),
         )
         group = Group.join(kv, seat, deadline)
         undo.callback(group.close)

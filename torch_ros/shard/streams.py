@@ -70,9 +70,12 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         self._shard.require_usable()
         if not self._left:
             if self._taken == len(self._filling.parts):
+                self._shard.intake.ends(self._filling.wanted.ref)
                 raise StopIteration
             left = deque(self._filling.take(self._taken))
             self._left, self._taken = left, self._taken + 1  # Ctrl-C comes before, or after
+        if len(self._left) == 1 and self._taken == len(self._filling.parts):
+            self._shard.intake.ends(self._filling.wanted.ref)
         return self._left.popleft()
 
     def close(self) -> None:
@@ -113,6 +116,7 @@ class Streams:
         check = partial(_names, fqns, buffer_bytes)
 
         def decide() -> tuple[VersionRef, list[str]]:
+            shard.intake.begins(deadline.what)
             # The call of a group has ended when one rank finds that its own names are bad.
             names = check() if shard.is_alone else None
             ref = self._decide(Spec.parse(version), deadline)

@@ -56,6 +56,7 @@ class Wait(Struct, frozen=True):
 
     reason: str
     ranges: Ranges  # what has to change first
+    limit_s: float = math.inf  # of a question of `follow`: then it is asked again
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
@@ -149,7 +150,9 @@ def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) ->
     """
     view: View = yield Read(ranges)
     while isinstance(step := rule(view), Wait):
-        changes = yield Follow(ranges, view.rev, step.reason)
+        changes = yield Follow(ranges, view.rev, step.reason, step.limit_s)
+        if changes is not None and not changes.entries:
+            yield Read(ranges[-1:])  # the store answers, and so what is not there is not there
         view = view.after(changes) if changes is not None else (yield Read(ranges))
     return step.value
 

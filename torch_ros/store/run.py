@@ -123,9 +123,10 @@ def _follow(
         return changes is None or bool(changes.entries)
 
     time.sleep(min(FOLLOW_S, max(0.0, deadline.left_s())))
-    watch = Watch(request.ranges, request.after_rev, request.reason)
-    _wait(watch, is_told, kv.endpoint, deadline, check, reminder)
-    return changes if changes and changes.entries else None
+    watch = Watch(request.ranges, request.after_rev, request.reason, request.limit_s)
+    waited_s = _wait(watch, is_told, kv.endpoint, deadline, check, reminder)
+    is_over = waited_s < REMIND_S and request.limit_s < math.inf
+    return changes if changes and (changes.entries or is_over) else None
 
 
 def _wait(

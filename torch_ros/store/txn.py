@@ -246,13 +246,14 @@ class Watch(Struct, frozen=True):
 
 
 class Follow(Struct, frozen=True):
-    """Request. Reply: `Changes` in `ranges` after `after_rev`, once there are some; None: they
-    cannot be told, or it has waited for long, so read again.
+    """Request. Reply: `Changes` in `ranges` after `after_rev`, once there are some, or after
+    `limit_s`; None: they cannot be told, or it has waited for long, so read again.
     """
 
     ranges: tuple[Range, ...]
     after_rev: int
     reason: str
+    limit_s: float = math.inf
 
 
 Request = Read | Commit | Watch | Follow

@@ -1,0 +1,134 @@
+"""Scenes of engines, and of trainers that wait for them: I10."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from checks import demand
+from replicas import TTL_S, Breaks, Process
+from scenes import SCENES, Scene, publish, unpublish
+
+from torch_ros.errors import InstallRejected
+
+
+def waited(me: Process, version: int, timeout_s: float = 100) -> None:
+    began_s = me.world.now_s
+    found = me.handle.wait_installed(version, timeout_s=timeout_s)
+    me.world.checks.waited(me, version, found, began_s)
+
+
+def wiped_while_waited(scene: Scene) -> None:
+    """A store that is wiped makes no replica go: one that is back late is waited for."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        waited(me, 1)
+        unpublish(me)
+        publish(me, 2)
+        scene._cut(scene.start_named("r1").processes[0], 1.2 * TTL_S)
+        scene._wipe()
+        waited(me, 2)
+        scene.reach("waited")
+
+    def follow(me: Process) -> None:
+        for version in (1, 2):
+            me.installed(version)
+        scene.until("waited")
+
+    scene.start("t", train, size=1)
+    scene.start("r0", follow, installs=True)
+    scene.start("r1", follow, size=1, installs=True)
+    scene.play()
+
+
+def published_in_a_block(scene: Scene) -> None:
+    """The content that was read is active, not the one that had its number before."""
+
+    def train(me: Process) -> None:
+        publish(me, 1, content=5)
+        scene.until("entered")
+        unpublish(me)
+        publish(me, 1, content=6)
+        scene.reach("again")
+        waited(me, 1)
+        scene.reach("waited")
+
+    def follow(me: Process) -> None:
+        with me.handle.installing(1):
+            scene.reach("entered")
+            scene.until("again")
+            me.handle.replicate(1)
+            me.engine = 6
+        scene.until("waited")
+
+    scene.start("t", train, size=1)
+    scene.start("r", follow, size=1, installs=True)
+    scene.play()
+
+
+def told_later(scene: Scene) -> None:
+    """A rejection that the store did not take is told when it is back, whatever its rank does."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        try:
+            waited(me, 1, timeout_s=60)
+        except InstallRejected:
+            scene.reach("told")
+        demand("told" in scene.reached, "I10: a rejection was told to nobody")
+
+    def follow(me: Process) -> None:
+        try:
+            with me.handle.installing(1):
+                scene._cut(me, 8.0)
+                raise Breaks
+        except Breaks:
+            scene.until("told", limit_s=100)
+
+    scene.start("t", train)
+    scene.start("r", follow, size=1, installs=True)
+    scene.play()
+
+
+def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
+    """A rank that has left badly, and has put its old weights back, is believed."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("r.1/0", "r.1/1")
+        scene.reach("over")
+
+    def follow(me: Process) -> None:
+        try:
+            me.installed(1, timeout_s=3 if me.rank == 0 else 30)
+        except Exception:  # its owner puts the old weights back
+            me.engine = None
+        if lease_ends and me.rank == 1:
+            scene.end_lease(me)
+        scene.sleep(2.5 * TTL_S)
+        scene.checks.uses(me)
+        scene.reach(str(me))
+        scene.until("over")
+
+    scene.start("t", train, size=1)
+    rollout = scene.start("r", follow, installs=True)
+    first = rollout.processes[0]
+    # It is ready, and hears nothing more before its deadline is over.
+    scene.hold(
+        "ready",
+        first,
+        lambda what: "ready" in str(what) and first.engine is not None,
+        lambda: True,
+        meanwhile=lambda: scene._cut(first, 9.0),
+        is_reply=True,
+    )
+    scene.play()
+
+
+SCENES |= {
+    "wiped while waited": wiped_while_waited,
+    "published in a block": published_in_a_block,
+    "told later": told_later,
+    "left badly": partial(one_left_badly, lease_ends=False),
+    "left badly, and came back": partial(one_left_badly, lease_ends=True),
+}

@@ -1,0 +1,415 @@
+"""Installs: the version that an engine uses, who says so, and who waits for that. Invariant I10."""
+
+import os
+import threading
+
+import pytest
+import torch
+from msgspec import structs
+
+import torch_ros
+from torch_ros.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    InstallRejected,
+    UsageError,
+    VersionNotFound,
+)
+from torch_ros.protocol import membership
+from torch_ros.protocol.records import Install, Rejection, ShardRecord, VersionRef
+from torch_ros.shard import installs
+from torch_ros.store.memory import MemoryKV
+from torch_ros.store.txn import Put, Txn
+
+only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+
+
+def published(handle, version, value=None):
+    handle.unpublish()
+    handle.unregister()
+    handle.register({"w": torch.full((4,), float(version if value is None else value))})
+    handle.publish(version)
+
+
+@pytest.fixture
+def trainer(opened):
+    handle = opened("trainer")
+    published(handle, 1)
+    return handle
+
+
+def engine(opened, name="engine", **options):
+    return opened(name, installs=True, **options)
+
+
+def install(handle, version):
+    with handle.installing(version) as ref:
+        handle.read(ref.version, {"w": torch.empty(4)})
+    return ref
+
+
+def says(handle, name="engine"):
+    """What a replica says: active, trying and rejected versions."""
+    found = handle.installs()[name]
+    rejected = found.rejected and found.rejected.ref
+    return tuple(ref and ref.version for ref in (found.active, found.trying, rejected))
+
+
+def vanish(handle, *, for_good=False):
+    """The process loses its lease, as one that is killed or cut off."""
+    group = handle._shard.group
+    if for_good:
+        group._come_back = lambda: None
+    group.kv.revoke(group.session.lease_id, timeout_s=5)
+
+
+def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
+    rollout = engine(opened)
+    assert says(trainer) == (None, None, None)
+    with pytest.raises(DeadlineExceeded, match="'engine' is at no version"):
+        trainer.wait_installed(1, timeout_s=0.2)
+    with rollout.installing("latest") as ref:
+        assert says(trainer) == (None, 1, None)
+        rollout.read(ref.version, {"w": torch.empty(4)})
+    found = trainer.wait_installed(1)
+    assert (list(found.active), found.rejected, found.gone) == (["engine"], {}, ())
+    assert trainer.installs()["engine"].active == ref
+    published(trainer, 2)
+    with rollout.installing(2):
+        # It goes on to a newer one: it can use none below 1 any more.
+        assert trainer.wait_installed(1, timeout_s=1).active
+        with pytest.raises(DeadlineExceeded, match="trying 2"):
+            trainer.wait_installed(2, timeout_s=0.2)
+        rollout.read(2, {"w": torch.empty(4)})
+
+
+def test_an_exception_rejects_and_an_empty_block_says_that_the_old_weights_are_back(
+    opened, trainer
+):
+    rollout, keeps = engine(opened), opened("keeps")
+    keeps.register({"w": torch.empty(4)})
+    keeps.replicate(1)
+    install(rollout, 1)
+    published(trainer, 2)
+    with pytest.raises(ValueError, match="no place"), rollout.installing(2):
+        raise ValueError("no place for w")
+    assert says(trainer) == (None, None, 2)
+    with pytest.raises(InstallRejected, match=r"rank 0 of 'engine': ValueError: no place for w"):
+        trainer.wait_installed(2, timeout_s=5)
+    with rollout.installing(1):
+        pass
+    assert says(trainer) == (1, None, 2)  # until 2 or a newer one is active
+    install(rollout, 2)
+    assert says(trainer) == (2, None, None)
+    with pytest.raises(UsageError, match="only grow within a run"):
+        install(rollout, 1)
+    assert says(trainer) == (2, None, None)  # refused at once
+
+
+def test_several_engines_answer_each_for_itself(opened, trainer):
+    good, bad = engine(opened, "good"), engine(opened, "bad")
+    install(good, 1)
+    with pytest.raises(ZeroDivisionError), bad.installing(1):
+        raise ZeroDivisionError
+    found = trainer.wait_installed(1)
+    assert list(found.active) == ["good"]
+    assert found.rejected == {"bad": (0, "ZeroDivisionError: ")}
+    with pytest.raises(DeadlineExceeded, match="'later' is missing, and was not heard of"):
+        trainer.wait_installed(1, replicas=["good", "later"], timeout_s=0.2)
+    assert list(trainer.wait_installed(1).active) == ["good"]  # named in that wait only
+
+
+@only_memory
+def test_all_ranks_or_none(opened, ranks, pool, trainer):
+    pair = ranks("engine", 2, installs=True)
+
+    def bring(handle, fails=-1):
+        with handle.installing(1):
+            handle.read(1, {"w": torch.empty(4)})
+            if handle.rank == fails:
+                raise ValueError("rank's own")
+
+    def tried(handle):
+        try:
+            bring(handle, fails=1)
+        except (InstallRejected, ValueError) as error:
+            return error
+
+    zero, one = pool.map(tried, pair)
+    assert isinstance(one, ValueError)
+    assert isinstance(zero, InstallRejected)
+    assert (zero.rank, zero.reason) == (1, "ValueError: rank's own")
+    assert says(trainer) == (None, None, 1)
+    list(pool.map(bring, pair))  # the next one is in step
+    assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, trainer):
+    pair, failed = ranks("engine", 2, installs=True, timeout_s=15), threading.Event()
+
+    def tried(handle):
+        try:
+            with handle.installing(1):
+                if handle.rank == 1:
+                    raise ValueError("early")
+                failed.wait(10)
+                handle.read(1, {"w": torch.empty(4)}, timeout_s=15)
+        except InstallRejected as error:
+            return error.rank
+        except ValueError:
+            failed.set()
+
+    assert list(pool.map(tried, pair)) == [1, None]
+    list(pool.map(lambda handle: install(handle, 1), pair))
+    assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_the_content_that_was_read_is_active_not_its_number(opened, trainer):
+    rollout = engine(opened)
+    with rollout.installing(1) as ref:
+        trainer.unpublish()
+        other = opened("other", run=trainer.run)
+        trainer.close()
+        published(other, 1, value=7)
+        rollout.read(1, {"w": torch.empty(4)})
+    active = other.installs()["engine"].active
+    assert active.uid != ref.uid
+    assert active == other._shard.held
+    other.unpublish()
+    again = opened("again", run=other.run)
+    other.close()
+    published(again, 1, value=8)  # the same number once more, and another content
+    with pytest.raises(DeadlineExceeded, match="'engine' is at 1 of run"):
+        again.wait_installed(1, timeout_s=0.2)
+
+
+@only_memory
+def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
+    rollout = engine(opened)
+    with pytest.raises(UsageError, match="has read nothing"), rollout.installing(1):
+        pass
+    with pytest.raises(UsageError, match="has not brought all"), rollout.installing(1):
+        stream = rollout.stream(1, ["w"], buffer_bytes=64)
+    stream.close()
+    with rollout.installing(1):
+        assert dict(rollout.stream(1, ["w"], buffer_bytes=64))
+    published(trainer, 2)
+    with pytest.raises(UsageError, match=r"has read \[2\]"), rollout.installing(1):
+        rollout.read(2, {"w": torch.empty(4)})
+    for call in (
+        lambda: rollout.read(2, {"w": torch.empty(4)}),
+        lambda: rollout.stream(2, ["w"], buffer_bytes=64),
+        rollout.replicate,
+        rollout.update,
+    ):
+        with pytest.raises(UsageError, match="within `with handle.installing"):
+            call()
+    with pytest.raises(UsageError, match="open the handle with installs=True"):
+        trainer.installing(1).__enter__()
+
+
+def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, trainer):
+    stays, dies = engine(opened, "stays"), engine(opened, "dies")
+    for handle in (stays, dies):
+        install(handle, 1)
+    assert trainer.wait_installed(1).active.keys() == {"stays", "dies"}
+    vanish(dies, for_good=True)
+    trainer.wait(lambda _: "dies" not in trainer.installs(), timeout_s=5)
+    with pytest.raises(DeadlineExceeded, match="'dies' is missing, and was at 1"):
+        trainer.wait_installed(1, timeout_s=2)
+    trainer._installs._missing_s["dies"] = 9.5
+    found = trainer.wait_installed(1, timeout_s=5)
+    assert (list(found.active), found.gone) == (["stays"], ("dies",))
+    assert trainer.wait_installed(1).gone == ()
+
+
+@only_memory
+def test_time_in_which_etcd_does_not_answer_is_no_absence(trainer, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(installs.time, "monotonic", lambda: clock[0])
+    told = trainer._installs
+    for step_s, there in ((0, {"e": Install()}), (50, {}), (500, {}), (1, {})):
+        clock[0] += step_s
+        told.note(there)
+    assert told._missing_s == {"e": pytest.approx(2.5)}
+
+
+def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, trainer):
+    rollout = engine(opened)
+    with rollout.installing(1):
+        rollout.read(1, {"w": torch.empty(4)})
+        vanish(rollout)
+    assert says(trainer) == (1, None, None)
+    before = rollout._shard.group.seat
+    vanish(rollout)
+    trainer.wait(lambda _: rollout._shard.group.seat is not before and rollout.state == "seated")
+    assert says(trainer) == (1, None, None)
+
+
+def test_a_rejection_is_told_when_etcd_is_back_without_another_call(etcd_server):
+    options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": 5}
+    trainer = torch_ros.open("untold", replica="trainer", **options)
+    rollout = torch_ros.open("untold", replica="engine", installs=True, **options)
+    published(trainer, 1)
+    with pytest.raises(ValueError, match="broken"), rollout.installing(1):
+        etcd_server.kill()
+        raise ValueError("broken")
+    etcd_server.start()
+    with pytest.raises(InstallRejected, match="broken"):
+        trainer.wait_installed(1, timeout_s=30)
+    rollout.close()
+    trainer.close()
+
+
+@only_memory
+def test_who_left_badly_is_believed_also_if_the_record_said_well(opened, trainer, monkeypatch):
+    rollout, commit = engine(opened), MemoryKV.commit
+
+    def interrupted(self, txn: Txn, **options):
+        reply = commit(self, txn, **options)
+        if any(isinstance(op, Put) and b'"active"' in op.value for op in txn.ops):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt), rollout.installing(1):
+        rollout.read(1, {"w": torch.empty(4)})
+        monkeypatch.setattr(MemoryKV, "commit", interrupted)
+    assert says(trainer) == (None, None, 1)
+
+
+@only_memory
+def test_ctrl_c_before_a_block_is_left_does_not_refuse_the_next(opened, trainer):
+    rollout = engine(opened)
+    lost = rollout.installing(1)
+    lost.__enter__()  # and Ctrl-C comes in the first instruction of __exit__
+    install(rollout, 1)
+    assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_an_install_in_the_block_of_another_ends_that(opened, trainer):
+    rollout = engine(opened)
+    with (
+        pytest.raises(UsageError, match="another install was begun in the block"),
+        rollout.installing(1),
+    ):
+        install(rollout, 1)
+    install(rollout, 1)
+
+
+@only_memory
+def test_a_handle_that_is_closed_in_the_block_and_a_fork_tell_nobody(opened, trainer):
+    rollout = engine(opened)
+    with pytest.raises(ClosedError), rollout.installing(1):
+        rollout.close()
+    assert "engine" not in trainer.installs()
+    rollout = engine(opened)
+    with rollout.installing(1):
+        rollout.read(1, {"w": torch.empty(4)})
+        if (child := os.fork()) == 0:
+            rollout.installing(1)
+            rollout._installs.open.__exit__(ValueError, ValueError(), None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_latest_waits_out_what_is_older_and_an_older_run_is_another(opened, trainer):
+    rollout, slow = engine(opened), opened("slow")
+    slow.register({"w": torch.empty(4)})
+    slow.replicate(1)
+    published(trainer, 2)
+    install(rollout, 2)
+    trainer.unpublish()  # the newest that is available is 1
+    with pytest.raises(DeadlineExceeded, match="not available again"):
+        install_within(rollout, "latest", 0.2)
+    assert says(trainer) == (2, None, None)
+    other = opened("other", run="new")
+    published(other, 1)
+    assert install(rollout, 1).run == other.run
+    with pytest.raises(DeadlineExceeded, match=f"of run {other.run!r}"):
+        trainer.wait_installed(2, timeout_s=0.2)
+
+
+def install_within(handle, version, timeout_s):
+    with handle.installing(version, timeout_s=timeout_s):
+        pass
+
+
+@only_memory
+def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, trainer):
+    rollout = engine(opened)
+    install(rollout, 1)
+    group = rollout._shard.group
+    key = group.seat.keys.install(group.seat.inst)
+    stray = group.seat.keys.install("nobody@0")
+    group.kv.commit(Txn(ops=(Put(stray, b"?"),)), timeout_s=5)
+    assert list(trainer.wait_installed(1).active) == ["engine"]
+    group.kv.commit(Txn(ops=(Put(key, b"?"),)), timeout_s=5)
+    with pytest.raises(DeadlineExceeded, match="'engine' is at no version"):
+        trainer.wait_installed(1, timeout_s=0.2)
+
+
+@only_memory
+def test_one_rank_asks_etcd_twice(opened, trainer, monkeypatch):
+    rollout, asked = engine(opened), []
+    install(rollout, 1)
+    published(trainer, 2)
+    rollout.contents(2)
+    for name in ("read", "commit"):
+        call = getattr(MemoryKV, name)
+        monkeypatch.setattr(
+            MemoryKV, name, lambda self, *a, c=call, **k: (asked.append(a), c(self, *a, **k))[1]
+        )
+    with rollout.installing(2):
+        assert len(asked) == 1
+        rollout.read(2, {"w": torch.empty(4)})
+        asked.clear()
+    assert len(asked) == 1
+
+
+@only_memory
+def test_a_version_that_does_not_come_takes_nothing_away(opened, trainer):
+    rollout = engine(opened)
+    install(rollout, 1)
+    with pytest.raises(DeadlineExceeded):
+        install_within(rollout, 9, 0.2)
+    published(trainer, 2)
+    published(trainer, 3)
+    with pytest.raises(VersionNotFound):
+        install_within(rollout, 2, 0.2)
+    assert says(trainer) == (1, None, None)
+
+
+A, B = (VersionRef("run", number, f"uid{number}", 1) for number in (1, 2))
+TRYING = Install(attempt=2, trying=B, floor=A)
+ACTIVE, FAILED = TRYING.left(B), TRYING.refused(Rejection(B, 1, "why"))
+OLD = Install(attempt=1, active=A, floor=A)
+
+
+@pytest.mark.parametrize(
+    ("ranks_bring", "adopted"),
+    [
+        ([OLD, OLD], OLD),
+        ([OLD, TRYING], TRYING),  # a rank may write to its engine
+        ([TRYING, ACTIVE], ACTIVE),  # all had left well, or nobody knew that
+        ([ACTIVE, FAILED], FAILED),  # its owner may have put the old weights back
+        ([TRYING, FAILED, OLD], FAILED),
+        ([None, None], None),
+    ],
+)
+def test_ranks_that_come_back_agree_on_what_their_engine_uses(ranks_bring, adopted):
+    brought = [ShardRecord("h", 1, b"", is_back=True, install=each) for each in ranks_bring]
+    assert membership.adopted_install(brought) == adopted
+    assert membership.adopted_install(brought[::-1]) == adopted
+
+
+def test_a_fresh_process_is_a_stranger_to_a_group_that_has_begun_an_install():
+    fresh = ShardRecord("h", 1, b"", install=Install())
+    back = ShardRecord("h", 1, b"", is_back=True, install=Install())
+    assert membership._strange([back, fresh]) == []
+    assert membership._strange([structs.replace(back, install=FAILED), fresh]) == [1]

@@ -1,0 +1,418 @@
+"""Installs of one handle: the blocks in which it brings versions into an engine, and its waits.
+
+docs/PROTOCOL.md#installs has the rules; invariant I10.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from torch_ros import arguments
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    CallAborted,
+    ClosedError,
+    Fenced,
+    InstallRejected,
+    SeatLost,
+    TorchRosError,
+    UsageError,
+)
+from torch_ros.protocol import installs as rules
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.records import REASON_MAX, Install, Rejection, VersionRef
+from torch_ros.protocol.versions import Spec, spec_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.store.latch import Latch
+from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
+from torch_ros.store.txn import Range, Ranges, View, one
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks while a replica is missing
+LOOK_MAX_S = 1.5  # for which one look counts: a store that does not answer tells nobody's absence
+THERE = -1.0
+TTLS = 2  # for which a replica is missing, before it is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The answers to a version, each replica's.
+
+    Attributes:
+        active: When it was seen to use that version, or a newer one: seconds after the wait began.
+        rejected: The rank that failed, and its reason.
+        gone: Replicas that were there, and are no more.
+    """
+
+    version: int
+    active: Mapping[str, float]
+    rejected: Mapping[str, tuple[int, str]]
+    gone: tuple[str, ...] = ()
+
+
+class Installs:
+    """The record of one handle's replica, and all that it has heard of those of others."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there
+        self.told = Latch()  # the last rejection is
+        self.told.set()
+        self._sight: View | None = None  # the own record, as it was written last
+        self._heard: dict[str, Install] = {}
+        self.mine: VersionRef | None = None  # the last one that this very process has left well
+        self._missing_s: dict[str, float] = {}  # of each that was heard of; THERE: it is not
+        self._looked_s = 0.0
+
+    # The own record
+
+    def write(
+        self, rule: Callable[..., Step[Install]], deadline: Deadline, ranges: Ranges = ()
+    ) -> Install:
+        """Change it, from whatever seat this rank has."""
+        group = self.shard.group
+        while True:
+            group.await_seat(deadline)
+            seat, session = group.seat, group.session
+            own = one(seat.keys.install(seat.inst))
+            changing = looking_ahead(partial(rule, seat=seat), (own,), partial(self._see, own))
+            try:
+                found = group.run(
+                    settle(deadline.what, (own, *ranges), changing, self._sight), deadline
+                )
+                group.ledger.learn_install(found, seat)
+            except SeatLost as lost:
+                group.fence(lost, session)
+            else:
+                return found
+
+    def _see(self, own: Range, view: View) -> None:
+        """Keep the record alone: what else was read may be old when it is asked for again."""
+        self._sight = View(view.rev, dict(view.seen(own)), (own,))
+
+    def tell(self, rule: Callable[..., Step[Install]]) -> Install | None:
+        """Change it, as soon as etcd answers; None: not within some seconds, but later.
+
+        A thread does so, which no Ctrl-C ends.
+        """
+        group, told, found = self.shard.group, Latch(), list[Install]()
+        deadline = Deadline("telling of a failed install", math.inf)
+
+        def tell() -> None:
+            try:
+                while not found:
+                    try:
+                        found.append(self.write(rule, deadline))
+                    except Fenced:
+                        return
+                    except SeatLost:  # its peers take their time
+                        group.pause()
+            except TorchRosError as error:
+                log.warning("nobody is told that an install has failed: %s", error)
+            finally:
+                told.set()
+
+        self.told = told
+        group.start(f"torch_ros tells {group.seat.replica}", tell)
+        told.wait(CLEAN_UP_S)
+        return found[0] if found else None
+
+    # Those of all
+
+    def all(self, timeout_s: float | None) -> dict[str, Install]:
+        shard = self.shard
+        shard.require_usable()
+        keys = shard.group.seat.keys
+        deadline = shard.deadline("installs", timeout_s)
+        there = shard.group.ask(
+            (keys.installs(),), lambda view: Done(rules.all_of(view, keys)), deadline
+        )
+        self.note(there)
+        return there
+
+    def missing_s(self, name: str) -> float:
+        """For how long a replica has been missing, in which the store has answered."""
+        return self._missing_s.get(name, THERE)
+
+    def heard_of(self) -> tuple[str, ...]:
+        return tuple(self._missing_s)
+
+    def last(self, name: str) -> Install | None:
+        return self._heard.get(name)
+
+    def note(self, there: Mapping[str, Install]) -> None:
+        now_s = time.monotonic()
+        passed_s = min(now_s - self._looked_s, LOOK_MAX_S)
+        self._looked_s = now_s
+        for name in self._missing_s.keys() - there.keys():
+            missing_s = self._missing_s[name]
+            self._missing_s[name] = 0.0 if missing_s == THERE else missing_s + passed_s
+        self._heard |= there
+        self._missing_s |= dict.fromkeys(there, THERE)
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._missing_s.pop(name, None)
+            self._heard.pop(name, None)
+
+
+class Waiting:
+    """One wait until replicas use a version."""
+
+    def __init__(
+        self, installs: Installs, version: int, replicas: Iterable[str] | None, deadline: Deadline
+    ) -> None:
+        shard = installs.shard
+        self._installs, self._deadline, self._group = installs, deadline, shard.group
+        self._named = None if replicas is None else tuple(replicas)
+        arguments.optional(arguments.texts)("replicas", self._named)
+        seat, kept = shard.group.seat, shard.group.ledger.held
+        is_own = kept is not None and kept.is_original and kept.ref.version == version
+        uid = kept.ref.uid if kept is not None and is_own else ""
+        self._keys, self._goal = seat.keys, rules.Goal(seat.keys, seat.run, version, uid)
+        self._by_hand: frozenset[str] = frozenset()
+        self._active: dict[str, float] = {}
+
+    def run(self) -> Installed:
+        while True:
+            ranges = (*map(one, sorted(self._by_hand)), *self._goal.ranges)
+            found = self._group.follow(ranges, self._rule, self._deadline)
+            if isinstance(found, Installed):
+                break
+            self._by_hand = found
+        if self._named is None:
+            self._installs.forget(found.gone)  # said once
+        return found
+
+    def _rule(self, view: View) -> Done[Installed | frozenset[str]] | Wait:
+        if (by_hand := rules.put_by_hand(view, self._keys)) != self._by_hand:
+            return Done(by_hand)
+        self._goal = self._goal.known(view)
+        there = rules.all_of(view, self._keys)
+        self._installs.note(there)
+        counted = self._installs.heard_of() if self._named is None else self._named
+        gone_s = TTLS * self._group.applicant.ttl_s
+        gone = tuple(name for name in counted if self._installs.missing_s(name) > gone_s)
+        answers = self._goal.answers({name: there[name] for name in counted if name in there})
+        now_s = time.monotonic() - self._deadline.started_s
+        uses = (name for name, answer in answers.items() if answer == "active")
+        self._active = {name: self._active.get(name, now_s) for name in uses}
+        rejected = {
+            name: (found.rank, found.reason)
+            for name, answer in answers.items()
+            if answer == "rejected" and (found := there[name].rejected)
+        }
+        left = [name for name in counted if name not in {*self._active, *rejected, *gone}]
+        if self._active and not left:
+            return Done(Installed(self._goal.version, self._active, rejected, gone))
+        if rejected and not left:
+            raise self._rejected(rejected)
+        missing = [name for name in left if name not in there]
+        reason = self._reason(left, missing, rejected)
+        return Wait(reason, self._goal.ranges, LOOK_S if missing else math.inf)
+
+    def _rejected(self, rejected: Mapping[str, tuple[int, str]]) -> InstallRejected:
+        reasons = [f"rank {rank} of {name!r}: {why}" for name, (rank, why) in rejected.items()]
+        rank = next(iter(rejected.values()))[0]
+        return InstallRejected(", ".join(rejected), self._goal.version, rank, "; ".join(reasons))
+
+    def _reason(self, left: Iterable[str], missing: Iterable[str], rejected: Iterable[str]) -> str:
+        parts = [
+            f"{name!r} {'is missing, and was' if name in missing else 'is'} "
+            f"{rules.at(self._installs.last(name))}"
+            for name in left
+        ]
+        parts += [f"{name!r} has rejected it" for name in rejected]
+        return "; ".join(parts) or "no replica is there that installs"
+
+
+class Installing:
+    """One install, on one rank: `with` this."""
+
+    def __init__(self, installs: Installs, version: int | str, timeout_s: float | None) -> None:
+        self._installs, self._shard = installs, installs.shard
+        self._spec, self._timeout_s = Spec.parse(version), timeout_s
+        self._asked = f"install {version}"
+        self._attempt = 0
+        self._ref: VersionRef | None = None
+
+    def __enter__(self) -> VersionRef:
+        self._shard.require_usable()
+        if self._shard.group.ledger.install is None:
+            raise UsageError("installing: open the handle with installs=True, on all ranks")
+        if (left := self._installs.open) is not None:  # Ctrl-C kept it from being left
+            reason = "left without its end: another install was begun"
+            left.fail(CallAborted(self._replica, 0, self._rank, reason), raises=False)
+        self._installs.open = self
+        try:
+            return self._shard.busy(self._enter)
+        except BaseException as error:
+            self.fail(error, raises=False)
+            raise
+
+    @property
+    def _replica(self) -> str:
+        return self._shard.group.seat.replica
+
+    @property
+    def _rank(self) -> int:
+        return self._shard.group.seat.rank
+
+    def _enter(self) -> VersionRef:
+        shard, ledger = self._shard, self._shard.group.ledger
+        deadline = shard.deadline(self._asked, self._timeout_s)
+        self._installs.told.wait(max(0.0, deadline.left_s()))
+        install = ledger.install
+        if shard.is_alone:
+            assert install is not None
+            self._attempt = install.attempt + 1
+            looked = (shard.intake.found, self._installs.mine)
+            meant = (ref for ref in looked if ref and ref.version == self._spec.absolute)
+            known = next(meant, None)
+            rule = partial(rules.enter_alone, attempt=self._attempt, spec=self._spec, known=known)
+            ranges = () if known else spec_ranges(shard.group.seat.keys)
+            install = self._installs.write(rule, deadline, ranges)
+        else:
+            task = GroupTask("install", self._asked, deadline, self._decide)
+            shard.as_one(self._asked, partial(shard.make, task))
+            install = ledger.install
+        assert install is not None
+        self._attempt, ref = install.attempt, install.trying or install.active
+        assert ref is not None
+        self._ref, shard.intake.refs, shard.intake.torn = ref, set(), ""
+        ledger.block = self._text
+        return ref
+
+    def _decide(self, call: GroupCall) -> None:
+        keys = call.seat.keys
+        ranges = (one(keys.install(call.seat.inst)), *spec_ranges(keys))
+        call.decide(ranges, partial(rules.enter, spec=self._spec))
+
+    @property
+    def _text(self) -> str:
+        """Of the call that ends it."""
+        return f"installed {self._ref.version} ({self._attempt})" if self._ref else self._asked
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        shard, number = self._shard, self._shard.group.ledger.calls_made
+        try:
+            shard.require_usable()
+            if self._installs.open is not self:
+                raise UsageError(
+                    f"{self._text}: another install was begun in the block of this one, and has "
+                    "ended it; leave a block before the next"
+                )
+        except (ClosedError, UsageError):
+            if error is None:
+                raise
+            return
+        if error is not None:
+            self.fail(error)
+            return
+        try:
+            shard.busy(self._leave)
+        except BaseException as failed:
+            self.fail(failed, refuses=shard.group.ledger.calls_made == number)
+            raise
+        self._close()
+
+    def _leave(self) -> None:
+        shard = self._shard
+        deadline = shard.deadline(self._text, self._timeout_s)
+        if shard.is_alone:
+            ref = self._content()
+            rule = partial(rules.leave_alone, attempt=self._attempt, ref=ref)
+            self._installs.write(rule, deadline)
+        else:
+            task = GroupTask("installed", self._text, deadline, self._agree)
+            ref = shard.as_one(self._text, partial(shard.make, task))
+        self._installs.mine = ref
+
+    def _agree(self, call: GroupCall) -> VersionRef:
+        ref, seat = self._content(), call.seat
+        call.decide((), partial(rules.leave, ref=ref))
+        if call.ref != ref:
+            raise UsageError(f"{self._text}: the ranks have read {call.ref} and {ref}")
+        with call.ending():
+            if not call.has_ended and call.finish(""):
+                rule = partial(rules.end, seat=seat, call=call.decided, attempt=self._attempt)
+                call.conclude((*seat.own, one(seat.keys.install(seat.inst))), rule)
+        return ref
+
+    def _content(self) -> VersionRef:
+        """The content that the engine has now, for all that this handle knows.
+
+        Raises:
+            UsageError: Another one than was to be installed, several, or a part.
+        """
+        shard, mine = self._shard, self._installs.mine
+        assert self._ref is not None
+        if shard.intake.torn:
+            raise UsageError(f"{self._text}: {shard.intake.torn!r} has not brought all of it")
+        found = shard.intake.refs or ({mine} if mine is not None else set())
+        if len(found) != 1 or {ref.version for ref in found} != {self._ref.version}:
+            numbers = sorted(ref.version for ref in found) or "nothing"
+            raise UsageError(
+                f"{self._text}: its block has read {numbers}; expected one content, of the version "
+                "that was entered, or nothing if this process had it installed last"
+            )
+        [ref] = found
+        install = shard.group.ledger.install
+        rules.refuse_older(ref, install.floor if install else None)
+        return ref
+
+    def fail(self, error: BaseException, *, refuses: bool = True, raises: bool = True) -> None:
+        """Tell everybody that this rank has left badly.
+
+        Args:
+            refuses: Its peers are, or will be, in a call of the block, or that which ends it.
+
+        Raises:
+            InstallRejected: This rank's error is another's.
+        """
+        shard, ledger = self._shard, self._shard.group.ledger
+        if self._ref is None and not shard.is_alone:
+            self._learn()
+        found: Rejection | None = None
+        if self._attempt:
+            mine = self._rejection(error)
+            if mine is not None:
+                ledger.left_badly(self._attempt, mine)
+            told = self._installs.tell(partial(rules.reject, attempt=self._attempt, rejection=mine))
+            found = told.rejected if told and told.attempt == self._attempt else None
+            is_first = found is None or (found == mine and found.rank == self._rank)
+            if refuses and is_first and not shard.is_alone:
+                with suppress(ClosedError):
+                    shard.busy(partial(shard.refuse, self._text, error), is_member=False)
+        self._close()
+        if raises and found and found.rank != self._rank and isinstance(error, TorchRosError):
+            version = found.ref.version
+            raise InstallRejected(self._replica, version, found.rank, found.reason) from error
+
+    def _learn(self) -> None:
+        """Find out whether the group has entered without this rank."""
+        shard, ledger = self._shard, self._shard.group.ledger
+        with suppress(TorchRosError):
+            deadline = Deadline(f"the end of {self._asked}", CLEAN_UP_S)
+            shard.busy(partial(shard.catch_up, deadline), is_member=False)
+        if ledger.install is not None and ledger.install.trying is not None:
+            self._attempt, self._ref = ledger.install.attempt, ledger.install.trying
+
+    def _rejection(self, error: BaseException) -> Rejection | None:
+        if self._ref is None:
+            return None
+        rank, reason = self._rank, f"{type(error).__name__}: {error}"
+        if isinstance(error, CallAborted):
+            rank, reason = error.rank, error.reason
+        text = reason.encode(errors="backslashreplace").decode()[:REASON_MAX]
+        return Rejection(self._ref, rank, text)
+
+    def _close(self) -> None:
+        self._shard.intake.refs, self._shard.group.ledger.block = None, ""
+        self._installs.open = None

@@ -1,0 +1,29 @@
+"""The versions that calls of one handle bring in, for the install that they are a part of."""
+
+from torch_ros.errors import UsageError
+from torch_ros.protocol.ledger import Ledger
+from torch_ros.protocol.records import VersionRef
+
+
+class Intake:
+    """Told by each call that reads, where it begins and where it has brought everything."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.found: VersionRef | None = None  # by the last look at a version's contents
+        self.refs: set[VersionRef] | None = None  # in the block of an install; None: outside
+        self.torn = ""  # the last call that has not brought all that it was asked for
+
+    def begins(self, call: str) -> None:
+        """Raises: UsageError: It belongs into an install: others believe what the engine uses."""
+        self.torn = call
+        if self._ledger.install is not None and self.refs is None:
+            raise UsageError(
+                f"{call}: this handle was opened with installs=True, and reads within "
+                "`with handle.installing(version):` only"
+            )
+
+    def ends(self, ref: VersionRef) -> None:
+        self.torn = ""
+        if self.refs is not None:
+            self.refs.add(ref)
