@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from printed import printed
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, base
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
@@ -154,3 +156,12 @@ def test_our_engine_has_what_verls_abstract_one_asks_for(engines):
         named = [one.name for one in asked if one.kind is not one.VAR_KEYWORD]
         assert set(named) <= set(has), name
     assert ours.wire_format == CheckpointEngine.wire_format
+
+
+def test_the_configuration_in_the_documents_is_one_of_verls():
+    job = OmegaConf.create(printed("verl", "yaml"))
+    config = CheckpointEngineConfig(**job.actor_rollout_ref.rollout.checkpoint_engine)
+    import_external_libs(config.custom_backend_module)
+    own = OmegaConf.to_container(config.engine_kwargs)[config.backend]
+    made = CheckpointEngineRegistry.new(config.backend, bucket_size=1 << 20, is_master=True, **own)
+    assert made.prepare()["job"].startswith("verl-")

@@ -1,6 +1,7 @@
 """SGLang's custom weight loader, on a module with loaders like SGLang's own."""
 
 import ctypes
+import importlib
 import json
 import sys
 import types
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from printed import printed
 from workers import HIDDEN, OLD, Worker, shapes
 
 import torch_ros
@@ -252,3 +254,35 @@ def test_a_request_is_one_small_tensor():
     ((name, tensor),) = sglang.request(7, "policy", options={"endpoint": "etcd://host:1"})
     assert name == "torch_ros"
     assert json.loads(bytes(tensor.tolist()))["version"] == 7
+
+
+def test_the_lines_in_the_documents_update_an_engine(trainer, monkeypatch):
+    class Engine:
+        """Its signatures are those that `tests/engines` finds in SGLang's wheel."""
+
+        def __init__(self, model_path, load_format, custom_weight_loader):
+            self.loaders, self.worker, self.is_open = custom_weight_loader, Worker(0, 1), False
+
+        def begin_weight_update(self):
+            self.is_open = True
+
+        def end_weight_update(self):
+            self.is_open = False
+
+        def update_weights_from_tensor(self, named_tensors, load_format=None):
+            assert self.is_open
+            assert load_format in self.loaders
+            module, _, name = load_format.rpartition(".")
+            getattr(importlib.import_module(module), name)(self.worker, named_tensors)
+            return True, "Success"
+
+        def generate(self, prompts):
+            assert not self.is_open
+            return [is_loaded(self.worker, weights)]
+
+    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=Engine))
+    weights = publish(trainer, 1)
+    code = printed("SGLang", "python").replace("etcd://etcd-host:2379", trainer.options["endpoint"])
+    names = {"versions": [1, 1], "prompts": []}
+    exec(code, names)
+    assert names["outputs"] == [True]
