@@ -26,7 +26,7 @@ import puppets  # noqa: E402
 import torch_ros  # noqa: E402
 from torch_ros.integrations.vllm import attach  # noqa: E402
 
-BYTES_PER_LAYER = 4 * (3 * 1024 * 3072 + 3 * 1024 * 1024)
+BYTES_PER_LAYER = 4 * (3 * 1024 * 3072 + 5 * 1024 * 512)  # gate, up, down; q, k, v, o
 
 
 def model(path: str, mib: int) -> None:
@@ -95,7 +95,7 @@ def measure(engine: object, trainer: Trainer, endpoint: str, repeat: int) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--mib", type=int, default=256, help="of the model, at least")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
