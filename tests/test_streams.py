@@ -26,6 +26,7 @@ from torch_ros.errors import (
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.shard import filling, streams
 from torch_ros.store.txn import Read
+from torch_ros.transfer.batches import Preparation
 from torch_ros.transfer.card import WORD_BYTES
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
@@ -143,9 +144,58 @@ def test_memory_is_two_buffers_and_a_larger_tensor_has_one_for_itself(opened):
     tensors = {**rows(6), "large": torch.randn(4 * ROW // 4)}
     publisher(opened, tensors)
     stream = opened("engine").stream(1, tensors_in("w", 6, "large"), buffer_bytes=2 * ROW)
-    sizes = [buffer.numel() for buffer in stream._filling._buffers._buffers]
-    assert sizes == [2 * ROW, 4 * ROW]  # buffers 0 and 2, and 1 and 3
+    assert stream._filling._buffers.sizes == [2 * ROW, 4 * ROW]  # buffers 0 and 2, and 1 and 3
     assert len(list(stream)) == 7
+
+
+@only_memory
+def test_the_next_stream_finds_all_prepared_unless_a_tensor_of_the_last_one_is_kept(
+    opened, monkeypatch
+):
+    tensors, prepared = rows(8), []
+    trainer, engine = publisher(opened, tensors), opened("engine")
+    batches = Preparation.batches
+
+    def noted(self, *args):
+        prepared.append(1)
+        return batches(self, *args)
+
+    monkeypatch.setattr(Preparation, "batches", noted)
+
+    def publish(version):
+        trainer.unpublish()
+        for tensor in tensors.values():
+            tensor.add_(1)
+        trainer.publish(version)
+
+    def places(version, rows=2):
+        until(lambda: is_over(engine))
+        del prepared[:]
+        found = set()
+        with engine.stream(version, tensors, buffer_bytes=rows * ROW) as stream:
+            for fqn, tensor in stream:
+                assert _same(tensor, tensors[fqn])
+                found.add(tensor.data_ptr())
+        return found
+
+    first = places(1)
+    assert (len(first), len(prepared)) == (4, 4)
+    publish(2)
+    assert places(2) == first
+    assert not prepared
+    next(engine.stream(2, tensors, buffer_bytes=2 * ROW))  # it stops in the middle
+    gc.collect()
+    publish(3)
+    assert places(3) == first
+
+    kept = dict(engine.stream(3, tensors, buffer_bytes=2 * ROW))
+    expected = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
+    publish(4)
+    assert places(4).isdisjoint(first)
+    for fqn in list(tensors)[4:]:  # of the last two buffers
+        assert _same(kept[fqn], expected[fqn])
+    for size in (3, 2, 8):  # the same tensors, divided otherwise
+        places(4, size)
 
 
 def tensors_in(prefix, count, *others):
@@ -404,7 +454,7 @@ def test_a_stream_that_is_closed_waits_for_no_word_of_a_mute_source(opened, monk
     assert asked.wait(10)
     stream.close()
     assert stream._filling.over.is_set()
-    (mailbox,) = stream._filling._reading.peers._mailboxes.values()
+    (mailbox,) = stream._filling._lane.reading.peers._mailboxes.values()
     assert mailbox.is_late  # into memory that nothing else uses
     mute.clear()
 

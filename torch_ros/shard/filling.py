@@ -41,11 +41,10 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Ranges, View
 from torch_ros.transfer.feed import Arrivals, Feed, FeedSource, Supply, connect
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.streamed import BUFFERS, Buffers, Named, Part, layout_of, parts_of
+from torch_ros.transfer.streamed import BUFFERS, Buffers, Lane, Named, Part
 from torch_ros.weights.digest import chunk_digests
-from torch_ros.weights.manifest import OBJECT, Layout, logical
+from torch_ros.weights.manifest import OBJECT, logical
 from torch_ros.weights.plan import ReadPlan
 
 log = logging.getLogger(__name__)
@@ -102,14 +101,15 @@ class Filling:
         ended: Called at its end, with nothing in flight: takes that back.
     """
 
-    _reading: Reading
+    _lane: Lane
+    _buffers: Buffers
 
     def __init__(
         self,
         shard: Shard,
         wanted: Wanted,
-        begun: Callable[["Filling"], Reading],
-        ended: Callable[["Filling", Reading | None], None],
+        begun: Callable[["Filling"], Lane],
+        ended: Callable[["Filling", Lane | None], None],
     ) -> None:
         self._shard, self._group, self.wanted = shard, shard.group, wanted
         self._begun, self._ended = begun, ended
@@ -125,10 +125,8 @@ class Filling:
         self._inst = ""  # the source that was chosen last
         self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
-        self._target: Layout | None = None
         self._digests = Digests()  # of the version, from the first source that knows them
-        self._buffers: Buffers | None = None
-        self._views: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(BUFFERS)]
+        self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._reroutes = self._bytes_read = 0
 
     # Called by the consumer
@@ -143,7 +141,11 @@ class Filling:
         self.asked = max(self.asked, number + 1)
         self._wishes.ring()
         self._await(lambda: self.landed > number)
-        return self._views[number % BUFFERS]
+        return self.parts[number].views(self._memory[number % BUFFERS])
+
+    def forget(self) -> None:
+        """Take nothing any more, so that the next stream may have the buffers."""
+        self._memory = []
 
     def drop(self) -> None:
         """End it, soon. May be called by a finalizer, in any thread."""
@@ -163,9 +165,9 @@ class Filling:
 
     def run(self) -> None:
         """Fill all; then, or when it is dropped or fails, leave nothing behind."""
-        reading = None
+        lane = None
         try:
-            reading = self._reading = self._begun(self)
+            lane = self._lane = self._begun(self)
             self._fill_all()
         except Dropped:
             pass
@@ -174,9 +176,7 @@ class Filling:
         finally:
             try:
                 self._leave()
-                if self._buffers is not None:
-                    self._buffers.close()
-                self._ended(self, reading)
+                self._ended(self, lane)
             finally:
                 self.over.set()
                 self._news.ring()
@@ -185,12 +185,13 @@ class Filling:
         wanted = self.wanted
         self._check()
         self._with_source(self._deadline("a source"), lambda _: None)
-        self._buffers = Buffers(self._shard.transport, self._shard.pages, self.parts)
+        self._buffers = self._lane.buffers(self._shard.transport, self._shard.pages)
+        self._memory = self._buffers.lend()
         self.is_planned = True
         self._news.ring()
-        for number, part in enumerate(self.parts):
+        for number in range(len(self.parts)):
             self._await_room(number)
-            self._fill(number, part)
+            self._fill(number)
             self.landed = number + 1
             self._news.ring()
         log.info(
@@ -229,16 +230,14 @@ class Filling:
                 self._leave()  # nobody is held up by a consumer that stands still
             latch.wait(left_s if left_s > 0 else LOOK_S)
 
-    def _fill(self, number: int, part: Part) -> None:
-        assert self._buffers is not None
-        views = self._views[number % BUFFERS] = part.views(self._buffers[number])
-        phase, deadline = part.phase(views), self._deadline(f"buffer {number}")
+    def _fill(self, number: int) -> None:
+        phase, deadline = self._buffers.phase(number), self._deadline(f"buffer {number}")
         if not phase.memory:
             return
 
         def read(at: Attachment) -> None:
-            supply = Supply(part.plan(at.plan), at.feed)
-            self._reading.read([supply], phase, arrivals, deadline)
+            supply = Supply(self._lane.plan(number, at.plan), at.feed)
+            self._lane.reading.read([supply], phase, arrivals, deadline)
 
         for tries_left in reversed(range(HEAL_TRIES)):
             arrivals = Arrivals(phase.layout.blocks.total)
@@ -307,16 +306,17 @@ class Filling:
             check=self._check,
         )
         cards = [shard.card for shard in source.shards]
-        feed = connect(self._reading.peers, cards, there, deadline)
+        lane, reading = self._lane, self._lane.reading
+        feed = connect(reading.peers, cards, there, deadline)
         if layout and _digest_of(feed) != layout:
             raise SourceLost(replica_of(inst), "it does not show the version", 0, 0)
-        if self._target is None:
-            named = self._named(feed)
-            self._target, self.parts = layout_of(named), parts_of(named, self.wanted.buffer_bytes)
-        near = self._reading.peers.is_near([agent for agent, _ in feed.manifests])
+        if not self.is_planned:
+            lane.divide(self._named(feed), self.wanted.buffer_bytes)
+            self.parts = lane.parts
+        near = reading.peers.is_near([agent for agent, _ in feed.manifests])
         rank = self._group.seat.rank
         try:
-            plan = self._reading.plan(feed.layouts, self._target, rank, is_near=near)
+            plan = reading.plan(feed.layouts, lane.target, rank, is_near=near)
         except UsageError as error:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
         if self._digests.depth == "off":

@@ -445,8 +445,13 @@ class ShardHandle:
         Tensors come in the order of `fqns`, in host memory, contiguous, in two buffers: while one
         is used, a thread reads the next tensors into the other. A tensor is valid until `next` is
         called with `left_in_buffer` at 0: with its last tensor, a buffer ends, and is filled
-        again. What is needed for longer has to be copied. Nothing that is handed out may still
-        turn out to be wrong.
+        again. Those of the last two buffers stay valid for as long as the program has them. What
+        else is needed for longer has to be copied. Nothing that is handed out may still turn out
+        to be wrong.
+
+        The handle keeps the two buffers and all that it has prepared: its next stream of the same
+        tensors in buffers of this size begins without delay. That one gets other buffers if the
+        program still has a tensor, or the stream itself; the old ones then go with the last tensor.
 
         The consumer may take its time. A source waits for it for 5 s; when the consumer goes on
         later, the stream finds that source again or another one. Close the stream, or drop it, to
@@ -465,7 +470,8 @@ class ShardHandle:
 
         Cost: 5 requests to etcd, with several ranks up to 7; 4 more after each pause of more than
         5 s.
-        Memory: 2 * max(buffer_bytes, largest tensor).
+        Memory: 2 * max(buffer_bytes, largest tensor), for each of those that run at the same time;
+        as much is kept until the handle closes, or streams other tensors.
         """
         return self._streams.open(version, fqns, buffer_bytes, timeout_s)
 

@@ -23,7 +23,7 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.filling import Filling, Wanted
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import View
-from torch_ros.transfer.reading import Reading
+from torch_ros.transfer.streamed import Lane
 
 CLOSE_S = 5.0  # for its thread to see reads in flight to their end, and to take its record back
 
@@ -71,6 +71,7 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         if not self._left:
             if self._taken == len(self._filling.parts):
                 self._shard.intake.ends(self._filling.wanted.ref)
+                self._filling.forget()
                 raise StopIteration
             left = deque(self._filling.take(self._taken))
             self._left, self._taken = left, self._taken + 1  # Ctrl-C comes before, or after
@@ -85,6 +86,7 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         """
         self._is_closed = True
         self._left.clear()
+        self._filling.forget()
         self._filling.drop()
         with suppress(ClosedError):  # its thread has ended, or is the parent's
             self._shard.require_usable()
@@ -104,7 +106,7 @@ class Streams:
         self._shard = shard
         self._numbers = itertools.count(1)
         self._open: set[Filling] = set()
-        self._spare: list[Reading] = []  # connected, and used by nobody
+        self._spare: list[Lane] = []  # connected, and used by nobody
         shard.before_end.append(self.close)
 
     def open(
@@ -153,23 +155,23 @@ class Streams:
             return group.ask(spec_ranges(keys), rule, deadline)
         return shard.make(GroupTask("agree", deadline.what, deadline, perform))
 
-    def _begun(self, filling: Filling) -> Reading:
+    def _begun(self, filling: Filling) -> Lane:
         """What it reads with. Either this sees that the handle closes, or `close` sees it."""
         self._open.add(filling)
         self._shard.require_usable()
         try:
             return self._spare.pop()
         except IndexError:
-            return self._shard.reading.beside()
+            return Lane(self._shard.reading.beside())
 
-    def _ended(self, filling: Filling, reading: Reading | None) -> None:
+    def _ended(self, filling: Filling, lane: Lane | None) -> None:
         self._open.discard(filling)
-        if reading is None:
+        if lane is None:
             return
         if filling.error is None and not self._shard.is_closed and not self._spare:
-            self._spare.append(reading)
+            self._spare.append(lane)
         else:
-            _close(reading)
+            lane.close()
 
     def close(self) -> None:
         """End all; wait for what they have in flight."""
@@ -179,12 +181,7 @@ class Streams:
         for filling in left:
             filling.over.wait(CLOSE_S)
         while self._spare:
-            _close(self._spare.pop())
-
-
-def _close(reading: Reading) -> None:
-    reading.close()
-    reading.peers.close()
+            self._spare.pop().close()
 
 
 def _names(fqns: Iterable[str], buffer_bytes: int) -> list[str]:

@@ -31,6 +31,7 @@ PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
 # other rollout is a source at times. A span takes about half a KiB, and to prepare it takes ten
 # times as long as to post it again.
 PREPARED_MAX, PREPARED_SPANS_MAX = 16, 200_000
+STREAMED_MAX = 1024  # instead of 16: a stream makes a read of each buffer that it fills
 # A slow source has the time of everything in flight at this speed: its word is answered behind it.
 SLOW_BYTES_PER_S = 20e6
 
@@ -41,8 +42,8 @@ class Reading:
     """The reads of this process: its peers, plans, staging and prepared batches.
 
     One thread at a time. `staging_bytes` is the size of each device's buffer; `costs` are those
-    of memory that this process copies itself, and those of all other memory. `keeps`: what it has
-    prepared for a read, for the next one into the same memory.
+    of memory that this process copies itself, and those of all other memory. `prepared_max` reads
+    stay prepared, for the next ones into the same memory.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Reading:
         costs: tuple[Costs, Costs],
         pages: HugePages,
         *,
-        keeps: bool = True,
+        prepared_max: int = PREPARED_MAX,
     ) -> None:
-        self._transport, self._pages, self._keeps = transport, pages, keeps
+        self._transport, self._pages, self._prepared_max = transport, pages, prepared_max
         self.peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
         self._near_costs, self._far_costs = costs
@@ -62,10 +63,11 @@ class Reading:
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
 
     def beside(self) -> Reading:
-        """Another, for a thread of its own, whose reads are each prepared anew."""
+        """Another, for a thread of its own, and the reads of streams."""
         costs = (self._near_costs, self._far_costs)
         size_bytes = self._staging.size_bytes
-        return Reading(self._transport, size_bytes, costs, self._pages, keeps=False)
+        most = STREAMED_MAX
+        return Reading(self._transport, size_bytes, costs, self._pages, prepared_max=most)
 
     def plan(
         self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
@@ -116,7 +118,7 @@ class Reading:
             return
         reads = ReadPass(self.peers, supplies, phase, progress, deadline, counted)
         try:
-            if done.any() or not self._keeps:  # it may be the rest, after a source was lost
+            if done.any():  # the rest, after a source was lost
                 preparation = Preparation(self.peers, self._staging, phase)
                 batches = preparation.batches(supplies, np.flatnonzero(~done))
                 try:
@@ -152,7 +154,7 @@ class Reading:
 
     def _keeps_too_much(self) -> bool:
         kept = [supply.plan.span_count for all_, _ in self._prepared.values() for supply in all_]
-        return len(self._prepared) > PREPARED_MAX or sum(kept) > PREPARED_SPANS_MAX
+        return len(self._prepared) > self._prepared_max or sum(kept) > PREPARED_SPANS_MAX
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""

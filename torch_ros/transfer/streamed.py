@@ -1,6 +1,7 @@
 """Whole tensors that come one after the other, through two buffers that are filled in turn."""
 
 import math
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
+from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Phase
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.manifest import (
@@ -60,10 +62,12 @@ class Part:
         for (fqn, (name, shape)), start in zip(self.tensors, self.starts, strict=True):
             dtype = dtype_named(name)
             size = math.prod(shape) * dtype.itemsize
-            there = (
-                buffer[start : start + size].view(dtype) if size else torch.empty(0, dtype=dtype)
+            place = (
+                buffer[start : start + size]
+                if size
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
-            found.append((fqn, there.view(shape)))
+            found.append((fqn, place.view(dtype).view(shape)))
         return found
 
     def phase(self, views: Sequence[tuple[str, torch.Tensor]]) -> Phase:
@@ -116,10 +120,12 @@ class Buffers:
 
     def __init__(self, transport: Transport, pages: HugePages, parts: Sequence[Part]) -> None:
         sizes = [max((p.size_bytes for p in parts[n::BUFFERS]), default=0) for n in range(BUFFERS)]
-        self._buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._parts, self._phases = parts, dict[int, Phase]()
+        self._memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._lent: list[weakref.ref[object]] = []
         self._registrations: list[Registration] = []
         try:
-            for buffer in filter(torch.Tensor.numel, self._buffers):
+            for buffer in filter(torch.Tensor.numel, self._memory):
                 region = Region(buffer.data_ptr(), buffer.nbytes)
                 pages.ask([region])
                 self._registrations.append(transport.register([region]))
@@ -127,9 +133,27 @@ class Buffers:
             self.close()
             raise
 
-    def __getitem__(self, number: int) -> torch.Tensor:
-        """The buffer of the part of that number."""
-        return self._buffers[number % BUFFERS]
+    @property
+    def sizes(self) -> list[int]:
+        return [memory.nbytes for memory in self._memory]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has anything any more of what was lent."""
+        return all(lent() is None for lent in self._lent)
+
+    def lend(self) -> list[torch.Tensor]:
+        """The memory, for one stream to hand out: not free while a view of it is left."""
+        arrays = [memory.numpy()[:] for memory in self._memory]
+        self._lent = [weakref.ref(array) for array in arrays]
+        return [torch.from_numpy(array) for array in arrays]
+
+    def phase(self, number: int) -> Phase:
+        """Where the part of that number is read into."""
+        if number not in self._phases:
+            part = self._parts[number]
+            self._phases[number] = part.phase(part.views(self._memory[number % BUFFERS]))
+        return self._phases[number]
 
     def close(self) -> None:
         """Nothing is read into them any more."""
@@ -137,3 +161,53 @@ class Buffers:
             registration = self._registrations.pop()
             with suppress(Exception):  # its transport has ended
                 registration.close()
+
+
+class Lane:
+    """What a stream reads with. For the next one of the same tensors, all of it is prepared.
+
+    One stream at a time.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.target, self.parts = Layout((), ()), list[Part]()
+        self._named: Named = ()
+        self._buffer_bytes = 0
+        self._buffers: Buffers | None = None
+        self._whole: ReadPlan | None = None
+        self._plans = dict[int, ReadPlan]()  # of the parts, by number
+
+    def divide(self, named: Named, buffer_bytes: int) -> None:
+        """Have these tensors come, in buffers of that size."""
+        if (named, buffer_bytes) != (self._named, self._buffer_bytes):
+            self._let_go()
+            self._named, self._buffer_bytes, self._whole = named, buffer_bytes, None
+            self.target, self.parts = layout_of(named), parts_of(named, buffer_bytes)
+
+    def buffers(self, transport: Transport, pages: HugePages) -> Buffers:
+        """Those of the last stream, if nobody has any of its tensors; else new ones."""
+        if self._buffers is None or not self._buffers.is_free:
+            self._let_go()
+            self._buffers = Buffers(transport, pages, self.parts)
+        return self._buffers
+
+    def plan(self, number: int, whole: ReadPlan) -> ReadPlan:
+        """The same plan each time, by which its prepared reads are found."""
+        if whole is not self._whole:
+            self._whole, self._plans = whole, {}
+        if number not in self._plans:
+            self._plans[number] = self.parts[number].plan(whole)
+        return self._plans[number]
+
+    def close(self) -> None:
+        """Let go of all. Nothing is in flight."""
+        self._let_go()
+        self.reading.close()
+        self.reading.peers.close()
+
+    def _let_go(self) -> None:
+        self.reading.forget()
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.close()
