@@ -18,7 +18,7 @@ BUFFER_BYTES = 64 << 20
 
 REPLICATE = "replicate"
 STREAM = "stream, in buffers of 64 MiB"
-PEAK = "stream: peak RSS"
+PEAK = "stream: peak RSS, beyond that before the first"
 
 
 class Streamer:
@@ -29,14 +29,14 @@ class Streamer:
         self._handle = torch_ros.open(
             f"{setup.name}-{model}", endpoint=setup.endpoint, replica="streamer", **ALONE
         )
+        self._before = status_bytes("VmRSS")  # of any stream: the handle keeps buffers
 
     def stream(self, version: int) -> dict[str, float]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-        before = status_bytes("VmRSS")
         elapsed_s = seconds(lambda: self._consume(version))
         return {
             "elapsed_s": elapsed_s,
-            "grown_mib": (status_bytes("VmHWM") - before) / 2**20,
+            "grown_mib": (status_bytes("VmHWM") - self._before) / 2**20,
         }
 
     def _consume(self, version: int) -> None:
