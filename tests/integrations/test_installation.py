@@ -138,8 +138,8 @@ def trainer(opened):
     return Publisher(opened())
 
 
-def installer_of(handle, module, obstacles=(), **options):
-    return Installer(handle, Toy(module, obstacles), InstallOptions(**options))
+def installer_of(handle, module, obstacles=(), *, tells=False, **options):
+    return Installer(handle, Toy(module, obstacles), InstallOptions(**options), tells=tells)
 
 
 # -- one process
@@ -376,9 +376,9 @@ def test_options_are_checked(options):
 @pytest.mark.parametrize("on_failure", ["reread", "keep", "refuse"])
 def test_a_failure_after_the_first_byte(opened, trainer, on_failure):
     """The last version is there again, from a peer or from a copy; or the engine has none."""
-    engine, follower, other = Fused(), opened(), opened()
+    engine, follower, other = Fused(), opened(installs=True), opened()
     obstacles = {"out.weight": Obstacle("packed")}
-    installer = installer_of(follower, engine, obstacles, on_failure=on_failure)
+    installer = installer_of(follower, engine, obstacles, tells=True, on_failure=on_failure)
     first = trainer.publish(1)
     installer.install(1, 20)
     if on_failure == "reread":
@@ -398,6 +398,10 @@ def test_a_failure_after_the_first_byte(opened, trainer, on_failure):
     with pytest.raises(RuntimeError, match="gives up"):
         installer.install(2, 20)
     assert installer.active == (None if on_failure == "refuse" else 1)
+    told = trainer.handle.installs()[follower.replica]
+    assert (told.active.version if told.active else None) == installer.active
+    assert (told.rejected.ref.version, told.rejected.rank) == (2, 0)
+    assert "gives up" in told.rejected.reason
     assert engine.has(first) == (on_failure != "refuse")
     del engine.load_weights
     third = trainer.publish(3)
@@ -421,8 +425,10 @@ def pair(place):
             return [future.result(90) for future in [threads.submit(step, r) for r in range(2)]]
 
         def prepare(rank):
-            handle = torch_ros.open("m", **place, replica="pair", rank=rank, world_size=2)
-            installers[rank] = Installer(handle, toys[rank], InstallOptions(), peers.of(rank))
+            options = {**place, "replica": "pair", "rank": rank, "world_size": 2}
+            handle = torch_ros.open("m", **options, installs=True)
+            peer = peers.of(rank)
+            installers[rank] = Installer(handle, toys[rank], InstallOptions(), peer, tells=True)
 
         each(prepare)
         yield engines, toys, installers, each

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Protocol, TypeVar, get_args
@@ -10,7 +11,13 @@ from typing import Literal, Protocol, TypeVar, get_args
 import torch
 
 import torch_ros
-from torch_ros.errors import ManifestMismatch, TorchRosError, UsageError
+from torch_ros.errors import (
+    CallAborted,
+    InstallRejected,
+    ManifestMismatch,
+    TorchRosError,
+    UsageError,
+)
 from torch_ros.integrations.landing_plan import (
     SAME,
     LandingPlan,
@@ -178,7 +185,11 @@ class _Extent:
 
 
 class Installer:
-    """Brings versions into one engine, by a handle that nothing else uses."""
+    """Brings versions into one engine, by a handle that nothing else uses.
+
+    Args:
+        tells: The handle was opened with `installs=True`: whoever waits for a version is told.
+    """
 
     def __init__(
         self,
@@ -186,8 +197,10 @@ class Installer:
         engine: Engine,
         options: InstallOptions,
         peers: EngineRanks | None = None,
+        *,
+        tells: bool = False,
     ) -> None:
-        self.handle, self.options = handle, options
+        self.handle, self.options, self._tells = handle, options, tells
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
         self.report: InstallReport | None = None
@@ -196,6 +209,7 @@ class Installer:
         self._recorded: _Recorded | None = None
         self._run = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
+        self._failed: int | None = None  # the rank of the last error, in its own words
 
     def install(self, version: int | str, timeout_s: float) -> InstallReport:
         """Bring a version into the engine of all ranks. Collective; all raise if one does.
@@ -217,14 +231,18 @@ class Installer:
         run, number = self._first(lambda: self._named(version, timeout_s))
         if self.report and all(self._peers.gather(run == self._run and self._serves(number))):
             return self.report
-        look = self._together(lambda: self._look(number, watch))
         before, kept = self.active, dict[str, torch.Tensor]()
-        if self.options.on_failure == "keep":
-            kept = self._together(lambda: _copy(self._engine.state()))
-        extent = self._extent(look)
         self.active, self._has_written = None, False
+
+        def bring() -> InstallReport:
+            look = self._together(lambda: self._look(number, watch))
+            if self.options.on_failure == "keep":
+                kept.update(self._together(lambda: _copy(self._engine.state())))
+            extent = self._extent(look)
+            return self._together(lambda: self._write(number, look, extent, watch))
+
         try:
-            report = self._together(lambda: self._write(number, look, extent, watch))
+            report = self._told(number, watch.left_s, bring)
         except Exception:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
@@ -240,6 +258,25 @@ class Installer:
     def _serves(self, version: int) -> bool:
         """Whether the engine has this version, and it is offered: nobody writes to it."""
         return self.active == self.handle.version == version
+
+    def _told(self, version: int, timeout_s: float, step: Callable[[], T]) -> T:
+        """A step of all ranks, as an install that others are told of, if the handle does so."""
+        if not self._tells:
+            return step()
+        block = self.handle.installing(version, timeout_s=timeout_s)
+        left = ExitStack()
+        try:
+            self._together(lambda: left.enter_context(block))
+            found = step()
+        except Exception as error:
+            is_mine = self._failed in (None, self.handle.rank)
+            rank, reason = self._failed or 0, f"{type(error).__name__}: {error}"
+            told = error if is_mine else CallAborted(self.handle.replica, 0, rank, reason)
+            with suppress(InstallRejected):
+                left.__exit__(type(told), told, None)
+            raise
+        self._together(left.close)
+        return found
 
     # Ranks
 
@@ -260,8 +297,10 @@ class Installer:
             is_plain = isinstance(error, TorchRosError)
             failed = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
             failed.__cause__ = None if is_plain else error
-        for each in self._peers.gather(failed):
+        self._failed = None
+        for rank, each in enumerate(self._peers.gather(failed)):
             if each is not None:
+                self._failed = rank if failed is None else self.handle.rank
                 raise failed or each
         return found[0]
 
@@ -401,19 +440,21 @@ class Installer:
     def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
         """Give the engine the version that it had; after an error it has none."""
         is_there = self.handle.version == version or not self._has_written
-        if all(self._peers.gather(is_there)):  # it failed before the first byte
-            self.active = version
-            return
-        if self.options.on_failure == "refuse":
+        is_intact = all(self._peers.gather(is_there))  # it failed before the first byte
+        if self.options.on_failure == "refuse" and not is_intact:
             return
         watch = Laps(time.perf_counter() + timeout_s)
-        try:
-            if kept:
+
+        def bring() -> None:
+            if kept and not is_intact:
                 self._together(lambda: self._put_back(kept))
-            else:
+            elif not is_intact:
                 look = self._together(lambda: self._look(version, watch))
                 extent = self._extent(look)
                 self._together(lambda: self._write(version, look, extent, watch))
+
+        try:
+            self._told(version, watch.left_s, bring)
         except Exception:
             log.exception("the engine has no version: version %d cannot be brought back", version)
         else:

@@ -70,7 +70,6 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         self._shard.require_usable()
         if not self._left:
             if self._taken == len(self._filling.parts):
-                self._shard.intake.ends(self._filling.wanted.ref)
                 self._filling.forget()
                 raise StopIteration
             left = deque(self._filling.take(self._taken))
@@ -136,6 +135,8 @@ class Streams:
         except BaseException:  # Ctrl-C, or no thread to be had
             filling.drop()
             raise
+        if not filling.parts:
+            shard.intake.ends(ref)
         return stream
 
     def _decide(self, spec: Spec, deadline: Deadline) -> VersionRef:

@@ -30,6 +30,8 @@ def follow(engine, trainer, policy, versions):
         published = trainer.publish(version)
         assert policy.update("latest")
         assert policy.version == version
+        installs = policy._handle.installs()
+        assert {one.active.version for one in installs.values()} == {version}
         assert engine.llm.get_weight_version() == str(version)
         engine.agrees(published)
         assert not policy.update("latest")

@@ -39,6 +39,8 @@ def followed(engine, train, etcd_endpoint, request):
 def goes_on(followed):
     """It answers with version 1, and takes the next one."""
     assert followed.policy.version == 1
+    installs = followed.policy._handle.installs()
+    assert [one.active.version for one in installs.values()] == [1]
     assert followed.engine.llm.get_weight_version() == "1"
     followed.engine.agrees(followed.first)
     published = followed.trainer.publish(5)

@@ -177,8 +177,9 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             is_mapped_anew=self._sleeps,
             is_dummy=config.load_config.load_format == "dummy",
         )
-        handle = torch_ros.open(info.model, **options, rank=ranks.rank, world_size=ranks.size)
-        self._installer = Installer(handle, engine, info.install_options(), ranks)
+        place = {"rank": ranks.rank, "world_size": ranks.size}
+        handle = torch_ros.open(info.model, **options, **place, installs=True)
+        self._installer = Installer(handle, engine, info.install_options(), ranks, tells=True)
         self._timeout_s = info.timeout_s
 
         def load_weights(weights: Any) -> Any:
