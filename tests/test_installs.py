@@ -1,17 +1,21 @@
 """Installs: the version that an engine uses, who says so, and who waits for that. Invariant I10."""
 
 import os
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from msgspec import structs
 
-import torch_ros
+import torch_ros.dcp
 from torch_ros.errors import (
     ClosedError,
     DeadlineExceeded,
     InstallRejected,
+    TorchRosError,
     UsageError,
     VersionNotFound,
 )
@@ -190,7 +194,7 @@ def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
     rollout = engine(opened)
     with pytest.raises(UsageError, match="has read nothing"), rollout.installing(1):
         pass
-    with pytest.raises(UsageError, match="has not brought all"), rollout.installing(1):
+    with pytest.raises(UsageError, match="did not bring all"), rollout.installing(1):
         stream = rollout.stream(1, ["w"], buffer_bytes=64)
     stream.close()
     with rollout.installing(1):
@@ -413,3 +417,108 @@ def test_a_fresh_process_is_a_stranger_to_a_group_that_has_begun_an_install():
     back = ShardRecord("h", 1, b"", is_back=True, install=Install())
     assert membership._strange([back, fresh]) == []
     assert membership._strange([structs.replace(back, install=FAILED), fresh]) == [1]
+
+
+@only_memory
+def test_no_later_call_mends_one_that_has_not_brought_all(opened, trainer):
+    rollout = engine(opened)
+    with (
+        pytest.raises(UsageError, match=r"\['stream 1'\] of its block had begun"),
+        rollout.installing(1),
+        rollout.stream(1, ["w"], buffer_bytes=64),
+    ):
+        rollout.read(1, {"w": torch.empty(4)})
+    with (
+        pytest.raises(UsageError, match=r"\['read 1'\] of its block had begun"),
+        rollout.installing(1),
+    ):
+        with suppress(TorchRosError):
+            rollout.read(1, {"w": torch.empty(5)})
+        assert dict(rollout.stream(1, ["w"], buffer_bytes=64))
+    with rollout.installing(1):
+        assert not dict(rollout.stream(1, [], buffer_bytes=64))
+        rollout.read(1, {"w": torch.empty(4)})
+    assert says(trainer) == (1, None, None)
+
+
+def struck(line, block):
+    """Strike Ctrl-C at a line that torch_ros.shard.installs runs, the n-th; whether it came."""
+    left = line
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != installs.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        block()
+    except (KeyboardInterrupt, ZeroDivisionError):
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+@only_memory
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_at_any_line_of_an_install_leaves_nobody_active(opened, trainer, fails):
+    rollout, line = engine(opened), 1
+
+    def bring(fails=fails):
+        with rollout.installing(1) as ref:
+            rollout.read(ref.version, {"w": torch.empty(4)})
+            if fails:
+                raise ZeroDivisionError
+
+    while struck(line, bring):
+        assert rollout._installs.told.wait(5), line
+        assert says(trainer)[0] is None, line
+        bring(fails=False)
+        assert says(trainer) == (1, None, None), line
+        with pytest.raises(ZeroDivisionError):
+            bring(fails=True)  # a block of what is active would change nothing
+        line += 1
+    assert line > 40
+
+
+@only_memory
+def test_what_one_thread_forgets_does_not_break_the_wait_of_another(trainer):
+    told, others = trainer._installs, []
+
+    class Meets(dict):
+        def keys(self):
+            found = set(super().keys())
+            others.append(threading.Thread(target=told.forget, args=[found]))
+            others[0].start()
+            others[0].join(0.2)
+            return found
+
+    told._missing_s = Meets(gone=9.0)
+    told.note({})
+    others[0].join()
+    assert told.heard_of() == ()
+
+
+@only_memory
+def test_one_name_is_no_list_of_replicas(trainer):
+    with pytest.raises(UsageError, match="replicas='engine': expected a list"):
+        trainer.wait_installed(1, replicas="engine")
+
+
+@only_memory
+def test_dcp_reads_within_installing_only(opened, trainer):
+    rollout, state = engine(opened), {"w": torch.empty(4)}
+    reader = torch_ros.dcp.ROSReader(1, handle=rollout)
+    with pytest.raises(dcp.CheckpointException, match="load 1: .*within `with handle.installing"):
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    with rollout.installing(1):
+        dcp.load(state, storage_reader=torch_ros.dcp.ROSReader(1, handle=rollout), no_dist=True)
+    assert state["w"][0] == 1
+    assert says(trainer) == (1, None, None)

@@ -328,7 +328,7 @@ class Load(Target):
 
     def run(self) -> ReadReport:
         shard, request, asked = self._shard, self._request, self._request.asked
-        shard.intake.begins(asked)
+        shard.intake.begins(self._deadline)
         shard.begin("agree", calls.CHECK + asked, self._deadline)
         answer = self._agree()
         if answer == "held":
@@ -404,7 +404,7 @@ class Load(Target):
             buffer.copy_(registered.objects[fqn])
         self._request.destination.vet()
         log.info("version %d of %r is already here", held.version, shard.model)
-        shard.intake.ends(held)
+        shard.intake.ends(held, self._deadline)
         shard.last_read = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {})
         return shard.last_read
 

@@ -537,8 +537,10 @@ class ShardHandle:
         Both ends are collective, and neither is open while the block lasts. Entering waits until
         the version exists; from then on this replica is active at nothing. When all ranks have
         left the block well, it is active at the version, with the content that this handle has read
-        in the block; or, if it has read nothing there, holds, has read last, or had active last.
-        The handle has to be opened with `installs=True`.
+        in the block. If it has read nothing there, that is the content with which this process has
+        left a block well last: it is intact, or back. A call of the block that failed, or a stream
+        that was not exhausted, makes the block fail too, whatever was read afterwards.
+        The handle has to be opened with `installs=True`, and reads within such blocks only.
 
         An exception that leaves the block on any rank rejects the version: trainers that wait are
         told its rank and reason, as soon as etcd answers. Then the replica is active at nothing.
@@ -555,8 +557,9 @@ class ShardHandle:
 
         Raises:
             UsageError: Such an older version, and nothing has changed; `installs=True` is missing;
-                or, when the block is left, another version was read, several were, or another
-                `installing` was begun in the block: then the replica is active at nothing.
+                or, when the block is left, another version was read, several were, a part, or
+                nothing by a process that has not installed it last, or another `installing` was
+                begun in the block: then the replica is active at nothing.
             InstallRejected: When the block is left: another rank has failed.
             VersionNotFound, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As
                 `replicate`; when the block is left too, and then the version is rejected.
@@ -592,6 +595,7 @@ class ShardHandle:
 
         Raises:
             DeadlineExceeded: It names those that have not answered, and what each is at.
+            InstallRejected: All that are not gone have rejected it; it has each one's reason.
 
         Cost: 1 request to etcd, and 1 for each change; 1 a second while a replica is missing.
         """

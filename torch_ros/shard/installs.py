@@ -5,6 +5,7 @@ docs/PROTOCOL.md#installs has the rules; invariant I10.
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -69,6 +70,7 @@ class Installs:
         self.mine: VersionRef | None = None  # the last one that this very process has left well
         self._missing_s: dict[str, float] = {}  # of each that was heard of; THERE: it is not
         self._looked_s = 0.0
+        self._lock = threading.Lock()  # several threads may wait
 
     # The own record
 
@@ -118,8 +120,8 @@ class Installs:
             finally:
                 told.set()
 
-        self.told = told
         group.start(f"torch_ros tells {group.seat.replica}", tell)
+        self.told = told  # not before: Ctrl-C may come in between, and then nobody would set it
         told.wait(CLEAN_UP_S)
         return found[0] if found else None
 
@@ -147,19 +149,21 @@ class Installs:
         return self._heard.get(name)
 
     def note(self, there: Mapping[str, Install]) -> None:
-        now_s = time.monotonic()
-        passed_s = min(now_s - self._looked_s, LOOK_MAX_S)
-        self._looked_s = now_s
-        for name in self._missing_s.keys() - there.keys():
-            missing_s = self._missing_s[name]
-            self._missing_s[name] = 0.0 if missing_s == THERE else missing_s + passed_s
-        self._heard |= there
-        self._missing_s |= dict.fromkeys(there, THERE)
+        with self._lock:
+            now_s = time.monotonic()
+            passed_s = min(now_s - self._looked_s, LOOK_MAX_S)
+            self._looked_s = now_s
+            for name in self._missing_s.keys() - there.keys():
+                missing_s = self._missing_s[name]
+                self._missing_s[name] = 0.0 if missing_s == THERE else missing_s + passed_s
+            self._heard |= there
+            self._missing_s |= dict.fromkeys(there, THERE)
 
     def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._missing_s.pop(name, None)
-            self._heard.pop(name, None)
+        with self._lock:
+            for name in names:
+                self._missing_s.pop(name, None)
+                self._heard.pop(name, None)
 
 
 class Waiting:
@@ -170,8 +174,10 @@ class Waiting:
     ) -> None:
         shard = installs.shard
         self._installs, self._deadline, self._group = installs, deadline, shard.group
-        self._named = None if replicas is None else tuple(replicas)
-        arguments.optional(arguments.texts)("replicas", self._named)
+        if replicas is not None and not isinstance(replicas, str):
+            replicas = tuple(replicas)
+        arguments.optional(arguments.texts)("replicas", replicas)
+        self._named = replicas
         seat, kept = shard.group.seat, shard.group.ledger.held
         is_own = kept is not None and kept.is_original and kept.ref.version == version
         uid = kept.ref.uid if kept is not None and is_own else ""
@@ -285,7 +291,7 @@ class Installing:
         assert install is not None
         self._attempt, ref = install.attempt, install.trying or install.active
         assert ref is not None
-        self._ref, shard.intake.refs, shard.intake.torn = ref, set(), ""
+        self._ref, shard.intake.refs, shard.intake.torn = ref, set(), set()
         ledger.block = self._text
         return ref
 
@@ -317,10 +323,10 @@ class Installing:
             return
         try:
             shard.busy(self._leave)
+            self._close()  # here: Ctrl-C may come in between
         except BaseException as failed:
             self.fail(failed, refuses=shard.group.ledger.calls_made == number)
             raise
-        self._close()
 
     def _leave(self) -> None:
         shard = self._shard
@@ -353,8 +359,10 @@ class Installing:
         """
         shard, mine = self._shard, self._installs.mine
         assert self._ref is not None
-        if shard.intake.torn:
-            raise UsageError(f"{self._text}: {shard.intake.torn!r} has not brought all of it")
+        if torn := sorted({call.what for call in shard.intake.torn}):
+            raise UsageError(
+                f"{self._text}: {torn} of its block had begun, and did not bring all; install anew"
+            )
         found = shard.intake.refs or ({mine} if mine is not None else set())
         if len(found) != 1 or {ref.version for ref in found} != {self._ref.version}:
             numbers = sorted(ref.version for ref in found) or "nothing"

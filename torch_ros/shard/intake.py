@@ -1,5 +1,6 @@
 """The versions that calls of one handle bring in, for the install that they are a part of."""
 
+from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.protocol.ledger import Ledger
 from torch_ros.protocol.records import VersionRef
@@ -12,18 +13,19 @@ class Intake:
         self._ledger = ledger
         self.found: VersionRef | None = None  # by the last look at a version's contents
         self.refs: set[VersionRef] | None = None  # in the block of an install; None: outside
-        self.torn = ""  # the last call that has not brought all that it was asked for
+        self.torn: set[Deadline] = set()  # of calls that have not brought all that was asked for
 
-    def begins(self, call: str) -> None:
+    def begins(self, call: Deadline) -> None:
         """Raises: UsageError: It belongs into an install: others believe what the engine uses."""
-        self.torn = call
+        self.torn.add(call)
         if self._ledger.install is not None and self.refs is None:
             raise UsageError(
-                f"{call}: this handle was opened with installs=True, and reads within "
+                f"{call.what}: this handle was opened with installs=True, and reads within "
                 "`with handle.installing(version):` only"
             )
 
-    def ends(self, ref: VersionRef) -> None:
-        self.torn = ""
+    def ends(self, ref: VersionRef, call: Deadline) -> None:
+        """It has brought all. No other call mends one that has not."""
+        self.torn.discard(call)
         if self.refs is not None:
             self.refs.add(ref)

@@ -74,7 +74,7 @@ def replicate(
     shard: Shard, version: int | str, floor: VersionRef | None, deadline: Deadline
 ) -> int:
     """Read a whole version into the registered tensors. Returns its number."""
-    shard.intake.begins(deadline.what)
+    shard.intake.begins(deadline)
     asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
     spec = Spec.parse(version, floor)
     return read_version(shard, asked, spec, SourceTerms(), Target(shard), deadline).version
@@ -82,12 +82,12 @@ def replicate(
 
 def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
     """Replicate `version` if it is newer than what is held. Returns whether it was."""
-    shard.intake.begins(deadline.what)
+    shard.intake.begins(deadline)
     shard.begin("update", deadline.what, deadline)
     held = shard.held
     newest = find_newer(shard, version, held, deadline) if held else None
     if held is not None and newest is None:
-        shard.intake.ends(held)
+        shard.intake.ends(held, deadline)
         return False
     shard.unpublish_first(deadline.what, deadline, may_forget=False)
     replicate(shard, version, newest, deadline)
@@ -290,7 +290,7 @@ class Replication:
             watch.stages_s,
         )
         self._shard.last_read = report
-        self._shard.intake.ends(call.ref)
+        self._shard.intake.ends(call.ref, self._deadline)
         self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)

@@ -35,8 +35,8 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
     next call goes on. A stream that is dropped, exhausted or closed leaves nothing behind.
     """
 
-    def __init__(self, shard: Shard, filling: Filling) -> None:
-        self._shard, self._filling = shard, filling
+    def __init__(self, shard: Shard, filling: Filling, call: Deadline) -> None:
+        self._shard, self._filling, self._call = shard, filling, call
         self._left: deque[tuple[str, torch.Tensor]] = deque()
         self._taken = 0  # buffers
         self._is_closed = False
@@ -75,7 +75,7 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
             left = deque(self._filling.take(self._taken))
             self._left, self._taken = left, self._taken + 1  # Ctrl-C comes before, or after
         if len(self._left) == 1 and self._taken == len(self._filling.parts):
-            self._shard.intake.ends(self._filling.wanted.ref)
+            self._shard.intake.ends(self._filling.wanted.ref, self._call)
         return self._left.popleft()
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Streams:
         check = partial(_names, fqns, buffer_bytes)
 
         def decide() -> tuple[VersionRef, list[str]]:
-            shard.intake.begins(deadline.what)
+            shard.intake.begins(deadline)
             # The call of a group has ended when one rank finds that its own names are bad.
             names = check() if shard.is_alone else None
             ref = self._decide(Spec.parse(version), deadline)
@@ -129,14 +129,14 @@ class Streams:
         filling = Filling(shard, wanted, self._begun, self._ended)
         name = f"torch_ros streams {shard.group.seat.replica} {number}"
         try:
-            stream = Stream(shard, filling)
+            stream = Stream(shard, filling, deadline)
             threading.Thread(target=filling.run, name=name, daemon=True).start()
             filling.plan()
         except BaseException:  # Ctrl-C, or no thread to be had
             filling.drop()
             raise
         if not filling.parts:
-            shard.intake.ends(ref)
+            shard.intake.ends(ref, deadline)
         return stream
 
     def _decide(self, spec: Spec, deadline: Deadline) -> VersionRef:
