@@ -225,7 +225,8 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         # The engines of a model without experts are told that they are alone: a size of 1. They
         # keep their index, and this field, which vLLM sets to the size that was asked for.
         parallel = self.parallel_config
-        return bool(max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size) > 1)
+        asked_for = getattr(parallel, "elastic_ep_max_dp_size", 1)  # not in every release
+        return bool(max(parallel.data_parallel_size, asked_for) > 1)
 
     @property
     def _ranks(self) -> Ranks:
