@@ -522,3 +522,29 @@ def test_dcp_reads_within_installing_only(opened, trainer):
         dcp.load(state, storage_reader=torch_ros.dcp.ROSReader(1, handle=rollout), no_dist=True)
     assert state["w"][0] == 1
     assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_the_same_number_with_another_content_takes_what_is_active_away(opened, trainer):
+    rollout = engine(opened)
+    install(rollout, 1)
+    trainer.unpublish()
+    other = opened("other", run=trainer.run)
+    trainer.close()
+    published(other, 1, value=7)
+    with rollout.installing(1):
+        assert says(other) == (None, 1, None)
+        rollout.read(1, {"w": torch.empty(4)})
+    assert other.installs()["engine"].active == other._shard.held
+
+
+@only_memory
+def test_peers_of_a_rank_that_rejected_late_enter_the_next_attempt(ranks, pool, trainer):
+    pair = ranks("engine", 2, installs=True)
+    list(pool.map(lambda handle: install(handle, 1), pair))
+    late, install_known = pair[0].installing(1), pair[0]._shard.group.ledger.install
+    late._attempt, late._ref = install_known.attempt, install_known.active
+    late.fail(KeyboardInterrupt(), refuses=False, raises=False)  # when all had seemed well
+    assert says(trainer) == (None, None, 1)
+    list(pool.map(lambda handle: install(handle, 1), pair))
+    assert says(trainer) == (1, None, None)

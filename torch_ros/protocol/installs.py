@@ -86,7 +86,8 @@ def enter(view: View, seat: Seat, call: Call, spec: Spec) -> Step[Call]:
     if isinstance(ref, Wait):
         return ref
     new = there.entered(ref, call.number)
-    decided = msgspec.structs.replace(call, ref=ref, outcome=Outcome())
+    said = "active" if new.trying is None else ""  # which ranks may not know, or know wrongly
+    decided = msgspec.structs.replace(call, ref=ref, outcome=Outcome(said=said))
     return recorded(
         view,
         seat,

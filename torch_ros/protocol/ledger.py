@@ -216,7 +216,9 @@ class Ledger:
             if call.kind == "unpublish":
                 self.held = None
             elif call.ref is not None and call.kind == "install":
-                self.install = (self.install or Install()).entered(call.ref, call.number)
+                if not outcome.said:  # else it is active already
+                    before = self.install or Install()
+                    self.install = before.begun(call.ref, call.number)
             elif call.ref is not None and call.kind == "installed":
                 self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:

@@ -228,6 +228,10 @@ class Install(Record, frozen=True):
         """As an attempt begins: active at nothing."""
         if ref == self.active:  # its bytes come again
             return self
+        return self.begun(ref, attempt)
+
+    def begun(self, ref: VersionRef, attempt: int) -> Install:
+        """As an attempt begins that brings other bytes than those which are active."""
         return Install(attempt, None, ref, self.floor, self.rejected)
 
     def left(self, ref: VersionRef) -> Install:

@@ -278,9 +278,10 @@ class Installing:
         if shard.is_alone:
             assert install is not None
             self._attempt = install.attempt + 1
-            looked = (shard.intake.found, self._installs.mine)
-            meant = (ref for ref in looked if ref and ref.version == self._spec.absolute)
-            known = next(meant, None)
+            known = shard.intake.found
+            # Of what is active its number alone is known: there may be another content by now.
+            if known and (known.version != self._spec.absolute or known == install.active):
+                known = None
             rule = partial(rules.enter_alone, attempt=self._attempt, spec=self._spec, known=known)
             ranges = () if known else spec_ranges(shard.group.seat.keys)
             install = self._installs.write(rule, deadline, ranges)
