@@ -150,7 +150,7 @@ def test_a_rollout_reads_ahead_in_no_more_than_verl_allows():
         async for name, tensor in rollout.receive_weights(global_steps=1):
             (filling,) = rollout._handle._streams._open or [None]
             if filling is not None:  # it ends when it has read all
-                held = [buffer.nbytes for buffer in filling._buffers._buffers]
+                held = filling._buffers.sizes
                 assert len(held) == 2
                 seen.append(sum(held))
             assert (tensor == 1).all()

@@ -42,8 +42,8 @@ class Reading:
     """The reads of this process: its peers, plans, staging and prepared batches.
 
     One thread at a time. `staging_bytes` is the size of each device's buffer; `costs` are those
-    of memory that this process copies itself, and those of all other memory. `prepared_max` reads
-    stay prepared, for the next ones into the same memory.
+    of memory that this process copies itself, and those of all other memory. Some reads stay
+    prepared, for the next ones into the same memory; more of them if it `streams`.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Reading:
         costs: tuple[Costs, Costs],
         pages: HugePages,
         *,
-        prepared_max: int = PREPARED_MAX,
+        streams: bool = False,
     ) -> None:
-        self._transport, self._pages, self._prepared_max = transport, pages, prepared_max
+        self._transport, self._pages, self._streams = transport, pages, streams
         self.peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
         self._near_costs, self._far_costs = costs
@@ -66,8 +66,7 @@ class Reading:
         """Another, for a thread of its own, and the reads of streams."""
         costs = (self._near_costs, self._far_costs)
         size_bytes = self._staging.size_bytes
-        most = STREAMED_MAX
-        return Reading(self._transport, size_bytes, costs, self._pages, prepared_max=most)
+        return Reading(self._transport, size_bytes, costs, self._pages, streams=True)
 
     def plan(
         self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
@@ -154,7 +153,8 @@ class Reading:
 
     def _keeps_too_much(self) -> bool:
         kept = [supply.plan.span_count for all_, _ in self._prepared.values() for supply in all_]
-        return len(self._prepared) > self._prepared_max or sum(kept) > PREPARED_SPANS_MAX
+        most = STREAMED_MAX if self._streams else PREPARED_MAX
+        return len(self._prepared) > most or sum(kept) > PREPARED_SPANS_MAX
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""
