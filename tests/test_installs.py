@@ -53,7 +53,7 @@ def install(handle, version):
 
 
 def says(handle, name="engine"):
-    """What a replica says: active, trying and rejected versions."""
+    """A replica's answer: active, trying and rejected versions."""
     found = handle.installs()[name]
     rejected = found.rejected and found.rejected.ref
     return tuple(ref and ref.version for ref in (found.active, found.trying, rejected))

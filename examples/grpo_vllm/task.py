@@ -1,4 +1,4 @@
-"""What is learned: a tiny Qwen3, prompts of random tokens, and the reward for what follows."""
+"""The task: a tiny Qwen3, prompts of random tokens, and the reward for what follows."""
 
 from collections.abc import Sequence
 

@@ -39,7 +39,7 @@ def take_fresh(samples: "Queue[Group]", version: int) -> tuple[list[Group], int]
 
 
 def policy_loss(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
-    """Of a policy gradient: a sample's advantage is its reward, normalised within its group."""
+    """A policy gradient: a sample's advantage is its reward, normalised within its group."""
     rewards = torch.tensor([group["rewards"] for group in groups])
     better = rewards - rewards.mean(1, keepdim=True)
     advantages = (better / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1, 1)
@@ -69,7 +69,7 @@ def report(step: int, groups: list[Group], dropped: int) -> float:
 
 
 def last_answers(samples: "Queue[Group]", rollouts: int) -> list[list[list[int]]]:
-    """What each engine says with the last version. Samples that come before are too late."""
+    """The tokens of each engine with the last version. Samples that come before are too late."""
     answers = []
     while len(answers) < rollouts:
         got = samples.get(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What `attach` asks of an engine, on a stand-in for `vllm.LLM` with a real handle behind it."""
+"""The calls of `attach`, on a stand-in for `vllm.LLM` with a real handle behind it."""
 
 import inspect
 import uuid

@@ -214,7 +214,7 @@ class Goal:
     def answers(
         self, replicas: Mapping[str, Install]
     ) -> Mapping[str, Literal["active", "rejected", "none"]]:
-        """What each replica says to it."""
+        """Each replica's answer to it."""
         return {name: self._answer(each) for name, each in replicas.items()}
 
     def known(self, view: View) -> "Goal":
@@ -238,7 +238,7 @@ class Goal:
 
 
 def at(install: Install | None) -> str:
-    """What a replica says, for people."""
+    """A replica's answer, for people."""
     if install is None:
         return "not heard of"
     words = ["at no version"]

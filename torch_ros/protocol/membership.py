@@ -367,7 +367,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
 def adopted_install(shards: Sequence[ShardRecord]) -> Install | None:
     """The version that the engine of a group uses whose ranks come back; None: it says none.
 
-    Of one attempt, a rank that has left badly is believed, then one that knows that all left well.
+    Within one attempt, a rank that left badly is believed, then one that knows all left well.
     """
     known = (shard.install for shard in shards if shard.install is not None)
     weight = lambda each: (each.attempt, each.trying is None, each.active is None)  # noqa: E731

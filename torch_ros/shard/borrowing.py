@@ -210,7 +210,7 @@ def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, 
             start = manifests[tile.rank].addresses[tile.chunk] + tile.start * dtype.itemsize
             steps = zip(tile.sizes, tile.strides, strict=True)
             reach = 1 + sum((size - 1) * stride for size, stride in steps)
-            # Of plain words: as_strided crashes on the dtypes of quantized tensors.
+            # Made of plain words: as_strided crashes on the dtypes of quantized tensors.
             word, memory = WORDS[dtype.itemsize], loans[tile.rank].memory
             words = torch.frombuffer(memory, dtype=word, count=reach, offset=start)
             boxes[tile.offsets] = words.as_strided(tile.sizes, tile.strides).view(dtype)

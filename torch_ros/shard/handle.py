@@ -544,7 +544,7 @@ class ShardHandle:
 
         An exception that leaves the block on any rank rejects the version: trainers that wait are
         told its rank and reason, as soon as etcd answers. Then the replica is active at nothing.
-        Whoever knows that the old weights are intact, or back, says so:
+        If the old weights are intact, or back, their owner says so:
 
             with handle.installing(old):
                 pass

@@ -279,7 +279,7 @@ class Installing:
             assert install is not None
             self._attempt = install.attempt + 1
             known = shard.intake.found
-            # Of what is active its number alone is known: there may be another content by now.
+            # The active version's number may be another content's by now.
             if known and (known.version != self._spec.absolute or known == install.active):
                 known = None
             rule = partial(rules.enter_alone, attempt=self._attempt, spec=self._spec, known=known)
@@ -303,7 +303,7 @@ class Installing:
 
     @property
     def _text(self) -> str:
-        """Of the call that ends it."""
+        """Names the call that ends it."""
         return f"installed {self._ref.version} ({self._attempt})" if self._ref else self._asked
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

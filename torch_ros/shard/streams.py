@@ -157,7 +157,7 @@ class Streams:
         return shard.make(GroupTask("agree", deadline.what, deadline, perform))
 
     def _begun(self, filling: Filling) -> Lane:
-        """What it reads with. Either this sees that the handle closes, or `close` sees it."""
+        """The means of its reads. Either this sees that the handle closes, or `close` sees it."""
         self._open.add(filling)
         self._shard.require_usable()
         try:

@@ -164,7 +164,7 @@ class Buffers:
 
 
 class Lane:
-    """What a stream reads with. For the next one of the same tensors, all of it is prepared.
+    """The means of a stream's reads. For the next one of the same tensors, all of it is prepared.
 
     One stream at a time.
     """

@@ -1,6 +1,6 @@
 """Data parallel engines, each a replica of its own: by vLLM's server, which sends calls to all.
 
-Of a model without experts: engines that shared theirs did not answer `/pause`; why is not known.
+The model has no experts: engines that shared theirs did not answer `/pause`; why is not known.
 """
 
 import pytest

@@ -31,7 +31,7 @@ def engine(tiny):
 
 
 def in_engine(transfer):
-    """What a layer computes with: its weight, transposed, and a scale for each row."""
+    """A layer computes with these: its weight, transposed, and a scale for each row."""
     layer = transfer.model.get_submodule("model.layers.3.mlp.down_proj")
     bits = layer.weight.data.t().contiguous().view(torch.uint8)
     return bits.tolist(), layer.weight_scale.tolist()

@@ -12,7 +12,7 @@ from torch_ros.integrations.vllm.trainer import ROSTrainerInitInfo, ROSTrainerWe
 
 
 class Ranks:
-    """What all ranks say, by their threads; one that stands alone is left after 10 s."""
+    """The words of all ranks, by their threads; one that stands alone is left after 10 s."""
 
     def __init__(self, rank, barrier, said):
         self.rank, self.size, self.barrier, self.said = rank, 2, barrier, said
