@@ -192,6 +192,15 @@ class ServerUnderTest:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read() or b"null")
 
+    def update(self, version):
+        """As a driver does that knows vLLM's own calls alone."""
+        self.ask("pause?mode=keep")
+        self.ask("start_weight_update")
+        self.ask("update_weights", {"update_info": {"version": version}})
+        self.ask("finish_weight_update", {"weight_version": str(version)})
+        self.ask("resume")
+        self.ask("reset_prefix_cache")
+
     def close(self):
         self._process.terminate()
         self._process.wait(60)

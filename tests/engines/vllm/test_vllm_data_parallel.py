@@ -31,12 +31,7 @@ def test_each_engine_follows_under_a_name_of_its_own_and_all_are_sources(
     server.ask("init_weight_transfer_engine", {"init_info": info})
     for version in (1, 2):
         published = trainer.publish(version)
-        server.ask("pause?mode=keep")
-        server.ask("start_weight_update")
-        server.ask("update_weights", {"update_info": {"version": version}})
-        server.ask("finish_weight_update", {"weight_version": str(version)})
-        server.ask("resume")
-        server.ask("reset_prefix_cache")
+        server.update(version)
         for rank in range(RANKS):
             server.agrees(published["answers"], **{"X-data-parallel-rank": str(rank)})
     trainer.kill()

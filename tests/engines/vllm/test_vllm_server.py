@@ -18,12 +18,7 @@ def test_a_driver_that_knows_vllm_alone(server, tiny, train, etcd_endpoint):
     server.ask("init_weight_transfer_engine", {"init_info": info})
     for version in (1, 2, 3):
         published = trainer.publish(version)
-        server.ask("pause?mode=keep")
-        server.ask("start_weight_update")
-        server.ask("update_weights", {"update_info": {"version": version}})
-        server.ask("finish_weight_update", {"weight_version": str(version)})
-        server.ask("resume")
-        server.ask("reset_prefix_cache")
+        server.update(version)
         server.agrees(published["answers"])
         assert server.ask("weight_info", method="GET") == {"weight_version": str(version)}
 
