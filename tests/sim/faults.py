@@ -47,6 +47,7 @@ from torch_ros.shard import beginnings, borrowing, filling, manifests, reads, re
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
 from torch_ros.store import loops, memory
+from torch_ros.store import run as run_module
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -1593,6 +1594,13 @@ fault(
     (shard_installs.Installing, "_content"),
     scenario="published in a block",
 )(lambda content: lambda self: self._ref)
+
+
+fault(
+    "who waits for answers looks once a second",
+    (run_module, "FOLLOW_S"),
+    scenario="heard at once",
+)(lambda follow_s: 1.0)
 
 
 @fault("who enters is active still", (records.Install, "entered"))

@@ -10,6 +10,8 @@ from scenes import SCENES, Scene, publish, unpublish
 
 from torch_ros.errors import InstallRejected
 
+HEARD_S = 0.1  # from the last answer to the end of the wait for it
+
 
 def waited(me: Process, version: int, timeout_s: float = 100) -> None:
     began_s = me.world.now_s
@@ -90,6 +92,28 @@ def told_later(scene: Scene) -> None:
     scene.play()
 
 
+def heard_at_once(scene: Scene) -> None:
+    """Who waits hears of the last answer by that, and looks at nothing on time."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        waited(me, 1)
+        answers = [s for told in scene.checks.installs.values() for s, each in told if each.active]
+        late_s = scene.now_s - max(answers)
+        demand(late_s <= HEARD_S, f"I10: the last answer is heard {late_s:.2f} s late")
+        scene.reach("heard")
+
+    def follow(me: Process, after_s: float) -> None:
+        scene.sleep(after_s)
+        me.installed(1)
+        scene.until("heard")
+
+    scene.start("t", train, size=1)
+    for number, after_s in enumerate((0.0, 2.3, 5.7)):
+        scene.start(f"r{number}", partial(follow, after_s=after_s), installs=True)
+    scene.play()
+
+
 def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
     """A rank that has left badly, and has put its old weights back, is believed."""
 
@@ -129,6 +153,7 @@ SCENES |= {
     "wiped while waited": wiped_while_waited,
     "published in a block": published_in_a_block,
     "told later": told_later,
+    "heard at once": heard_at_once,
     "left badly": partial(one_left_badly, lease_ends=False),
     "left badly, and came back": partial(one_left_badly, lease_ends=True),
 }
