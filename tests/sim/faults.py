@@ -1582,6 +1582,15 @@ def _(lend):
     return faulty
 
 
+@fault(
+    "who waits to borrow watches versions only",
+    (borrowing, "_until_one_lends"),
+    scenario="lends late",
+)
+def _(until_one_lends):
+    return lambda keys, ref: Wait(until_one_lends(keys, ref).reason, (keys.versions(),))
+
+
 # Installs
 
 fault(

@@ -270,7 +270,48 @@ def bound(scene: Scene) -> None:
     demand("published" in scene.reached, "I11: the lender did not come to its end")
 
 
+def lends_late(scene: Scene) -> None:
+    """I6: who waits to borrow sees that another publisher of the same version has come."""
+
+    def first(me: Process) -> None:
+        lend(me, 1)
+        scene.reach("1 is there")
+        scene.until("1 is read")
+        joined = "begin of the second publication"
+        scene.when(lambda: any("/t2@" in key for key in scene.checks.holdings), joined)
+        me.handle.unpublish()
+        scene.reach("none lends")
+        scene.until("borrowed")
+
+    def read(me: Process) -> None:
+        scene.until("1 is there")
+        me.handle.replicate(1, timeout_s=60)
+        scene.reach("1 is read")
+        scene.until("borrowed")
+
+    def second(me: Process) -> None:
+        scene.until("1 is read")
+        if me.rank:
+            scene.until("none lends")
+            scene.sleep(1.0)
+        lend(me, 1)
+        scene.until("borrowed")
+
+    def late(me: Process) -> None:
+        scene.until("none lends")
+        borrow(me, "latest")
+        scene.reach("borrowed")
+
+    scene.start("t1", first, size=1, borrow_bytes=SHARD_BYTES)
+    scene.start("t2", second, borrow_bytes=SHARD_BYTES)
+    scene.start("r1", read, size=1)
+    scene.start("r2", late, size=1)
+    scene.play()
+    demand("borrowed" in scene.reached, "nobody borrowed")
+
+
 SCENES |= {
+    "lends late": lends_late,
     "stays": stays,
     "locked late": locked_late,
     "lost lock": lost_lock,

@@ -16,13 +16,13 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import LoanBroken, LoanRefused, NotSupported, PeerError, SourceLost
 from torch_ros.p2p.lending import Closed, Loan, NotLent
 from torch_ros.p2p.voucher import LetGo, Unproven
-from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.keys import Keys, replica_of
 from torch_ros.protocol.records import Holding, VersionRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.spans import HOST
 from torch_ros.store.loops import Done, Step, Wait
-from torch_ros.store.txn import Unseen, View, one
+from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.local import WORDS
@@ -142,10 +142,7 @@ def _available(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
             if not shows_all(view, keys, offer):
                 raise Unseen
             if spec.absolute is None:  # its publisher is about to publish the next one
-                reason = f"version {ref.version} is held by replicas that read it; none lends"
-                # If it goes, another version counts, perhaps of an older run.
-                holder = keys.holding(ref.run, ref.version, min(offer.holdings))
-                return Wait(reason, (keys.versions(), one(holder)))
+                return _until_one_lends(keys, ref)
             who = ", ".join(sorted(map(replica_of, offer.holdings)))
             reason = "it has read the version, and only copies of publishers are lent"
             raise LoanRefused(shard.model, ref.version, who, reason, "publish it again")
@@ -154,6 +151,12 @@ def _available(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
         return Done(_Offer(ref, record.layout, holdings))
 
     return shard.group.ask(spec_ranges(keys), rule, deadline)
+
+
+def _until_one_lends(keys: Keys, ref: VersionRef) -> Wait:
+    """Another publisher may come; if all holders go, another version counts, as an older run's."""
+    reason = f"version {ref.version} is held by replicas that read it; none lends"
+    return Wait(reason, (keys.versions(), keys.holdings_of(ref.run, ref.version)))
 
 
 def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> Loans:
