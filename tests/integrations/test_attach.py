@@ -10,7 +10,7 @@ from toys import Toy
 
 import torch_ros
 from torch_ros import errors
-from torch_ros.errors import ManifestMismatch, TorchRosError
+from torch_ros.errors import ManifestMismatch, SourceLost, TorchRosError, VersionNotFound
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import state_of
 from torch_ros.integrations.recording import record
@@ -88,6 +88,34 @@ def test_the_newest_version_of_a_newer_run_is_gone_to_though_its_number_is_lower
             assert policy.version == version
             assert torch.equal(llm.model.module.x, weights)
             second.close()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [VersionNotFound("m", "2", "nobody has it"), SourceLost("trainer", "it left", 0, 12)],
+    ids=lambda lost: type(lost).__name__,
+)
+def test_the_newest_version_that_is_taken_back_gives_way_to_the_next(options, lost):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+
+    def take_back(request):
+        del llm.update_weights
+        following = request["update_info"]["version"] + 1
+        trainer.publish_copy(following, {"x": torch.full((3,), float(following))})
+        raise Exception(f"Call to collective_rpc method failed: {tell(lost, None)}")
+
+    with trainer, attach(llm, model="m", options=options) as policy:
+        policy.update()
+        trainer.publish_copy(2, {"x": torch.zeros(3)})
+        llm.update_weights = take_back
+        assert policy.update()
+        assert policy.version == 3
+        assert torch.equal(llm.model.module.x, torch.full((3,), 3.0))
+        trainer.publish_copy(4, {"x": torch.zeros(3)})
+        llm.update_weights = take_back
+        with pytest.raises(type(lost)):
+            policy.update(4)  # no other will do
 
 
 def test_what_was_closed_leaves_the_engine_to_the_next(options):

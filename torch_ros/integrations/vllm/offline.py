@@ -5,10 +5,10 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 import torch_ros
-from torch_ros.errors import TorchRosError, VersionNotFound
+from torch_ros.errors import SourceLost, TorchRosError, VersionNotFound
 from torch_ros.integrations.vllm.told import hear
 
-TRIES = 10  # for "latest", of a trainer that takes each back before the engine has begun to read it
+TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
 ENGINES_ONLY = ("retain", "spot")  # options that the handle of this process is opened without
 
 
@@ -67,8 +67,8 @@ class Attached:
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if the engine has another one; "latest" never goes back within a run.
 
-        If the trainer takes "latest" back before the engine reads it, the engine goes to the one
-        that is latest then. Generation pauses meanwhile, and caches of the old weights are
+        If the trainer takes "latest" back before the engine has read it, the engine goes to the
+        one that is latest then. Generation pauses meanwhile, and caches of the old weights are
         dropped. Not while another thread is in a call of the engine.
 
         Returns:
@@ -84,7 +84,7 @@ class Attached:
             tries -= 1
             try:
                 return self._go_to(version, timeout_s)
-            except VersionNotFound:
+            except (VersionNotFound, SourceLost):
                 if not tries:
                     raise
 
