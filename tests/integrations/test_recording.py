@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import OLD, Toy, contents_of, proven, weights_of
 
 from torch_ros.errors import UsageError
@@ -39,7 +40,7 @@ def test_each_rank_of_tensor_parallelism_lands_its_part(rank):
         param.data.narrow(0, begin, 4).copy_(weight.narrow(0, 4 * rank, 4))
 
     def columns(param, weight, shard):
-        param.data.copy_(weight.narrow(1, 4 * rank, 4))
+        param.data.copy_(weight.narrow(dim=1, start=4 * rank, length=4))
 
     def load(toy, fqn, weight):
         param = toy.down if fqn == "down" else toy.gate_up
@@ -211,6 +212,13 @@ def test_a_loader_in_inference_mode_is_seen(mode):
     assert not proven(Toy(load, {"c": (12,)}), weights_of(c=(4, 6))).staged
 
 
+def test_a_copy_of_each_row_at_once_lands():
+    def load(toy, fqn, weight):
+        torch.vmap(lambda row, part: row.copy_(part))(toy.c.data, weight)
+
+    assert proven(Toy(load, {"c": (6, 4)}), weights_of(c=(6, 4))).is_complete
+
+
 def test_parameters_on_meta_are_recorded_like_others():
     toy = Toy(lambda toy, fqn, w: toy.c.data.copy_(w.t()), {"c": (6, 4)}, device="meta")
     recording = record(toy, {"c": (torch.float32, (4, 6))})
@@ -380,6 +388,40 @@ def through_numpy(toy, fqn, weight):
     toy.x.data.copy_(weight)
 
 
+def by_place(toy, fqn, weight):
+    try:
+        toy.x.data.narrow(0, weight.long()[0], 1).fill_(1)
+    except Exception:
+        toy.x.data.copy_(weight)
+
+
+class Doubled(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_copy = func is torch.ops.aten.copy_.default
+        return func(args[0], args[1] * 2) if is_copy else func(*args, **kwargs or {})
+
+
+def in_a_mode(toy, fqn, weight):
+    with Doubled():
+        toy.x.data.copy_(weight)
+
+
+class Halved(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        is_copy = func is torch.Tensor.copy_
+        args = (args[0], args[1] / 2) if is_copy else args
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def of_a_subclass(toy, fqn, weight):
+    toy.x.data.copy_(weight.as_subclass(Halved))
+
+
+def to_a_subclass(toy, fqn, weight):
+    toy.x.data.as_subclass(Halved).copy_(weight)
+
+
 STAGED = {
     computed: "computed by aten.add.Tensor",
     cast: "cast from torch.float32 to torch.bfloat16",
@@ -403,6 +445,10 @@ STAGED = {
     exchanged: "the loader gives x other memory",
     kept: "the engine keeps other memory",
     elsewhere: "neither a parameter nor a buffer",
+    by_place: "the loader looks at its values",
+    in_a_mode: "computed by aten.mul.Tensor",
+    of_a_subclass: "computed by aten.div.Tensor",
+    to_a_subclass: "computed by aten.div.Tensor",
     as_numpy: "the loader looks at its values (numpy)",
     as_list: "the loader looks at its values (tolist)",
     through_numpy: "the loader looks at its values (numpy)",
@@ -575,6 +621,20 @@ def test_a_name_that_the_loader_does_not_know_fails_alone():
     assert recording.landings.keys() == {"a", "b"}
     assert recording.failed == recording.staged.keys() == {"no", "nor"}
     assert "AttributeError: 'Toy' object has no attribute 'no'" in recording.staged["no"]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_copy_that_torch_refuses_fails(mode):
+    """To a parameter with a gradient, and to memory of inference mode outside of it."""
+
+    def load(toy, fqn, weight):
+        with torch.set_grad_enabled(mode is torch.enable_grad):
+            toy.x.copy_(weight)
+
+    toy = Toy(load, {})
+    with mode():
+        toy.x = nn.Parameter(torch.full((3,), OLD), requires_grad=mode is torch.enable_grad)
+    assert record(toy, contents_of(weights_of(x=(3,)))).failed == {"x"}
 
 
 def test_a_loader_that_collects_first_loses_the_tensor_that_it_works_on():

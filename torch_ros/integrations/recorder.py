@@ -26,12 +26,26 @@ UNDISPATCHED = {  # Python's ways to the elements, past torch's dispatcher
 }
 
 
+INT: set[type] = {int}
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}  # a subclass may do something else
+AT_ONCE: dict[Any, set[type]] = {  # and of which types is all that follows the first tensor
+    torch.Tensor.data.__get__: INT,  # type: ignore[attr-defined]
+    torch.Tensor.narrow: INT,
+    torch.Tensor.select: INT,
+    torch.Tensor.__getitem__: INT,
+    torch.Tensor.copy_: PLAIN,
+}
+
+
 class NeedsValue(Exception):
     """The loader looks at an element's value, which a tensor on meta does not have."""
 
 
 class Looks(TorchFunctionMode):
-    """Tells a recorder of looks at values that torch does not dispatch."""
+    """Tells a recorder of looks at values that torch does not dispatch.
+
+    Of what torch does dispatch, it does the most frequent at once: to dispatch takes far longer.
+    """
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
@@ -40,6 +54,10 @@ class Looks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in UNDISPATCHED:
             self._recorder.look(args[0], func)
+        elif func in AT_ONCE and not kwargs and _is_plain(*args, others=AT_ONCE[func]):
+            with torch._C._DisableTorchDispatch():  # noqa: SLF001 (there is no other way to)
+                is_copy = func is torch.Tensor.copy_
+                return self._recorder.copy_(*args) if is_copy else func(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -68,10 +86,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def tensor(self, fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A checkpoint tensor, on meta, to be followed."""
-        with torch._C._DisableTorchDispatch():  # noqa: SLF001 (five times as quick)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        memory = self.own[storage_of(tensor)] = Memory.of(tensor)
-        origin = Plain(fqn, memory.whole[0], tuple(range(tensor.ndim)))
+            memory = self.own[storage_of(tensor)] = Memory.of(tensor)
+        origin = Plain(fqn, memory.whole[0], tuple(range(len(shape))))
         memory.write([Patch(*memory.whole, origin, fqn)])
         return tensor
 
@@ -81,10 +99,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten.copy_.default:
-            return self._copy_(*args[:2])
+            return self.copy_(*args[:2])
         if func is aten._foreach_copy_.default:
             for written, copied in zip(*args[:2], strict=True):
-                self._copy_(written, copied)
+                self.copy_(written, copied)
             return None
         tensors = _tensors(args, kwargs)
         if func.is_view:
@@ -98,16 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._own(func(*args, **kwargs), tensors)
         return self._make(func, args, kwargs, content)
 
-    def look(self, tensor: torch.Tensor, func: Any) -> None:
-        """Refuse a look at values that are not there, or at memory that it would let out."""
-        content = self._read([tensor])
-        is_kept = func is torch.Tensor.tolist or storage_of(tensor) in self.own
-        if content or not is_kept:
-            raise self._needs(content, func.__name__)
-
-    # -- operations
-
-    def _copy_(self, written: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    def copy_(self, written: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+        """Note a copy from one tensor to another."""
         memory, is_own = self._memory(written)
         content = self._read([copied])
         if is_own and not content:
@@ -118,6 +128,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             copied = copied.expand(written.shape)
         memory.write(self._copied(memory, written, copied, content))
         return written
+
+    def look(self, tensor: torch.Tensor, func: Any) -> None:
+        """Refuse a look at values that are not there, or at memory that it would let out."""
+        content = self._read([tensor])
+        is_kept = func is torch.Tensor.tolist or storage_of(tensor) in self.own
+        if content or not is_kept:
+            raise self._needs(content, func.__name__)
+
+    # -- operations
 
     def _write(
         self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor], content: Content
@@ -147,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in new:
             self.own[storage_of(tensor)] = Memory.of(tensor)
         if func in {aten.clone.default, aten._to_copy.default}:  # noqa: SLF001 (its name)
-            self._copy_(made, args[0])
+            self.copy_(made, args[0])
         elif func in {aten.cat.default, aten.stack.default}:
             dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % made.ndim
             is_stack = func is aten.stack.default
@@ -163,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         begin = 0
         for part in parts:
             if part.ndim == made.ndim:  # torch takes an empty one with one dimension anywhere
-                self._copy_(made.narrow(dim, begin, part.shape[dim]), part)
+                self.copy_(made.narrow(dim, begin, part.shape[dim]), part)
                 begin += part.shape[dim]
 
     def _needs(self, content: Content, what: Any) -> NeedsValue:
@@ -180,11 +199,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _find(self, tensor: torch.Tensor) -> Memory | None:
-        key, place_bytes = storage_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
+        key = storage_of(tensor)
         if (own := self.own.get(key)) is not None:
             return own
         for memory in self.engine.get(key, ()):
-            if memory.has(place_bytes):
+            if memory.has(int(tensor.storage_offset()) * tensor.element_size()):
                 return memory
         return self.foreign.get(key)
 
@@ -246,6 +265,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sum(patch.numel for patch in patches) < written.numel():
             return [*self._all(memory, written, UNKNOWN), *patches]
         return patches
+
+
+def _is_plain(tensor: torch.Tensor, *rest: Any, others: set[type]) -> bool:
+    """Whether torch would not refuse it, and no mode or transform of the loader's sees it first."""
+    return (
+        type(tensor) in PLAIN
+        and all(type(one) in others for one in rest)
+        and not (torch.is_grad_enabled() or tensor.is_inference())
+        and torch._C._len_torch_dispatch_stack() == 1  # noqa: SLF001 (there is no other way to)
+        and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
+    )
 
 
 def _made_of(content: Content, reason: str) -> Made:
