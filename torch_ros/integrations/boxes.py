@@ -1,6 +1,6 @@
 """Which boxes of one tensor become which boxes of another in a copy, by sizes and strides alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -74,23 +74,21 @@ class Pair(NamedTuple):
     source: Offsets
     target: Offsets
     dims: tuple[tuple[int, int, int], ...]  # at the source, at the target, size; others have size 1
+    source_sizes: Offsets
+    target_sizes: Offsets
 
-    @property
-    def source_sizes(self) -> Offsets:
-        return self._sizes(self.source, 0)
-
-    @property
-    def target_sizes(self) -> Offsets:
-        return self._sizes(self.target, 1)
-
-    def _sizes(self, offsets: Offsets, side: int) -> Offsets:
-        sizes = {dim[side]: dim[2] for dim in self.dims}
-        return tuple(sizes.get(dim, 1) for dim in range(len(offsets)))
+    @classmethod
+    def of(cls, source: Offsets, target: Offsets, dims: Iterable[tuple[int, int, int]]) -> "Pair":
+        dims = tuple(dims)
+        source_sizes, target_sizes = [1] * len(source), [1] * len(target)
+        for one, other, size in dims:
+            source_sizes[one] = target_sizes[other] = size
+        return cls(source, target, dims, tuple(source_sizes), tuple(target_sizes))
 
 
 def pairs(
     source: Frame, copied: torch.Tensor, target: Frame, written: torch.Tensor
-) -> list[Pair] | None:
+) -> Sequence[Pair] | None:
     """The boxes of two tensors that ``written.copy_(copied)`` makes equal.
 
     Args:
@@ -101,14 +99,20 @@ def pairs(
         Boxes that are disjoint at the target; None if there are more than `PAIRS_MAX`, or if a
         view leaves its tensor.
     """
-    if copied.numel() == 0:
+    return _pairs(source, Frame.of(copied), target, Frame.of(written))
+
+
+@lru_cache(FRAMES_MAX)
+def _pairs(source: Frame, copied: Frame, target: Frame, written: Frame) -> Sequence[Pair] | None:
+    """Experts of all layers lie alike."""
+    if 0 in copied.shape:
         return []
     as_copied = [
         (size, one, other)
-        for size, one, other in zip(copied.shape, copied.stride(), written.stride(), strict=True)
+        for size, one, other in zip(copied.shape, copied.strides, written.strides, strict=True)
         if size > 1
     ]
-    left = [(int(copied.storage_offset()), int(written.storage_offset()), as_copied)]
+    left = [(copied.offset, written.offset, as_copied)]
     found: list[Pair] = []
     while left:
         source_at, target_at, steps = left.pop()
@@ -118,7 +122,7 @@ def pairs(
         parts = list(_parts(source, begin, target, end, steps))
         if not parts:
             dims = ((source.along[one], target.along[other], size) for size, one, other in steps)
-            found.append(Pair(begin, end, tuple(dims)))
+            found.append(Pair.of(begin, end, dims))
         elif steps is as_copied and len(merged := _merged(steps)) < len(steps):
             left.append((source_at, target_at, merged))
         else:
