@@ -12,6 +12,7 @@ from toys import OLD, weights_of
 import torch_ros
 from torch_ros.errors import (
     DeadlineExceeded,
+    Fenced,
     ManifestMismatch,
     TorchRosError,
     UsageError,
@@ -328,6 +329,87 @@ def test_another_dtype_is_cast_with_a_warning_or_refused(opened, trainer, caplog
     assert list(report.staged) == ["out"]
     assert engine.has(published | {"out": torch.ones(4, 4)})
     assert "the engine casts out" in caplog.text
+
+
+def test_a_dtype_that_must_not_be_cast_leaves_what_was_there(opened, trainer):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine, cast=False)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    trainer.publish(2, out=torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ManifestMismatch, match="out, cast from torch.bfloat16"):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == follower.version == 1
+
+
+@pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
+def test_a_number_that_goes_back_is_refused(opened, trainer, obstacles):
+    engine, follower, keeper = Fused(), opened(installs=True), opened()
+    installer = installer_of(follower, engine, obstacles, tells=True)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    keeper.register({fqn: torch.zeros_like(one) for fqn, one in first.items()})
+    keeper.replicate(1)
+    second = trainer.publish(2)
+    installer.install(2, 20)
+    with pytest.raises(UsageError, match="version 1 is not installed.*only grow within a run"):
+        installer.install(1, 20)
+    assert engine.has(second)
+    assert installer.active == keeper.installs()[follower.replica].active.version == 2
+    third = trainer.publish(3)
+    installer.install("latest", 20)
+    assert engine.has(third)
+
+
+def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, trainer):
+    engine, other = Fused(), Fused()
+    options = {"replica": "engine", "installs": True, "ttl_s": 5}
+    installer = installer_of(opened(**options), engine, tells=True)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    taker = installer_of(opened(**options), other, tells=True)
+    second = trainer.publish(2)
+    with pytest.raises(Fenced, match="'engine'.*close this handle and open a new one"):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == 1
+    taker.install(2, 20)
+    assert other.has(second)
+    assert trainer.handle.installs()["engine"].active.version == 2
+
+
+@pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
+def test_a_weight_that_is_no_number_arrives_as_it_was_published(opened, obstacles):
+    """Digests compare bits: a NaN is equal to itself."""
+    engine, publisher = Fused(), Publisher(opened(digests="full"))
+    follower = opened(digests="full")
+    installer = installer_of(follower, engine, obstacles)
+    bits = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000, 0x7F800000], dtype=torch.int32)
+    publisher.publish(1, norm=bits.view(torch.float32))
+    installer.install(1, 20)
+    assert torch.equal(engine.norm.weight.view(torch.int32), bits)
+    assert installer.active == 1
+    second = publisher.publish(2)
+    installer.install(2, 20)
+    assert engine.has(second)
+
+
+def test_a_loader_that_looks_at_a_value_gets_all_tensors_and_that_value(opened, trainer):
+    class Looking(Fused):
+        def load_weights(self, weights):
+            for fqn, weight in weights:
+                scaled = weight * 2 if fqn == "norm" and weight[0].item() > 0 else weight
+                super().load_weights([(fqn, scaled)])
+
+    engine = Looking()
+    installer = installer_of(opened(), engine)
+    for version, sign in ((1, 1.0), (2, -1.0)):
+        norm = torch.full((4,), sign)
+        published = trainer.publish(version, norm=norm)
+        report = installer.install(version, 20)
+        assert not report.direct
+        assert engine.has(published | {"norm": norm * 2 if sign > 0 else norm})
 
 
 @pytest.mark.parametrize("scale", ["out_scale", "out_scale_inv"])
