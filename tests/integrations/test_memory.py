@@ -1,4 +1,4 @@
-"""How much memory an update takes that goes through an engine's own loader."""
+"""How much memory an update takes, in place and through an engine's own loader."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import torch_ros
 
 MIB = 1 << 20
 TENSOR_BYTES, COUNT = 4 * MIB, 32
+IN_PLACE_BYTES = 12 * MIB
 SLACK_BYTES = 16 * MIB  # Python, a connection, what the recording leaves
 
 ENGINE = """
@@ -25,7 +26,7 @@ from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import state_of
 from torch_ros.integrations.recording import record
 
-endpoint, model, buffer_bytes = *sys.argv[1:3], int(sys.argv[3])
+endpoint, model, direct, buffer_bytes = *sys.argv[1:4], int(sys.argv[4])
 
 
 class Engine(nn.Module):
@@ -57,32 +58,52 @@ def bytes_now(name):
 torch.set_num_threads(1)
 with torch_ros.open(model, endpoint=endpoint, linger_s=0) as handle:
     engine = Engine(handle.contents("latest").tensors)
-    options = InstallOptions(direct="never", buffer_bytes=buffer_bytes)
+    options = InstallOptions(direct=direct, buffer_bytes=buffer_bytes)
     installer = Installer(handle, engine, options)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
     before = bytes_now("VmRSS")
     report = installer.install("latest", 60)
-    assert len(report.staged) == len(list(engine.parameters()))
+    came = {"never": report.staged, "auto": report.direct}[direct]
+    assert len(came) == len(list(engine.parameters()))
     for number, parameter in enumerate(engine.parameters()):
         assert parameter[0] == number == parameter[-1]
     print(bytes_now("VmHWM") - before)
 """
 
 
+@pytest.fixture
+def grown(etcd_endpoint, tmp_path):
+    """By how many bytes a process grows at most that installs a version."""
+
+    def grown(direct, buffer_bytes):
+        model = f"memory-{tmp_path.name}"
+        tensors = {f"t{n:02d}": torch.full((TENSOR_BYTES // 4,), float(n)) for n in range(COUNT)}
+        place = {"endpoint": etcd_endpoint, "linger_s": 0}
+        with torch_ros.open(model, replica="trainer", **place) as trainer:
+            trainer.register(tensors)
+            trainer.publish(1)
+            options = [etcd_endpoint, model, direct, str(buffer_bytes)]
+            program = [sys.executable, "-c", ENGINE, *options]
+            said = subprocess.run(
+                program, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+            )
+        print(
+            f"{direct}, buffers of {buffer_bytes / MIB:.0f} MiB: {int(said.stdout) / MIB:.1f} MiB"
+        )
+        return int(said.stdout)
+
+    return grown
+
+
+def test_what_is_read_in_place_takes_no_memory(grown):
+    assert grown("auto", COUNT * TENSOR_BYTES) <= IN_PLACE_BYTES
+
+
 @pytest.mark.parametrize("buffer_bytes", [8 * MIB, 1 * MIB, COUNT * TENSOR_BYTES])
-def test_staged_tensors_take_two_buffers_or_the_largest_ones(etcd_endpoint, tmp_path, buffer_bytes):
+def test_staged_tensors_take_two_buffers_or_the_largest_ones(grown, buffer_bytes):
     """With buffers as large as the model, all of it: so the bound of the others is a bound."""
-    model = f"staged-{tmp_path.name}-{buffer_bytes}"
-    tensors = {f"t{n:02d}": torch.full((TENSOR_BYTES // 4,), float(n)) for n in range(COUNT)}
-    with torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer", linger_s=0) as trainer:
-        trainer.register(tensors)
-        trainer.publish(1)
-        program = [sys.executable, "-c", ENGINE, etcd_endpoint, model, str(buffer_bytes)]
-        said = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    grown = int(said.stdout)
-    print(f"buffers of {buffer_bytes / MIB:.0f} MiB: {grown / MIB:.1f} MiB")
     bound = 2 * max(buffer_bytes, TENSOR_BYTES) + SLACK_BYTES
     if buffer_bytes < COUNT * TENSOR_BYTES:
-        assert grown <= bound
+        assert grown("never", buffer_bytes) <= bound
     else:
-        assert grown > COUNT * TENSOR_BYTES
+        assert grown("never", buffer_bytes) > COUNT * TENSOR_BYTES
