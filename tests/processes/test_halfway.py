@@ -1,13 +1,11 @@
 """Processes that are killed or stopped in the middle of a transfer of a GiB."""
 
-import json
-import signal
 import time
 import uuid
 
 import pytest
 
-from puppets import PROGRAMS
+from puppets import Actor
 from torch_ros.protocol.keys import Keys, parse_reader, replica_of
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Read, one
@@ -21,33 +19,6 @@ pytestmark = [
 ]
 
 
-class Actor:
-    """A process with programs/actor.py: `tell` it and `hear` what it answers, or both: `ask`."""
-
-    def __init__(self, name, process):
-        self.name, self.process = name, process
-
-    def tell(self, do, **more):
-        self.process.tell(json.dumps({"do": do, **more}))
-
-    def hear(self):
-        return json.loads(self.process.hear())
-
-    def ask(self, do, **more):
-        self.tell(do, **more)
-        return self.answer_of(self.hear())
-
-    def answer_of(self, heard):
-        assert "error" not in heard, (heard, self.log())
-        return heard["answer"]
-
-    def log(self):
-        return self.process.log.read_text()
-
-    def resume(self):
-        self.process.signal(signal.SIGCONT)
-
-
 class Theatre:
     def __init__(self, endpoint, started, ucx_tls):
         self.model, self.started = "m-" + uuid.uuid4().hex[:8], started
@@ -58,15 +29,11 @@ class Theatre:
         }
 
     def start(self, *names, **options):
-        actors = [Actor(name, self._started(name, options)) for name in names]
+        options = {"model": self.model, **options}
+        actors = [Actor(self.started, name, self.environment, **options) for name in names]
         for actor in actors:
             assert actor.hear() == {"answer": "here"}
         return actors
-
-    def _started(self, name, options):
-        given = json.dumps({"model": self.model, "name": name, **options})
-        program = PROGRAMS / "actor.py"
-        return self.started.start(program, given, name=name, talks=True, **self.environment)
 
     def await_there(self, is_there, range_, seconds=20):
         """Until the keys in `range_` are as wanted."""

@@ -3,12 +3,14 @@
 It knows nothing about torch_ros; the programs that it starts do.
 """
 
+from puppets.actors import Actor
 from puppets.jobs import PROGRAMS, Jobs
 from puppets.puppet import Puppet, Puppets
 from puppets.servers import EtcdCluster, EtcdServer, etcd_programs, free_port, running_etcd
 
 __all__ = [
     "PROGRAMS",
+    "Actor",
     "EtcdCluster",
     "EtcdServer",
     "Jobs",

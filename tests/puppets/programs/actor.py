@@ -20,14 +20,14 @@ from torch_ros.protocol.keys import parse_reader, replica_of
 from torch_ros.store.loops import Done
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 
-TENSORS, ELEMENTS = 64, 4 << 20  # of 16 MiB each: a GiB
+TENSORS, ELEMENTS = 64, 4 << 20  # of 16 MiB each: a GiB, unless told otherwise
 
 
 class Actor:
-    def __init__(self, model, name, **options):
+    def __init__(self, model, name, tensors=TENSORS, elements=ELEMENTS, **options):
         self.handle = torch_ros.open(model, replica=name, **{"timeout_s": 30, **options})
         self.tensors = {
-            f"w{i:02}": torch.zeros(ELEMENTS, dtype=torch.int32) for i in range(TENSORS)
+            f"w{i:02}": torch.zeros(elements, dtype=torch.int32) for i in range(tensors)
         }
         self.handle.register(self.tensors)
 
