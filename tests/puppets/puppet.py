@@ -1,6 +1,7 @@
 """Processes that do as they are told, forked from a parent that has imported torch already."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -16,12 +17,15 @@ from puppets.servers import free_port
 
 START_S = 60.0  # until the parent has imported torch, on a busy machine
 WARM = Path(__file__).with_name("warm.py")
+NAMESPACES = Path("/proc/thread-self/ns/net"), Path("/proc/thread-self/ns/mnt")
 # Processes of tests share few cores, and say what tests look for.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class Puppet:
-    """One process, in a session of its own. It ends with its test.
+    """One process, in a session of its own, on the network of the thread that starts it.
+
+    It ends with its test.
 
     Args:
         program: A path, or source code that runs as with `python -c`.
@@ -39,11 +43,12 @@ class Puppet:
             "arguments": [str(argument) for argument in arguments],
             "environment": environment,
         }
-        with log.open("ab") as errors:
+        with log.open("ab") as errors, contextlib.ExitStack() as stack:
+            here = [stack.enter_context(namespace.open()) for namespace in NAMESPACES]
             self._reports, report = os.pipe()
             stdin, said = os.pipe() if talks else (os.open(os.devnull, os.O_RDONLY), None)
             heard, stdout = os.pipe() if talks else (None, os.dup(errors.fileno()))
-            files = [stdin, stdout, errors.fileno(), report]
+            files = [stdin, stdout, errors.fileno(), report, *(file.fileno() for file in here)]
             socket.send_fds(warm_parent(), [json.dumps(request).encode()], files)
         for file in (stdin, stdout, report):
             os.close(file)
@@ -140,6 +145,7 @@ class Puppets:
     def __init__(self, folder, **environment):
         self.folder, self.started = Path(folder), []
         self.environment = environment
+        warm_parent()  # here, not on a network that this thread may enter and that ends before it
 
     def start(self, program, *arguments, name=None, talks=False, **environment):
         log = self.folder / f"{name or len(self.started)}.log"

@@ -16,16 +16,17 @@ from pyetcd import etcdrpc as rpc
 
 
 class EtcdServer:
-    """One etcd on loopback. `start` again after `kill` resumes on the same ports and directory.
+    """One etcd. `start` again after `kill` resumes on the same ports and directory.
 
     Args:
         options: For etcd, as on a command line. `with_tls` is the scheme of its clients' URL.
+        address: Where it listens for clients.
     """
 
-    def __init__(self, directory, *options, name="default", with_tls=False):
+    def __init__(self, directory, *options, name="default", with_tls=False, address="127.0.0.1"):
         self.directory, self.options, self.name, self.process = directory, options, name, None
         self.port, self.peer_port, self.metrics_port = free_port(), free_port(), free_port()
-        self.host = f"127.0.0.1:{self.port}"
+        self.host = f"{address}:{self.port}"
         self.client_url = f"{'https' if with_tls else 'http'}://{self.host}"
         self.peer_url = f"http://127.0.0.1:{self.peer_port}"
         self.cluster = f"{name}={self.peer_url}"

@@ -2,8 +2,9 @@
 
 python warm.py SOCKET
 
-A request is JSON, a program's name and source, its arguments and environment, and four files: its
-standard streams, and one that is told the process's id, its stops and its end. The fork runs the
+A request is JSON, a program's name and source, its arguments and environment, and six files: its
+standard streams, one that is told the process's id, its stops and its end, and the namespaces of
+networks and mounts in which it is to run. The fork runs the
 program as `python NAME ARGUMENTS` would: as `__main__`, and to the end that every interpreter has.
 It has a session of its own, and is killed when the tests end without it. NIXL and gRPC start
 threads, which no fork survives: each process imports them itself.
@@ -34,20 +35,21 @@ def serve(requests):
     gc.freeze()  # or a fork's first collection writes to all pages that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of `watch`
     while True:
-        request, files, *_ = socket.recv_fds(requests, 1 << 20, 4)
+        request, files, *_ = socket.recv_fds(requests, 1 << 20, 6)
         if not request:
             return None
         if os.fork() == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             end_with_parent()
-            *streams, report = files
+            *streams, report, net, mnt = files
             child = os.fork()
             if child == 0:
                 os.close(report)
                 end_with_parent()
+                enter(net=net, mnt=mnt)
                 return become(streams, **json.loads(request))
-            watch(child, streams, report)
+            watch(child, [*streams, net, mnt], report)
         for file in files:
             os.close(file)
 
@@ -57,10 +59,20 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch(child, streams, report):
+def enter(**namespaces):
+    """Go into those where this process is not yet, which takes root."""
+    directory = Path.cwd()
+    for kind, file in namespaces.items():
+        if os.fstat(file).st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino:
+            assert ctypes.CDLL(None).setns(file, 0) == 0, f"cannot enter a namespace: {kind}"
+        os.close(file)
+    os.chdir(directory)  # a namespace of mounts is entered at its root
+
+
+def watch(child, files, report):
     """Tell what becomes of `child`, a line each, and end with it."""
-    for stream in streams:
-        os.close(stream)
+    for file in files:
+        os.close(file)
     os.write(report, f"pid {child}\n".encode())
     while True:
         _, status = os.waitpid(child, os.WUNTRACED)
