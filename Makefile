@@ -22,6 +22,8 @@ ROWS ?= 3.11:2.13.0 3.11:lowest
 # Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
+# What needs cores, or an environment, of its own.
+NOT_BESIDE := $(addprefix --ignore=tests/,processes history wan engines)
 
 # Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
 FAULTS ?= 20
@@ -113,12 +115,12 @@ demo-vllm: $(INSTALLED_VLLM)
 	$(VLLM)/bin/python examples/grpo_with_vllm.py
 
 test: $(INSTALLED)
-	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines -m 'not long'
+	$(PYTEST) $(NOT_BESIDE) -m 'not long'
 
 # Jobs of torch need the cores that they have.
 test-all: $(INSTALLED)
-	$(PYTEST) --ignore=tests/processes --ignore=tests/history --ignore=tests/engines
-	$(BIN)/python -m pytest --durations=10 tests/processes tests/history
+	$(PYTEST) $(NOT_BESIDE)
+	$(BIN)/python -m pytest --durations=10 tests/processes tests/history tests/wan
 
 test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)
 	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py
