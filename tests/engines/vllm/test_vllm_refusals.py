@@ -111,6 +111,14 @@ def test_calls_out_of_order(followed):
     goes_on(followed)
 
 
+def test_an_update_without_a_start(followed):
+    if followed.engine.ranks > 1:
+        pytest.skip("vLLM answers the next call with the second worker's error")
+    with pytest.raises(Exception, match="start_weight_update"):
+        followed.engine.llm.update_weights({"update_info": {"version": 1}})
+    goes_on(followed)
+
+
 def test_an_unknown_key(followed):
     llm = followed.engine.llm
     llm.start_weight_update()
