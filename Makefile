@@ -17,7 +17,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 # what `make test` runs.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
-.PHONY: help demo demo-vllm test test-all test-engines test-matrix sim sim-faults history lint docs bench bench-control clean
+.PHONY: help demo demo-vllm test test-all test-engines test-matrix sim sim-faults history scale lint docs bench bench-control clean
 
 # Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
@@ -32,6 +32,9 @@ FIRST_SEED ?= 1
 # Of `make sim`: how many histories, from FIRST_SEED on. STORY=1 tells a failure from its beginning.
 SEEDS ?= 2000
 STORY ?=
+
+# Of `make scale`: replicas at most; above 1,000: bursts of so many, beside the figures that are there.
+N ?= 1000
 
 # Of `make lint`: subjects of commits since then have at most 72 characters.
 SUBJECTS_SINCE := 2026-11-22T13:00:00Z
@@ -60,6 +63,9 @@ help:
 	@echo "            whether the simulator finds mistakes that are planted in the protocol"
 	@echo "make history FAULTS=20 FIRST_SEED=1"
 	@echo "            processes and an etcd that are killed, stopped and wiped while weights move"
+	@echo "make scale N=1000"
+	@echo "            what the library does among N replicas, on a modelled etcd and network; writes"
+	@echo "            docs/scale, in some minutes; N=10000 takes half an hour"
 	@echo "make lint   ruff, mypy, and the length of commit subjects"
 	@echo "make docs   the documents and the API as a site, in site/"
 	@echo "make bench SIZE_MIB=1024 REPEAT=5"
@@ -137,6 +143,9 @@ sim-faults: $(INSTALLED)
 
 history: $(INSTALLED)
 	FAULTS=$(FAULTS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest tests/history -q -s
+
+scale: $(INSTALLED)
+	$(BIN)/python benchmarks/scale/scale.py --n $(N)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,114 @@
+"""What the library should reach among many replicas, and what it does."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One line of the table. `found`: the figure that counts, of rows; None: no row has it."""
+
+    what: str
+    unit: str
+    most: float
+    found: Callable[[Sequence[Row]], float | None]
+
+
+def rows_of(rows: Sequence[Row], what: str, **params: Any) -> list[Row]:
+    return [row for row in rows if row["what"] == what and row["params"] == params]
+
+
+def worst(figure: str, what: str, **params: Any) -> Callable[[Sequence[Row]], float | None]:
+    def found(rows: Sequence[Row]) -> float | None:
+        values = [row["figures"][figure] for row in rows_of(rows, what, **params)]
+        return max(values, default=None)
+
+    return found
+
+
+def worst_crossings(rows: Sequence[Row]) -> float | None:
+    found = [row["figures"]["crossings"] for row in rows if row["what"] == "datacenters"]
+    return max(found, default=None)
+
+
+def mean_stall_12(rows: Sequence[Row]) -> float | None:
+    found = [row["figures"]["stall_s"] for row in rows if row["what"] == "figure_12"]
+    return round(sum(found) / len(found), 2) if found else None
+
+
+def herd_reads(rows: Sequence[Row]) -> float | None:
+    found = [row["figures"]["reads"] for row in rows if row["what"] == "herd"]
+    return max(found, default=None)
+
+
+def kib(rows: Sequence[Row]) -> float | None:
+    found = [
+        row["figures"]["KiB"]
+        for row in rows
+        if row["what"] == "burst" and set(row["params"]) == {"n"} and row["params"]["n"] >= 10
+    ]
+    return max(found, default=None)
+
+
+def held_up_beyond(rows: Sequence[Row]) -> float | None:
+    found = [r["figures"]["unpublish_s"] for r in rows if r["what"] == "held_up"]
+    return max(found, default=None)
+
+
+AIMS = (
+    Aim("crossings per datacenter, 1 to 1,000 far, worst of all seeds", "", 1.005, worst_crossings),
+    Aim("7b, 18 groups, mean", "x", 1.03, worst("mean_x", "figure_7b", groups=18)),
+    Aim("figure 12, total stall, with skipping", "s", 8.5, mean_stall_12),
+    Aim("figure 12, total stall, with host seeding", "s", 4.0, mean_stall_12),
+    *(
+        Aim(f"burst of {n:,}, last done", "x", most, worst("last_x", "burst", n=n))
+        for n, most in ((100, 1.10), (1000, 1.12), (10_000, 1.15))
+    ),
+    *(
+        Aim(
+            f"... {n:,}, 1 % at a tenth of the rate, healthy ones, p99",
+            *("x", 1.15, worst("healthy_p99_x", "stragglers", n=n)),
+        )
+        for n in (100, 1000, 10_000)
+    ),
+    *(
+        Aim(f"... {n:,}, 2 % die, last done", "x", 1.3, worst("last_x", "deaths", n=n))
+        for n in (100, 1000, 10_000)
+    ),
+    Aim(
+        "commits before the first byte, per replica, 1,000",
+        *("", 2.0, worst("commits_first", "burst", n=1000)),
+    ),
+    Aim("from etcd per newcomer, worst N", "KiB", 20.0, kib),
+    Aim("300 wait for latest-1 while 300 read: reads each", "", 10.0, herd_reads),
+    Aim("unpublish with far readers only (copy and 3 round trips)", "s", 0.33, held_up_beyond),
+    Aim("versions faster than the link: versions behind", "", 6, worst("lag", "fast_versions")),
+    Aim(
+        "... crossings per version that came",
+        *("", 1.005, worst("crossings", "fast_versions")),
+    ),
+    Aim(
+        "... the trainer is held up, at most",
+        *("s", 0.33, worst("held_up_s", "fast_versions")),
+    ),
+)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+    """What, aim, found, and "met", "missed" or that it was not run."""
+    for aim in AIMS:
+        found = aim.found(rows)
+        verdict = NOT_RUN if found is None else "met" if found <= aim.most else "missed"
+        is_once = aim.most == 1.005
+        most = f"{1.0 if is_once else aim.most:g}{' ' * bool(aim.unit)}{aim.unit}"
+        said = "" if found is None else f"{found:g}{' ' * bool(aim.unit)}{aim.unit}"
+        yield aim.what, most, said, verdict
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    for what, most, found, verdict in lines(rows):
+        yield f"{what:64}{most:>10}{found:>12}  {verdict}"

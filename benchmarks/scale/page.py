@@ -1,0 +1,177 @@
+"""docs/scale/README.md, from rows of results.json: nobody edits it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import acceptance
+import figures
+
+Row = Mapping[str, Any]
+
+ABOUT = """# At scale
+
+`make scale` has written this page: nobody edits it. It shows what this release does among up to
+1,000 replicas, or 10,000, which no machine of ours has. Everything behind `torch_ros.open` runs as
+it is: handles, calls, choice of sources, claims, relays, retries, leases. Clocks, etcd and the
+network are modelled, so times are those of the model and no promise.
+
+"x" is of the time in which one NIC carries the version, which is the best that a newcomer can have.
+[How it works](#how-it-works) is at the end, with all that the model leaves out.
+"""
+
+WORKS = """## How it works
+
+- `benchmarks/scale/cluster.py` runs each process of each replica in greenlets, on the scheduler of
+  the simulated tests, without its dice: who can move moves, in order, and then time passes.
+- etcd is one queue. A request takes half a millisecond there and back each, up or down by half,
+  and 1/20,000 s of etcd's time for a write and 1/60,000 s for a read. Another datacenter is 40 ms
+  away. Watches tell as soon as a change is made.
+- `benchmarks/scale/network.py` shares NICs (25 GB/s each way, 50 GB for each rank, as in the
+  TensorHub paper) and links between datacenters max-min fairly, in ticks of a fourth of a step.
+  Relays pass on whole steps of 64 MiB, and who waits for a relay asks as seldom as the library
+  does: after 0.2 ms, then twice as long each time, 10 ms at most.
+- A process that dies is missed by its readers 0.1 s later, and by etcd when its lease has ended.
+
+The model leaves out: what connecting takes, kernels' and processors' time, incast and congestion,
+loss, pauses of RDMA's flow control, other traffic, GPUs that are busy, digests. A fluid model
+flatters: 1.06 and 1.12 are the same, 4 and 1.1 are not.
+
+The same release and N make the same `results.json`, byte for byte; `make test` runs the scenarios
+with few replicas, and compares. `python benchmarks/scale/scale.py --only burst --rules NAME,...`
+runs rules that are not the library's beside its own; `benchmarks/scale/rules.py` has them.
+"""
+
+
+def write(rows: Sequence[Row], directory: Path) -> None:
+    figures.draw(rows, directory)
+    (directory / "README.md").write_text("\n".join([*_page(rows)]).rstrip("\n") + "\n")
+
+
+def _page(rows: Sequence[Row]) -> Iterator[str]:
+    yield ABOUT
+    yield "## Aims\n"
+    yield from _table(("aim", "at most", "found", ""), acceptance.lines(rows))
+    yield "## Bursts\n"
+    yield "![When the last one is done, by the number of replicas](last-done.svg)\n"
+    yield "![How long each of 1,000 waits](stalls.svg)\n"
+    yield from _table(BURST_HEAD, (_burst_line(row) for row in _rows(rows, "burst")))
+    yield (
+        "Commits, lost races and reads of etcd, and KiB of keys and values from and to it, are "
+        "those of each newcomer.\n\n![What etcd is asked](requests.svg)\n"
+    )
+    yield "## Slow ones\n"
+    yield "One in a hundred has a tenth of the rate.\n"
+    yield from _table(
+        ("N", "healthy: median x", "p99 x", "last x"),
+        ((_n(r), *_of(r, "healthy_median_x", "healthy_p99_x", "healthy_last_x"))
+         for r in _rows(rows, "stragglers")),
+    )  # fmt: skip
+    yield "## Deaths\n"
+    yield "Two in a hundred die in the middle.\n"
+    yield from _table(
+        ("N", "died", "failed", "median x", "last x", "heads sent x"),
+        ((_n(r), *_of(r, "died", "failed", "median_x", "last_x", "heads_sent_x"))
+         for r in _rows(rows, "deaths")),
+    )  # fmt: skip
+    yield "## More than one datacenter\n"
+    yield "How often a version comes to each of them, in a burst, unless it says otherwise.\n"
+    yield from _table(
+        ("far replicas", "far datacenters", "over s", "seeds", "mean", "most"), _crossings(rows)
+    )
+    for row in _rows(rows, "held_up"):
+        took, copy = _of(row, "unpublish_s", "copy_s")
+        yield (
+            f"A trainer that is read from another datacenter only, at 4 GB/s, waits {took} s in "
+            f"`unpublish`; a copy and three round trips take {copy} s.\n"
+        )
+    for row in _rows(rows, "fast_versions"):
+        published, versions, lag, held = _of(row, "published", "versions", "lag", "held_up_s")
+        yield (
+            "Versions that come three times as fast as the link carries them, for a minute, to "
+            f"eight rollouts: {published} are published, {versions} of them come, rollouts are "
+            f"{lag} behind at most, and `unpublish` takes up to {held} s.\n"
+        )
+    yield "## Waiting\n"
+    for row in _rows(rows, "herd"):
+        reads, kib = _of(row, "reads", "KiB")
+        waiting, reading = row["params"]["waiting"], row["params"]["reading"]
+        yield (
+            f"{waiting} replicas that wait for `latest-1` while {reading} read ask etcd {reads} "
+            f"times each until it is there, and move {kib} KiB each.\n"
+        )
+    yield "## The figures of the TensorHub paper\n"
+    yield "![Figures 7b, 11 and 12](paper.svg)\n"
+    yield from _table(
+        ("7b: groups of 8 GPUs", "total stall s", "ideal s"),
+        ((str(r["params"]["groups"]), *_of(r, "stall_s"), f"{8 * r['params']['groups'] * 2.2:.1f}")
+         for r in _rows(rows, "figure_7b")),
+    )  # fmt: skip
+    yield from _table(
+        ("11: rollouts", "trainers", "mean stall s", "paper s"),
+        ((str(r["params"]["rollouts"]), str(r["params"]["trainers"]), *_of(r, "mean_s"), "1.5")
+         for r in _rows(rows, "figure_11")),
+    )  # fmt: skip
+    twelve = [row["figures"] for row in _rows(rows, "figure_12")]
+    if twelve:
+        stall, crossings = (fmean(f[name] for f in twelve) for name in ("stall_s", "crossings"))
+        yield from _table(
+            ("12: two datacenters", "total stall s", "crossings"),
+            (
+                ("paper, UCX", "62.4", "4"),
+                ("paper, smart skipping", "7.7", "1"),
+                ("this release", f"{stall:.1f}", f"{crossings:.2f}"),
+            ),
+        )
+    yield WORKS
+
+
+BURST_HEAD = (
+    "N", "heads", "over s", "last x", "median x", "heads sent x", "readers of one, most",
+    "until it reads, ms: median, most", "commits", "lost", "reads", "KiB",
+)  # fmt: skip
+
+
+def _burst_line(row: Row) -> tuple[str, ...]:
+    params, found = row["params"], row["figures"]
+    over_s = params.get("over_s", 0.0)
+    last = found["last_x"] if not over_s else found["p99_x"]
+    attached = ", ".join(f"{each:g}" for each in found["attached_ms"])
+    return (
+        *(_n(row), str(params.get("heads", 1)), f"{over_s:g}" if over_s else "at once"),
+        *(f"{last:g}", *_of(row, "median_x", "heads_sent_x", "readers_max"), attached),
+        *_of(row, "commits", "lost", "reads", "KiB"),
+    )
+
+
+def _crossings(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    found: dict[tuple[int, int, float], list[float]] = {}
+    for row in _rows(rows, "datacenters"):
+        params = row["params"]
+        key = params["n"], params.get("far", 1), params.get("over_s", 0.0)
+        found.setdefault(key, []).append(row["figures"]["crossings"])
+    for (n, far, over_s), values in found.items():
+        over = f"{over_s:g}" if over_s else "at once"
+        mean = f"{fmean(values):.2f}"
+        yield f"{n:,}", str(far), over, str(len(values)), mean, f"{max(values):.2f}"
+
+
+def _rows(rows: Sequence[Row], what: str) -> list[Row]:
+    return [row for row in rows if row["what"] == what]
+
+
+def _n(row: Row) -> str:
+    return f"{row['params']['n']:,}"
+
+
+def _of(row: Row, *names: str) -> tuple[str, ...]:
+    return tuple(f"{row['figures'][name]:g}" for name in names)
+
+
+def _table(head: Sequence[str], lines: Any) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"| --- {'| ---: ' * (len(head) - 1)}|"
+    for line in lines:
+        yield f"| {' | '.join(line)} |"
+    yield ""

@@ -1,0 +1,244 @@
+"""The memory that processes show to each other, modelled: mailboxes, and reads of whole versions.
+
+The library's `Replication` uses these as it uses its own; they move fractions instead of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from network import Node, Transfer
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.p2p.regions import Region
+from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
+from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.peers import PeerState
+from torch_ros.transfer.registered import LocalState, Phase, Registered
+from torch_ros.transfer.stall import POLL_S_MAX, POLL_S_MIN, STALL_S, SourceWait
+from torch_ros.weights.local import local_chunks
+from torch_ros.weights.manifest import Layout, Manifest
+
+if TYPE_CHECKING:
+    from cluster import Cluster, Process
+    from schedule import Actor
+
+CONNECTION = bytes(1400)  # about what a process with NIXL has in its card
+QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
+
+
+def registered(bytes_total: float) -> Registered:
+    """The tensors that all have registered: one block, which stands for so many bytes."""
+    state = LocalState(local_chunks({"w": torch.zeros(1)}), {}, {})
+    known = Registered.of(state)
+    vars(known)["bytes_total"] = int(bytes_total)
+    return known
+
+
+class Mailbox:
+    """A process's word, as its node in the network."""
+
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        self.cluster, self.process, self.node = cluster, process, process.node()
+        self.agent = agent_of(self.node)
+        cluster.boxes[self.agent] = self
+        self.card = msgspec.msgpack.encode(Card(self.agent, CONNECTION, b"", 0))
+        known = cluster.registered
+        self._shown = Manifest(known.layout, tuple(known.addresses), tuple(known.devices), b"")
+        self.manifest: Manifest | None = self._shown
+        self.regions: tuple[Region, ...] = ()
+        self.mark = 0
+        self.transfer: Transfer | None = None  # into it
+        self.waiting: list[tuple[Actor, int]] = []  # until it serves something
+
+    @property
+    def word(self) -> Word:
+        is_all = self.cluster.network.shown(self.node) == 1.0
+        return Word(self.mark, ALL_BLOCKS if is_all else 0)
+
+    def serve(self, mark: int, position: int) -> None:
+        network = self.cluster.network
+        # What came before a source was lost is there still.
+        before = network.shown(self.node) if mark == self.mark else 0.0
+        self.mark = mark
+        network.show(self.node, 1.0 if position == ALL_BLOCKS else before)
+        for actor, token in self.waiting:
+            self.cluster.clock.wake(actor, token, "served")
+        self.waiting.clear()
+
+    def void(self) -> None:
+        if self.mark:
+            self.mark = 0
+            self.cluster.network.show(self.node, 0.0)
+            self.cluster.network.lose(self.node, "it does not serve it any more")
+
+    def show(self, *_: Any) -> Manifest:
+        self.manifest = self._shown
+        return self._shown
+
+    def show_digests(self, digests: Digests) -> None:
+        pass
+
+    def withdraw(self) -> None:
+        self.void()
+        self.manifest = None
+
+    def close(self) -> None:
+        self.withdraw()
+
+
+@dataclass(frozen=True)
+class Plan:
+    bytes_read: int
+
+
+class Peers:
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        self._cluster, self._process = cluster, process
+        self._waits: dict[str, float] = {}  # since when it waits for a peer to begin
+
+    def state(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> PeerState:
+        where, clock = Card.decode(card), self._cluster.clock
+        box = self._cluster.boxes[where.agent]
+        rtt_s = self._cluster.rtt_s(box.process.datacenter, self._process.datacenter)
+        clock.sleep(QUESTIONS * rtt_s)
+        if box.process.is_dead:
+            clock.sleep(self._cluster.model.detect_s)
+            raise TransferFailed(where.agent, "it is gone")
+        if not box.mark:
+            self._wait_for(box, QUESTIONS * rtt_s)
+        return PeerState(where.agent, 0, box.word, box.manifest)
+
+    def _wait_for(self, box: Mailbox, asking_s: float) -> None:
+        """Return when the caller, who asks ever more seldom, would learn that it serves something.
+
+        Or after `STALL_S`, when the caller asks the store. To wake it each time that it asks would
+        take most of the time of a large burst.
+        """
+        clock = self._cluster.clock
+        began_s = self._waits.setdefault(box.agent, clock.now_s)
+        box.waiting.append((clock.current, clock.current.token))
+        if clock.park("waits for a relay", clock.now_s + STALL_S) is None:
+            return
+        del self._waits[box.agent]
+        clock.sleep(asked_at(began_s, clock.now_s, asking_s) - clock.now_s)
+
+    def manifest(
+        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> tuple[str, Manifest]:
+        state = self.state(card, deadline, still)
+        assert state.manifest is not None
+        return state.agent, state.manifest
+
+    def is_near(self, agents: Sequence[str]) -> bool:
+        return False
+
+    def forget(self, agent: str) -> None:
+        pass
+
+    leave = forget
+
+    def close(self) -> None:
+        pass
+
+
+class Reading:
+    """The reads of one process."""
+
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        self._cluster, self._process = cluster, process
+        self.peers = Peers(cluster, process)
+
+    def plan(self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool) -> Plan:
+        return Plan(self._cluster.registered.bytes_total)
+
+    def read(
+        self,
+        supplies: Sequence[Supply],
+        phase: Phase,
+        progress: Progress,
+        deadline: Deadline,
+        counted: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Read what is missing, from one rank of each source.
+
+        Raises:
+            SourceLost: A source is gone, or does not serve the call any more.
+        """
+        self._process.begins_to_read()
+        own = self._process.handle._shard.mailbox
+        sources = {self._node(each.feed): each.feed.source for each in supplies}
+        if (lost := self._transferred(own, sources, deadline)) is not None:
+            raise lost
+        bytes_read = self._cluster.registered.bytes_total
+        progress.add(phase.blocks, bytes_read)
+        counted(bytes_read)
+
+    def _node(self, feed: Feed) -> Node:
+        state = feed.states[self._process.rank % len(feed.states)]
+        return self._cluster.boxes[state.agent].node
+
+    def _transferred(
+        self, own: Mailbox, sources: dict[Node, FeedSource], deadline: Deadline
+    ) -> SourceLost | None:
+        """The source that was lost; None: all is there."""
+        cluster, clock, network = self._cluster, self._cluster.clock, self._cluster.network
+        actor, ended = clock.current, list[tuple[Node | None, str]]()
+
+        def end(lost: Node | None, why: str) -> None:
+            ended.append((lost, why))
+            clock.wake(actor, actor.token, "ended")
+
+        for node, source in sources.items():  # it may have changed since it was looked at
+            if cluster.boxes[agent_of(node)].mark != source.mark:
+                return SourceLost(source.replica, "it does not serve it any more", 0, 0)
+        size, begins = cluster.registered.bytes_total, network.shown(own.node)
+        own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
+        network.start(transfer)
+        waits = {
+            source.replica: SourceWait(source.replica, deadline, source.is_there)
+            for source in sources.values()
+            if not source.is_full
+        }
+        try:
+            while not ended:
+                before = network.shown(own.node)
+                clock.park("reads", clock.now_s + STALL_S)
+                next(iter(sources.values())).check()
+                for replica, wait in waits.items():
+                    if network.shown(own.node) != before:
+                        wait.reset()
+                    elif not ended:
+                        wait.look(f"{replica!r} has no more of it than before")
+        finally:
+            network.stop(transfer)
+            own.transfer = None
+        lost, why = ended[0]
+        return None if lost is None else SourceLost(sources[lost].replica, why, 0, 0)
+
+    def forget(self, agent: str | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def asked_at(began_s: float, now_s: float, asking_s: float) -> float:
+    """When a `SourceWait` that began to wait then asks next, if asking takes so long."""
+    pause_s = POLL_S_MIN
+    while began_s < now_s:
+        began_s += pause_s + asking_s
+        pause_s = min(2 * pause_s, POLL_S_MAX)
+    return began_s
+
+
+def agent_of(node: Node) -> str:
+    return f"agent-{node.number}"
