@@ -312,7 +312,10 @@ def asked_for(address):
 @real
 def test_memory_that_is_asked_for_is_huge_at_its_first_touch():
     """If the kernel has a free huge page by then."""
-    tensor = torch.empty(64 << 20, dtype=torch.uint8)
+    fresh = mmap.mmap(
+        -1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # malloc's may not be
+    tensor = torch.frombuffer(fresh, dtype=torch.uint8)
     inside = tensor.data_ptr() + (32 << 20)
     assert not asked_for(inside)
     HugePages().ask(regions_of([tensor]))
