@@ -152,6 +152,9 @@ def test_what_a_thread_starts_runs_in_the_datacenter_it_is_in(lab, started):
     assert (network(), devices(), Path.cwd()) == here
 
 
+SLEEPER = "import time; print(flush=True); time.sleep(600)"
+
+
 @pytest.mark.parametrize("end", [None, RuntimeError, KeyboardInterrupt])
 def test_nothing_of_it_is_left(lab, started, end):
     del lab  # it can be made here
@@ -160,7 +163,7 @@ def test_nothing_of_it_is_left(lab, started, end):
         with Lab() as made:
             for datacenter in made.datacenters:
                 with made.host(datacenter):
-                    puppet = started.start("import time; print(); time.sleep(600)", talks=True)
+                    puppet = started.start(SLEEPER, talks=True)
                     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
                     puppet.hear()
                     networks |= {network(puppet.pid), network(child.pid)}
