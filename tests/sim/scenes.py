@@ -2212,6 +2212,47 @@ def dies_lingering(scene: Scene) -> None:
     scene.play()
 
 
+def ends_half_released(scene: Scene) -> None:
+    """I7: a group that ends takes along what one of its ranks alone still takes back."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        unpublish(me)
+        scene.reach(f"{me} has a copy")
+        scene.until("t.1/0 has a copy", "t.1/1 has a copy")
+        seat = me.handle._shard.group.seat
+        scene.hold(f"{me} comes back", me, puts("/shards/t@"), lambda: "u has 2" in scene.reached)
+        if me.rank == 0:
+            scene.end_lease(me)
+        else:  # its peer finds that nobody needs the copy now; it finds both parts, and offers it
+            scene.hold("its part", me, puts("/shards/t+"), lambda: "0 let go" in scene.reached)
+            ended = lambda: not any("/groups/t" in key for key in scene.store._entries)
+            scene.hold("takes back", me, deletes("/holdings/"), ended)
+        scene.when(lambda: me.handle._shard.group.seat is not seat, "another seat")
+        scene.when(lambda: me.rank or not me.handle._shard.copies, "the copy let go")
+        scene.reach(f"{me.rank} let go")
+        scene.until("takes back")
+        publish(me, 3)
+        if me.rank == 0:
+            scene.when(lambda: any("/ready/t@" in key for key in scene.store._entries), "a peer")
+        _close(me)
+
+    def overtake(me: Process) -> None:
+        scene.until("t.1/0 comes back")
+        publish(me, 2)
+        scene.reach("u has 2")
+        scene.sleep(60)
+
+    def read(me: Process) -> None:
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        replicate(me, 3)
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train, linger_s=30.0)
+    scene.start("u", overtake, size=1)
+    scene.play()
+
+
 def save(
     process: Process,
     version: int,
@@ -2459,6 +2500,7 @@ SCENES = {
     "both close": both_close,
     "no witness": no_witness,
     "dies lingering": dies_lingering,
+    "ends half released": ends_half_released,
     "moved": moved,
     "unpublished alone": unpublished_alone,
     "unpublished meanwhile": unpublished_meanwhile,

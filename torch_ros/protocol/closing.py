@@ -9,6 +9,7 @@ import msgspec
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody
+from torch_ros.protocol.membership import records_of
 from torch_ros.protocol.records import Holding, Ready, ShardRecord, VersionRef
 from torch_ros.protocol.retention import Keeping, awaited, keeping, keeping_ranges
 from torch_ros.protocol.seat import Seat, calls_of, own_group
@@ -165,8 +166,8 @@ def _moved(
         if held.state == "full" and seat.world_size in {1, shards}:
             stays = msgspec.structs.replace(held, is_original=False)
             ops.append(Put(each.lingers, stays.encode(), lease_id))
-        ops.append(Delete(one(each.held)))
-    own = (seat.group, seat.decisions, keys.install(seat.inst))
+    # Also what a peer alone still offers: it may take a copy back that this rank has let go.
+    own = (seat.group, seat.decisions, *records_of(view, keys, seat.inst))
     ops += [Delete(one(key)) for key in own]
     ops.append(Delete(keys.readies(seat.inst, CLOSING)))
     same = (seat.group, seat.decisions, *(each.held for each in there))
