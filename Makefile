@@ -13,33 +13,33 @@ VLLM := .venv-vllm
 INSTALLED_VLLM := $(VLLM)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
-# Of `make test-matrix`: Python:torch, see tests/matrix.py. 3.11 with the torch of constraints.txt is
-# what `make test` runs.
+# `make test-matrix`: Python:torch, see tests/matrix.py. `make test` runs 3.11 with the torch of
+# constraints.txt.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
 .PHONY: help demo demo-vllm test test-all test-engines test-matrix sim sim-faults history scale lint docs bench bench-control clean
 
-# Of `make test` and `make test-all`: processes that run tests. They wait more than they compute.
+# `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
-# What needs cores, or an environment, of its own.
+# Tests that need cores, or an environment, of their own.
 NOT_BESIDE := $(addprefix --ignore=tests/,processes history wan engines)
 
-# Of `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
+# `make history`: how many faults, and the first seed. One seed is ten faults, about a minute.
 FAULTS ?= 20
 FIRST_SEED ?= 1
 
-# Of `make sim`: how many histories, from FIRST_SEED on. STORY=1 tells a failure from its beginning.
+# `make sim`: how many histories, from FIRST_SEED on. STORY=1 tells a failure from its beginning.
 SEEDS ?= 2000
 STORY ?=
 
-# Of `make scale`: replicas at most; above 1,000: bursts of so many, beside the figures that are there.
+# `make scale`: replicas at most; above 1,000: bursts of so many, beside the figures that are there.
 N ?= 1000
 
-# Of `make lint`: subjects of commits since then have at most 72 characters.
+# `make lint`: subjects of commits since then have at most 72 characters.
 SUBJECTS_SINCE := 2026-11-22T13:00:00Z
 
-# Of `make bench`: how large a version is, and how often everything is measured.
+# `make bench`: how large a version is, and how often everything is measured.
 SIZE_MIB ?= 1024
 REPEAT ?= 5
 

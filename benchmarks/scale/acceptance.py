@@ -1,4 +1,4 @@
-"""What the library should reach among many replicas, and what it does."""
+"""The aims of the library among many replicas, and whether it reaches them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ AIMS = (
 
 
 def lines(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-    """What, aim, found, and "met", "missed" or that it was not run."""
+    """Rows of the table: name, aim, figure found, and "met", "missed" or "not run"."""
     for aim in AIMS:
         found = aim.found(rows)
         verdict = NOT_RUN if found is None else "met" if found <= aim.most else "missed"

@@ -47,23 +47,23 @@ TTL_S = 10
 
 @dataclass(frozen=True)
 class Model:
-    """What is modelled, by its figures. Rates are bytes per second, each way.
+    """The figures of what is modelled. Rates are bytes per second, each way.
 
     The defaults are those of the machines in the paper: 8 GPUs with a NIC each, 50 GB on each.
     """
 
-    bytes_total: float = 50e9  # of a rank's part
+    bytes_total: float = 50e9  # a rank's part
     nic: float = 25e9
     copy: float = 48e9  # to host memory
     etcd_rtt_s: float = 0.001
     etcd_datacenter: str = "default"
-    jitter: float = 0.5  # of that, up or down
-    write_s: float = 1 / 20_000  # of etcd's time
+    jitter: float = 0.5  # share of etcd_rtt_s, up or down
+    write_s: float = 1 / 20_000  # etcd's time for one request
     read_s: float = 1 / 60_000
     near_rtt_s: float = 50e-6  # between two processes
     far_rtt_s: float = 0.04
     detect_s: float = 0.1  # until a reader knows that its source has died
-    ticks: int = 4  # in which a NIC carries a step
+    ticks: int = 4  # for a step over a NIC
 
 
 class Clock(Scheduler):
@@ -98,7 +98,7 @@ class Clock(Scheduler):
 class Etcd:
     """One queue of requests, each with its share of etcd's time, and the way there and back.
 
-    `is_free`: it costs no time yet, while the cluster is put up.
+    `is_free`: requests cost no time yet, while the cluster is put up.
     """
 
     def __init__(self, clock: Clock, model: Model) -> None:
@@ -310,7 +310,7 @@ class Cluster:
     """A model's replicas. `with cluster:` production code lives in it.
 
     Args:
-        step_bytes: Which a relay passes on as a whole; None: as the library does.
+        step_bytes: The step that a relay passes on as a whole; None: as the library does.
     """
 
     def __init__(self, model: Model, *, seed: int = 0, step_bytes: float | None = None) -> None:
@@ -335,7 +335,7 @@ class Cluster:
         return made
 
     def open(self, processes: Sequence[Process], **options: Any) -> None:
-        """All take their seats, which costs no time: that is not what is looked at."""
+        """All processes take their seats, at no time: no figure is about opening."""
         for process in processes:
             self.does(process, 0.0, lambda process=process: process.opens(**options))
         self.run()
@@ -349,7 +349,7 @@ class Cluster:
         self.began_s = self.clock.now_s
 
     def does(self, process: Process, at_s: float, what: Callable[[], Any]) -> None:
-        """Let a process do that, in a thread of its own, at that time."""
+        """Let a process do `what`, in a thread of its own, at `at_s`."""
         self._at_work += 1
 
         def work() -> None:
@@ -362,11 +362,11 @@ class Cluster:
         self.clock.at(at_s, self.clock.spawn, process, "main", work)
 
     def run(self) -> None:
-        """Until all have done what they were told to."""
+        """Let time pass until all processes have done what `does` gave them."""
         self.clock.play(self.network, lambda: not self._at_work)
 
     def kill(self, process: Process) -> None:
-        """It dies with all its threads; its readers notice a little later, etcd with its lease."""
+        """The process dies with all its threads; its readers notice soon, etcd with its lease."""
         mains = [actor for actor in process.actors if actor.role == "main"]
         self._at_work -= len(mains)
         process.is_dead = True
@@ -412,7 +412,7 @@ class Cluster:
             return Identity(replica, rank, world_size, f"s{self.seed}" if world_size > 1 else None)
 
         class Copy(host_copies.HostCopy):
-            """Made at the speed of a copy, and shown as any other."""
+            """A copy takes the model's time, and is shown as any other."""
 
             def __init__(copy, transport, layout, memory, kept, call, digests, pages):  # noqa: N805
                 clock.sleep(self.model.bytes_total / self.model.copy)

@@ -38,7 +38,7 @@ def _of(rows: Sequence[Row], what: str) -> list[Row]:
 
 
 def _bursts(rows: Sequence[Row]) -> list[Row]:
-    """Those of one head and all at once, by their size."""
+    """Bursts of one head, all at once, by their size."""
     plain = [row for row in _of(rows, "burst") if set(row["params"]) == {"n"}]
     return sorted(plain, key=lambda row: row["params"]["n"])
 

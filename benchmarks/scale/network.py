@@ -15,20 +15,21 @@ from torch_ros.transfer.stall import POLL_S_MAX, POLL_S_MIN
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-NEARLY = 1.0  # byte: what is left is rounding
+NEARLY = 1.0  # byte: the rest is rounding
 FREE = 0  # the link that never is the bottleneck
-# Of each flow: the transfer that it is of, the nodes, and the links: out of a NIC, into one, and
-# between datacenters.
+# Columns of a flow: its transfer, the nodes, and the links: out of a NIC, into one, and between
+# datacenters.
 PLACES = ("owner", "source", "reader", "out", "into", "way")
-# What one connection gets at most. In bytes of the flow: all, those that came, those that its
-# source was seen to have, and where its next step ends. The bytes that its transfer began with, and
-# those of 1.0; how long its reader pauses if its source has no more, and when it looks again.
+# More columns. The rate of one connection at most. In bytes of the flow: all, those that came,
+# those that its source was seen to have, and the end of its next step. In bytes of its transfer:
+# those that it began with, and all. The pause of its reader if its source has no more, and the time
+# at which that reader looks again.
 AMOUNTS = ("most", "share", "done", "seen", "next", "begins", "total", "pause_s", "looks_s")
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """What a process shows: a mailbox has one."""
+    """A process's memory as others see it: a mailbox has one node."""
 
     number: int
     datacenter: str
@@ -58,8 +59,8 @@ class Network:
     """Moves bytes while there are transfers.
 
     Args:
-        step_bytes: Which a relay passes on as a whole.
-        tick_s: By which time goes.
+        step_bytes: The step that a relay passes on as a whole.
+        tick_s: The step in which time goes.
     """
 
     def __init__(self, step_bytes: float, tick_s: float) -> None:
@@ -80,7 +81,7 @@ class Network:
         self._carried = np.zeros(0)  # by each link
         self._arrange()
 
-    # What there is
+    # Nodes and links
 
     def link(self, bytes_per_s: float) -> int:
         self._rate_of.append(bytes_per_s)
@@ -100,25 +101,25 @@ class Network:
         self.nodes.append(made)
         return made
 
-    # What processes do
+    # Processes show, read and die
 
     def shown(self, node: Node) -> float:
         self._grow()
         return float(self._shown[node.number])
 
     def show(self, node: Node, fraction: float) -> None:
-        """Its word says this; readers see it a little later."""
+        """The node's word says this fraction; readers see it a little later."""
         self._grow()
         self._shown[node.number] = fraction
 
     def lose(self, node: Node, why: str) -> None:
-        """All who read from it notice that they have lost it."""
+        """All readers of the node notice that they have lost it."""
         for transfer in list(node.readers):
             self.stop(transfer)
             transfer.ended(node, why)
 
     def kill(self, node: Node) -> None:
-        """It sends nothing any more; who reads from it has not noticed yet."""
+        """The node sends nothing any more; its readers have not noticed yet."""
         node.is_dead = True
         self._arrange()
         self._table["most"][self._table["source"] == node.number] = 0.0
@@ -144,7 +145,7 @@ class Network:
             ))  # fmt: skip
 
     def stop(self, transfer: Transfer) -> None:
-        """Nothing of it is in flight any more; what its reader shows is there."""
+        """No byte of the transfer is in flight any more; its reader has all that it shows."""
         if transfer.number in self._transfers:
             self._end(transfer.number)
 
@@ -155,10 +156,10 @@ class Network:
             source.readers.pop(transfer, None)
         return transfer
 
-    # What it has carried
+    # Bytes that were carried
 
     def sent(self) -> Floats:
-        """Bytes, by each node."""
+        """Bytes that each node has sent."""
         self._arrange()
         return self._sent
 
@@ -174,7 +175,7 @@ class Network:
         return not self._transfers
 
     def skip_to(self, now_s: float) -> None:
-        """Nothing flows until then."""
+        """Time passes until `now_s`, and nothing flows."""
         self.now_s = now_s
 
     def tick(self) -> None:
@@ -202,7 +203,7 @@ class Network:
             self._sent = np.concatenate([self._sent, more])
 
     def _arrange(self) -> None:
-        """Take transfers in that begin, and leave those out that have ended."""
+        """Take in transfers that begin, and leave out those that have ended."""
         self._grow()
         links = len(self._rate_of)
         self._capacity = np.array(self._rate_of)
@@ -237,7 +238,7 @@ class Network:
         self._limit = np.minimum(self._limit, table["most"]) if is_alone else None
 
     def _see(self, rows: Ints) -> None:
-        """These look at how much their sources have."""
+        """Readers of these flows look at how much their sources have."""
         table = self._table
         shown = self._shown[table["source"][rows]] * table["total"][rows]
         of_all = table["total"][rows] - table["begins"][rows]
@@ -245,7 +246,7 @@ class Network:
         table["seen"][rows] = np.maximum(part, 0.0) * table["share"][rows]
 
     def _look(self, rows: Ints) -> None:
-        """Who has got all that was seen looks again, and then ever more seldom (`stall`)."""
+        """Readers that have all that they saw look again, and then ever more seldom (`stall`)."""
         table = self._table
         before = table["seen"][rows]
         self._see(rows)
@@ -288,7 +289,7 @@ class Network:
         return rates
 
     def _next(self, rows: Ints) -> Floats:
-        """Where the steps end that these flows are in, each its part of one of the transfer."""
+        """The ends of these flows' steps, each of which is a part of a step of the transfer."""
         table, flows = self._table, self._flows[rows]
         size, done, share = self.step_bytes / flows, table["done"][rows], table["share"][rows]
         begins = table["begins"][rows] / flows
@@ -296,10 +297,11 @@ class Network:
         return np.where(done >= share - NEARLY, np.inf, np.minimum(ends, share))
 
     def _tell(self, rows: Ints) -> None:
-        """Readers show their whole steps; those that have all of it end."""
+        """Readers show their whole steps; a transfer ends when its reader has all of it."""
         table = self._table
         table["next"][rows] = self._next(rows)
-        # At the end of each step its source is asked whether that counts, and says how far it is.
+        # At the end of each step a reader asks its source whether the bytes count, and hears how
+        # far the source is.
         self._see(rows)
         first = rows if self._is_single else np.unique(self._start[rows])
         part = table["done"][first] / table["share"][first]

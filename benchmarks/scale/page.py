@@ -1,4 +1,4 @@
-"""docs/scale/README.md, from rows of results.json: nobody edits it."""
+"""The page docs/scale/README.md, from rows of results.json: nobody edits it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from cluster import Cluster, Process
     from schedule import Actor
 
-CONNECTION = bytes(1400)  # about what a process with NIXL has in its card
+CONNECTION = bytes(1400)  # about as many as a process with NIXL has in its card
 QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
 
 
 def registered(bytes_total: float) -> Registered:
-    """The tensors that all have registered: one block, which stands for so many bytes."""
+    """The tensors that each process has registered: one block, for `bytes_total`."""
     state = LocalState(local_chunks({"w": torch.zeros(1)}), {}, {})
     known = Registered.of(state)
     vars(known)["bytes_total"] = int(bytes_total)
@@ -54,8 +54,8 @@ class Mailbox:
         self.manifest: Manifest | None = self._shown
         self.regions: tuple[Region, ...] = ()
         self.mark = 0
-        self.transfer: Transfer | None = None  # into it
-        self.waiting: list[tuple[Actor, int]] = []  # until it serves something
+        self.transfer: Transfer | None = None  # into this process's memory
+        self.waiting: list[tuple[Actor, int]] = []  # for this process to serve something
 
     @property
     def word(self) -> Word:
@@ -64,7 +64,7 @@ class Mailbox:
 
     def serve(self, mark: int, position: int) -> None:
         network = self.cluster.network
-        # What came before a source was lost is there still.
+        # Bytes that came before a source was lost are there still.
         before = network.shown(self.node) if mark == self.mark else 0.0
         self.mark = mark
         network.show(self.node, 1.0 if position == ALL_BLOCKS else before)
@@ -101,7 +101,7 @@ class Plan:
 class Peers:
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process = cluster, process
-        self._waits: dict[str, float] = {}  # since when it waits for a peer to begin
+        self._waits: dict[str, float] = {}  # by agent: since when it waits for that peer
 
     def state(
         self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
@@ -118,10 +118,10 @@ class Peers:
         return PeerState(where.agent, 0, box.word, box.manifest)
 
     def _wait_for(self, box: Mailbox, asking_s: float) -> None:
-        """Return when the caller, who asks ever more seldom, would learn that it serves something.
+        """Return when the caller, who asks ever more seldom, would learn that the peer serves.
 
-        Or after `STALL_S`, when the caller asks the store. To wake it each time that it asks would
-        take most of the time of a large burst.
+        After `STALL_S` it returns anyway: the caller then asks the store. To wake the caller for
+        each of its questions would take most of the time of a large burst.
         """
         clock = self._cluster.clock
         began_s = self._waits.setdefault(box.agent, clock.now_s)
@@ -197,7 +197,7 @@ class Reading:
             ended.append((lost, why))
             clock.wake(actor, actor.token, "ended")
 
-        for node, source in sources.items():  # it may have changed since it was looked at
+        for node, source in sources.items():  # a source may have changed since `state`
             if cluster.boxes[agent_of(node)].mark != source.mark:
                 return SourceLost(source.replica, "it does not serve it any more", 0, 0)
         size, begins = cluster.registered.bytes_total, network.shown(own.node)
@@ -232,7 +232,7 @@ class Reading:
 
 
 def asked_at(began_s: float, now_s: float, asking_s: float) -> float:
-    """When a `SourceWait` that began to wait then asks next, if asking takes so long."""
+    """The time at which a `SourceWait` since `began_s` asks next; a question takes `asking_s`."""
     pause_s = POLL_S_MIN
     while began_s < now_s:
         began_s += pause_s + asking_s

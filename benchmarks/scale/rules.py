@@ -19,14 +19,14 @@ MIB = 1 << 20
 
 @contextmanager
 def steps_of(size_bytes: int) -> Iterator[None]:
-    """Relays pass on so much at a time; several sources take turns by 64 MiB as before."""
+    """Relays pass on `size_bytes` at a time; several sources take turns by 64 MiB as before."""
     with patch.object(batches, "BATCH_BYTES", size_bytes):
         yield
 
 
 @contextmanager
 def polls_of(seconds: float) -> Iterator[None]:
-    """Who waits for a relay asks at least so often."""
+    """A reader that waits for a relay asks at least every `seconds`."""
     with (
         patch.object(stall, "POLL_S_MAX", seconds),
         patch.object(network, "POLL_S_MAX", seconds),

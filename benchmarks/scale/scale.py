@@ -42,7 +42,7 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """About how long it takes, beside the others: the longest go first."""
+        """The job's time, roughly, beside that of others: the longest go first."""
         params = dict(self.params)
         slow = 2 if self.what == "stragglers" else 1
         return slow * sum(params.get(name, 0) for name in ("n", "waiting", "reading"))
@@ -53,12 +53,12 @@ def job(what: str, seed: int = 0, **params: Any) -> Job:
 
 
 def large(n: int) -> list[Job]:
-    """What is looked at among ten thousand."""
+    """The jobs among ten thousand replicas."""
     return [job(what, n=n) for what in ("burst", "stragglers", "deaths")]
 
 
 def usual(n_max: int) -> list[Job]:
-    """Everything, among no more than `n_max`."""
+    """The jobs of all scenarios, among no more than `n_max` replicas."""
     counts = [n for n in (3, 10, 30, 100, 300, 1000) if n <= n_max]
     jobs = [job("burst", n=n) for n in counts]
     jobs += [job("burst", n=counts[-1], heads=heads) for heads in (4, 16, 48)]
@@ -93,7 +93,7 @@ def timed(numbered: tuple[int, Job]) -> tuple[int, Row, float]:
 
 
 def played(jobs: Sequence[Job], workers: int) -> list[Row]:
-    """Their rows, in their order."""
+    """The rows of these jobs, in the order of the jobs."""
     order = sorted(enumerate(jobs), key=lambda each: -each[1].weight)
     rows: dict[int, Row] = {}
     took_s: dict[str, float] = {}
@@ -116,7 +116,7 @@ def played(jobs: Sequence[Job], workers: int) -> list[Row]:
 
 
 def _no_garbage() -> None:
-    """Collecting it takes a tenth of the time: it is done between jobs, but for what is there."""
+    """Collect garbage only between jobs, and only theirs: it takes a tenth of the time."""
     gc.disable()
     gc.freeze()
 

@@ -1,7 +1,7 @@
-"""What happens to the replicas: each scenario is a function of its parameters and a seed.
+"""Scenarios: something happens to replicas, by parameters and a seed.
 
-It returns figures, rounded, which are the same for the same seed. `x` is of the time in which a NIC
-carries a version.
+A scenario returns figures, rounded, which are the same for the same seed. The unit `x` is the time
+in which a NIC carries a version.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ PAPER = Model()
 FIG_7B = replace(PAPER, nic=50e9 / 2.2)
 FIG_11 = replace(PAPER, bytes_total=34e9, nic=22e9)
 FIG_12 = replace(PAPER, bytes_total=10e9, nic=22e9)
-FAR_STREAM, FAR_LINK = 4e9, 10.3e9  # of figure 12: what one GPU gets by TCP, and all of them
+FAR_STREAM, FAR_LINK = 4e9, 10.3e9  # figure 12: the rate of one GPU by TCP, and of all
 FAR = replace(PAPER, bytes_total=5e9)
-ARRIVE_S = 0.001  # within which a burst comes
+ARRIVE_S = 0.001  # in which all of a burst come
 EAST, WEST = "default", "west"
 
 
@@ -60,7 +60,7 @@ class Burst:
         self.errors: dict[Process, TorchRosError] = {}
 
     def run(self, over_s: float = ARRIVE_S) -> None:
-        """All come within that time; done when all have it, or are dead."""
+        """All newcomers come within `over_s`; returns when each has the version or is dead."""
         rng, clock = self.cluster.rng, self.cluster.clock
         order = list(range(0, len(self.newcomers), self.newcomers[0].ranks))
         rng.shuffle(order)
@@ -245,7 +245,7 @@ def herd(seed: int, *, waiting: int, reading: int) -> Figures:
         asked = dict[str, int]()
 
         def publish_next() -> None:
-            """Until here those who wait have asked in vain; then the version comes."""
+            """Count how often the patient ones asked in vain; then their version comes."""
             asked["reads"] = sum(process.requests["reads"] for process in patient)
             asked["bytes"] = sum(process.bytes for process in patient)
             trainer = all_.trainers[0].handle
@@ -287,7 +287,7 @@ def held_up(seed: int) -> Figures:
 
 
 def fast_versions(seed: int, *, lasts_s: float = 60.0, far: int = 8) -> Figures:
-    """A version a second, of which the link takes three; far rollouts poll, one all the time."""
+    """A version comes each second and takes the link three; far rollouts poll, one all the time."""
     model = replace(PAPER, bytes_total=3e9, nic=25e9, ticks=1)
     with Cluster(model, seed=seed, step_bytes=model.bytes_total / 30) as cluster:
         cluster.network.join(EAST, WEST, 1e9)

@@ -55,7 +55,7 @@ class IndexedSpace(Space):
         self._touched: list[str] = []
         self._born: defaultdict[str, Ages] = defaultdict(list)
         self._written: defaultdict[str, Ages] = defaultdict(list)
-        self._last: dict[str, int] = {}  # of a key or a folder: its last change, also a deletion
+        self._last: dict[str, int] = {}  # the last change of a key or a folder, also a deletion
         self._leased: defaultdict[int, dict[str, None]] = defaultdict(dict)
 
     def commit(self, txn: Txn) -> Reply:
@@ -69,7 +69,7 @@ class IndexedSpace(Space):
         self._told()
 
     def ends_s(self, lease_id: int) -> float | None:
-        """When a lease ends; None: it has."""
+        """The time at which a lease ends; None: it has ended."""
         return self._leases[lease_id][0] if lease_id in self._leases else None
 
     def read(self, request: Read) -> View:
@@ -92,7 +92,7 @@ class IndexedSpace(Space):
 
         return watch.after_rev > self.rev or any(last(r) > watch.after_rev for r in watch.ranges)
 
-    # What `Space` does by looking at everything
+    # Answers for which `Space` looks at everything
 
     def _told(self) -> None:
         if self._touched:
@@ -149,7 +149,7 @@ class IndexedSpace(Space):
         else:
             start = max(0, end - sample.most)
             while start > 0 and born[start - 1][0] == born[start][0]:
-                start -= 1  # those of one transaction are taken in the order of their keys
+                start -= 1  # keys of one transaction are taken in their order
             some = sorted(born[start:end], key=lambda each: -each[0])[: sample.most]
         return [key for _, key in some]
 

@@ -8,10 +8,10 @@ PROGRAM = Path(__file__).parent / "programs" / "actor.py"
 
 
 class Actor:
-    """`tell` it and `hear` what it answers, or both: `ask`.
+    """A process with one handle: `tell` it what to do and `hear` its answer, or both: `ask`.
 
     Args:
-        options: Of the program: the model, how many tensors of how many elements, and what
+        options: The program's options: the model, how many tensors of how many elements, and what
             `torch_ros.open` takes.
     """
 

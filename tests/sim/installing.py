@@ -20,7 +20,7 @@ def waited(me: Process, version: int, timeout_s: float = 100) -> None:
 
 
 def wiped_while_waited(scene: Scene) -> None:
-    """A store that is wiped makes no replica go: one that is back late is waited for."""
+    """A store that is wiped makes no replica go: the trainer waits for one that is back late."""
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -93,7 +93,7 @@ def told_later(scene: Scene) -> None:
 
 
 def heard_at_once(scene: Scene) -> None:
-    """Who waits hears of the last answer by that, and looks at nothing on time."""
+    """The last answer itself wakes a trainer that waits, which looks at nothing on a schedule."""
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -137,7 +137,7 @@ def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
     scene.start("t", train, size=1)
     rollout = scene.start("r", follow, installs=True)
     first = rollout.processes[0]
-    # It is ready, and hears nothing more before its deadline is over.
+    # The first rank is ready, and hears nothing more before its deadline is over.
     scene.hold(
         "ready",
         first,

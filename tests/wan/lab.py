@@ -23,25 +23,26 @@ CLONE_FS = 0x200
 LINK = Path(__file__).with_name("link.py")
 DEVICE = "wan"
 END_S = 30.0
-# Else UCX copies from one namespace to the other through the kernel, or tries each one's own `lo`.
+# Without these, UCX copies from one namespace to the other through the kernel, or tries each one's
+# own `lo`.
 LIBRARY = {"TORCH_ROS_TRANSPORT": "ucx-tcp", "UCX_NET_DEVICES": DEVICE}
 
 
 class LabUnavailable(Exception):
-    """This machine does not let us make a lab; says why."""
+    """This machine does not let us make a lab; the message says why."""
 
 
 class Lab:
     """A lab that is there from `with` on, and gone after it with all processes within.
 
-    Gone as well, a moment later, when the process that made it is killed.
+    The lab is gone as well, a moment later, when the process that made it is killed.
 
     Args:
-        mbit_per_s: Of each direction of the link.
-        round_trip_ms: Across the link and back, while it is idle.
+        mbit_per_s: The rate of each direction of the link.
+        round_trip_ms: The time across the idle link and back.
 
     Raises:
-        LabUnavailable: By `with`.
+        LabUnavailable: `with` cannot make a lab here.
     """
 
     def __init__(self, mbit_per_s=200, round_trip_ms=40, datacenters=("west", "east")):
@@ -74,12 +75,12 @@ class Lab:
         self._close()
 
     def address(self, datacenter):
-        """What it is reached by, from both."""
+        """The address at which both datacenters reach this one."""
         return self._addresses[datacenter]
 
     @contextlib.contextmanager
     def host(self, datacenter):
-        """What this thread starts within runs there: processes, puppets, sockets.
+        """Processes, puppets and sockets that this thread makes within are of that datacenter.
 
         From the first call on this thread has a working directory of its own.
         """
@@ -105,7 +106,7 @@ class Lab:
 
     @contextlib.contextmanager
     def cut(self):
-        """Within, all that is sent over the link is lost."""
+        """The link loses all frames until the block ends."""
         self._toggle()
         try:
             yield

@@ -3,13 +3,15 @@
 python link.py MBIT_PER_S ROUND_TRIP_MS DATACENTER DATACENTER
 
 Each datacenter is a namespace of networks, and one of mounts, whose /sys shows that network: UCX
-looks for devices there. They have no names that could be left behind: they are there as long as
-this process, or one within them, is. Its TAP devices are the ends of the link; it moves the
-Ethernet frames between them, because not every kernel can delay packets by itself.
+looks for devices there. The namespaces have no names that could be left behind: they
+last as long as this process, or one within them. This process has the TAP devices that are the
+ends of the link, and moves the Ethernet frames between them, because not every kernel can delay
+packets by itself.
 
-It says where the namespaces are, or why there are none, in a line of JSON. A line that it is told
-cuts the link, the next one mends it; it answers each with a line. It ends when standard input does,
-which also happens when whoever started it is killed, and ends first what still runs within.
+The process says where the namespaces are, or why there are none, in a line of JSON. A line of its
+standard input cuts the link, the next one mends it; the process answers each with a line. It ends
+when standard input does, which also happens when its parent is killed, and first ends all processes
+in the namespaces.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ DEVICE = "wan"
 # Frames of 1,500 bytes at 200 Mbit/s would take a quarter of a core, and tests have few.
 FRAME_BYTES = 9000
 ETHERNET_BYTES = 14
-# Of what waits for its turn. TCP fills the link if this is at least a round trip.
+# The longest queue of frames before the link. TCP fills the link if this is at least a round trip.
 QUEUE_S = 0.1
 END_S = 20.0
 
@@ -47,7 +49,7 @@ class Way:
 
     def take(self, frame, now_s):
         self.free_s = max(self.free_s, now_s)
-        if self.free_s - now_s <= QUEUE_S:  # else the queue is full
+        if self.free_s - now_s <= QUEUE_S:  # otherwise the queue is full
             self.free_s += len(frame) / self.bytes_per_s
             self.under_way.append((self.free_s + self.delay_s, frame))
 
@@ -139,7 +141,7 @@ def main():
     except OSError as error:
         say(unavailable=f"no network namespaces with a link between them: {error}")
         return
-    # What is asked of the link holds on a busy machine, too. It takes a tenth of a core.
+    # The link keeps its rate and its time on a busy machine, too. It takes a tenth of a core.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     namespaces, ends = zip(*built, strict=True)

@@ -44,7 +44,7 @@ class NeedsValue(Exception):
 class Looks(TorchFunctionMode):
     """Tells a recorder of looks at values that torch does not dispatch.
 
-    Of what torch does dispatch, it does the most frequent at once: to dispatch takes far longer.
+    Frequent operations that torch does dispatch are done here: to dispatch them takes far longer.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
