@@ -14,16 +14,9 @@ import resharding
 import steady
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from style import BLUE, OURS, STYLE, THEIRS
 
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torch_ros",  # the same figures make the same file
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
-OURS, THEIRS, COLOURS = "#c44e52", "#8c8c8c", ("#c44e52", "#dd8452", "#4c72b0")
+COLOURS = (OURS, "#dd8452", BLUE)
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -1,5 +1,6 @@
 """The pictures of docs/scale, drawn from rows of results.json."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -8,16 +9,11 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from style import BLUE, OURS, STYLE, THEIRS
+
 Row = Mapping[str, Any]
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torch_ros",  # the same figures make the same file
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
-OURS, THEIRS, AIM = "#c44e52", "#8c8c8c", "#4c72b0"
 
 
 def draw(rows: Sequence[Row], directory: Path) -> None:
@@ -52,7 +48,7 @@ def _last_done(rows: Sequence[Row]) -> Figure:
     figure, axes = _figure(6.5, 2.8)
     for what, figure_of, label, colour in (
         ("burst", "last_x", "burst", OURS),
-        ("stragglers", "healthy_p99_x", "1 % slow: healthy ones, p99", AIM),
+        ("stragglers", "healthy_p99_x", "1 % slow: healthy ones, p99", BLUE),
         ("deaths", "last_x", "2 % die", THEIRS),
     ):
         some = _bursts(rows) if what == "burst" else _of(rows, what)
@@ -110,7 +106,7 @@ def _paper(rows: Sequence[Row]) -> Figure:
     burst.set_title("7b: total stall, s", fontsize=9)
     burst.set_xlabel("groups of 8 GPUs")
     burst.legend()
-    for trainers, colour in ((1, OURS), (8, AIM)):
+    for trainers, colour in ((1, OURS), (8, BLUE)):
         some = [row for row in _of(rows, "figure_11") if row["params"]["trainers"] == trainers]
         counts = [row["params"]["rollouts"] for row in some]
         label = f"{trainers} trainer{'s' * (trainers > 1)}"
