@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -65,6 +66,13 @@ def vanish(handle, *, for_good=False):
     if for_good:
         group._come_back = lambda: None
     group.kv.revoke(group.session.lease_id, timeout_s=5)
+
+
+def until(holds, limit_s=20.0):
+    end_s, wait = time.monotonic() + limit_s, threading.Event()
+    while not holds():
+        assert time.monotonic() < end_s, "it did not come to that"
+        wait.wait(0.01)
 
 
 def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
@@ -248,7 +256,7 @@ def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, 
     assert says(trainer) == (1, None, None)
     before = rollout._shard.group.seat
     vanish(rollout)
-    trainer.wait(lambda _: rollout._shard.group.seat is not before and rollout.state == "seated")
+    until(lambda: rollout._shard.group.seat is not before and rollout.state == "seated")
     assert says(trainer) == (1, None, None)
 
 
