@@ -1,8 +1,5 @@
 """How much memory an update takes, in place and through an engine's own loader."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -67,12 +64,12 @@ with torch_ros.open(model, endpoint=endpoint, linger_s=0) as handle:
     assert len(came) == len(list(engine.parameters()))
     for number, parameter in enumerate(engine.parameters()):
         assert parameter[0] == number == parameter[-1]
-    print(bytes_now("VmHWM") - before)
+    print(bytes_now("VmHWM") - before, flush=True)
 """
 
 
 @pytest.fixture
-def grown(etcd_endpoint, tmp_path):
+def grown(etcd_endpoint, started, tmp_path):
     """By how many bytes a process grows at most that installs a version."""
 
     def grown(direct, buffer_bytes):
@@ -82,15 +79,11 @@ def grown(etcd_endpoint, tmp_path):
         with torch_ros.open(model, replica="trainer", **place) as trainer:
             trainer.register(tensors)
             trainer.publish(1)
-            options = [etcd_endpoint, model, direct, str(buffer_bytes)]
-            program = [sys.executable, "-c", ENGINE, *options]
-            said = subprocess.run(
-                program, stdout=subprocess.PIPE, text=True, timeout=120, check=True
-            )
-        print(
-            f"{direct}, buffers of {buffer_bytes / MIB:.0f} MiB: {int(said.stdout) / MIB:.1f} MiB"
-        )
-        return int(said.stdout)
+            engine = started.start(ENGINE, etcd_endpoint, model, direct, buffer_bytes, talks=True)
+            said = int(engine.hear())
+            engine.finish()
+        print(f"{direct}, buffers of {buffer_bytes / MIB:.0f} MiB: {said / MIB:.1f} MiB")
+        return said
 
     return grown
 
