@@ -242,11 +242,11 @@ def test_a_read_that_is_slow_to_end_is_waited_for_by_close(spawn):
 def test_an_idle_transport_costs_nothing(spawn):
     source, reader = spawn(SOURCE, 4096), spawn(READER)
     where = source.hear()
-    assert float(source.ask("cpu", 5)[0]) < 0.02
+    assert float(source.ask("cpu", 2)[0]) < 0.02
     assert reader.ask("connect", *where) == ["connected"]
-    assert float(source.ask("cpu", 2)[0]) < 0.02
+    assert float(source.ask("cpu", 1)[0]) < 0.02
     reader.signal(signal.SIGKILL)
-    assert float(source.ask("cpu", 2)[0]) < 0.02
+    assert float(source.ask("cpu", 1)[0]) < 0.02
 
 
 FORK = """
