@@ -349,9 +349,6 @@ def test_a_source_that_is_the_last_one_and_dies_is_lost():
 
 def test_bounds_of_a_few_replicas_hold():
     assert scenarios.burst(0, n=10)["last_x"] < 1.05
-    assert scenarios.burst(0, n=100)["last_x"] < 1.6
-    staggered = scenarios.burst(0, n=50, over_s=5.0)
-    assert staggered["p99_x"] < 1.01
     assert scenarios.figure_7b(0, groups=4)["stall_s"] < 72.0  # ideal: 70.4
     assert scenarios.figure_11(0, rollouts=4, trainers=1)["mean_s"] < 1.6
     herd = scenarios.herd(0, waiting=30, reading=30)
@@ -364,21 +361,32 @@ def test_bounds_of_a_few_replicas_hold():
 
 
 @pytest.mark.long
-def test_bounds_of_two_hundred_hold():
+def test_bounds_of_up_to_two_hundred_hold():
+    assert scenarios.burst(0, n=100)["last_x"] < 1.6
+    staggered = scenarios.burst(0, n=50, over_s=5.0)
+    assert staggered["p99_x"] < 1.01
     found = scenarios.burst(0, n=200)
     assert found["last_x"] < 2.5
     assert found["KiB"] < 22
     assert found["commits"] < 4.1
 
 
+FIRST_OF_EACH_SCENARIO = """
+import scale
+usual = scale.usual
+scale.usual = lambda n_max: list({job.what: job for job in reversed(usual(n_max))}.values())
+scale.main()
+"""
+
+
 def script(directory, *, seed):
-    command = [sys.executable, ROOT / "benchmarks/scale/scale.py", "--n", "8", "--out", directory]
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    command = [sys.executable, "-c", FIRST_OF_EACH_SCENARIO, "--n", "8", "--out", directory]
+    folder = str(ROOT / "benchmarks" / "scale")
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": folder}
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_same_bytes_come_twice(tmp_path):
     told = [script(tmp_path / name, seed=seed).stdout for name, seed in (("a", 1), ("b", 2))]
     assert told[0] == told[1]
