@@ -178,6 +178,7 @@ def test_a_trainer_steps_on_while_etcd_is_away_and_everybody_follows_afterwards(
     well(job, steps, waited_s, caplog)
 
 
+@pytest.mark.long
 def test_two_ranks_step_on_while_one_of_them_is_cut_off_from_etcd(etcd_server, caplog):
     endpoint = f"etcd://{etcd_server.host}"
     proxy = Proxy(etcd_server.port)
