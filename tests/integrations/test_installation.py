@@ -362,19 +362,28 @@ def test_a_number_that_goes_back_is_refused(opened, trainer, obstacles):
     assert engine.has(third)
 
 
-def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, trainer):
+@pytest.mark.parametrize("when", ["before", "while it looks"])
+def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, trainer, when):
     engine, other = Fused(), Fused()
     options = {"replica": "engine", "installs": True, "ttl_s": 5}
-    installer = installer_of(opened(**options), engine, tells=True)
+    installer, takers = installer_of(opened(**options), engine, tells=True), []
+
+    def take():
+        if not takers:
+            takers.append(installer_of(opened(**options), other, tells=True))
+
     first = trainer.publish(1)
     installer.install(1, 20)
-    taker = installer_of(opened(**options), other, tells=True)
+    if when == "before":
+        take()
+    else:
+        installer._engine.looked = take
     second = trainer.publish(2)
     with pytest.raises(Fenced, match="'engine'.*close this handle and open a new one"):
         installer.install(2, 20)
     assert engine.has(first)
     assert installer.active == 1
-    taker.install(2, 20)
+    takers[0].install(2, 20)
     assert other.has(second)
     assert trainer.handle.installs()["engine"].active.version == 2
 

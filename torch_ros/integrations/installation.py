@@ -438,7 +438,7 @@ class Installer:
     # After a failure
 
     def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
-        """Give the engine the version that it had; after an error it has none."""
+        """Give the engine the version that it had; after an error it has none, or still that."""
         is_there = self.handle.version == version or not self._has_written
         is_intact = all(self._peers.gather(is_there))  # it failed before the first byte
         if self.options.on_failure == "refuse" and not is_intact:
@@ -456,6 +456,10 @@ class Installer:
         try:
             self._told(version, watch.left_s, bring)
         except Exception:
+            if is_intact:  # as when another engine has taken its name
+                self.active = version
+                log.exception("the engine has version %d still, and cannot tell others", version)
+                return
             log.exception("the engine has no version: version %d cannot be brought back", version)
         else:
             self.active = version
