@@ -192,6 +192,21 @@ def test_the_handle_stays_for_the_next_version_and_another_model_has_another(tra
     assert handle.is_closed
 
 
+def test_a_worker_says_which_version_it_uses(trainer):
+    worker = Worker(0, 1)
+    for version in (1, 2):
+        weights = publish(trainer, version)
+        sglang.load(worker, request(trainer, version))
+        replica = sglang._follower.handle.replica
+        assert trainer.wait_installed(version).active.keys() == {replica}
+    trainer.publish_copy(3, {NORM: torch.ones(HIDDEN)})
+    with pytest.raises(ManifestMismatch):
+        sglang.load(worker, request(trainer, 3))
+    told = trainer.installs()[replica]
+    assert (told.active.version, told.rejected.ref.version) == (2, 3)
+    assert is_loaded(worker, weights)
+
+
 def test_a_model_that_refuses_other_weights_is_asked_before_anything_is_opened(trainer):
     worker = Worker(0, 1)
     worker.model.layers._derived_weight_cache_error = "the fused indexer keeps a copy"

@@ -217,7 +217,7 @@ class _Follower:
         key = (model, asked.is_complete)
         if key not in self.installers:
             engine = _Model(model, is_complete=asked.is_complete)
-            self.installers[key] = Installer(self.handle, engine, options)
+            self.installers[key] = Installer(self.handle, engine, options, tells=True)
         self.installers[key].options = options
         return self.installers[key]
 
@@ -237,6 +237,7 @@ def _follow(asked: _Request) -> _Follower:
         _follower = None
         known.handle.close()
     # Each worker reads for itself: its loader takes its part of each tensor.
-    handle = torch_ros.open(asked.model, **{"rank": 0, "world_size": 1, **asked.options})
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "installs": True}
+    handle = torch_ros.open(asked.model, **{**place, **asked.options})
     _follower = _Follower(asked, handle)
     return _follower
