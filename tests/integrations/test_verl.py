@@ -185,6 +185,41 @@ def test_a_rollout_that_is_left_early_lets_go(job):
     assert job.rollouts[0]._last == 0
 
 
+def test_a_rollout_uses_a_version_when_verl_has_updated_all_of_them(job):
+    job.update(1.0, step=1)
+    trainer, first = job.actors[0]._handle, job.rollouts[0]
+    names = {rollout._handle.replica for rollout in job.rollouts}
+    assert trainer.wait_installed(1).active.keys() == names
+    job.connect()
+    sent = [job.pool.submit(asyncio.run, a.send_weights(weights(2.0), 2)) for a in job.actors]
+    asyncio.run(job.received(first, step=2))
+    told = trainer.installs()
+    assert {name: one.active and one.active.version for name, one in told.items()} == {
+        name: None if name == first._handle.replica else 1 for name in names
+    }
+    first.finalize()
+    assert trainer.installs()[first._handle.replica].active.version == 2
+    assert [one.result(60)["torch_ros/version"] for one in sent] == [2, 2]
+
+
+def test_a_rollout_whose_server_fails_has_rejected_the_version(job):
+    async def receive():
+        tensors = job.rollouts[0].receive_weights(global_steps=2)
+        async for _ in tensors:
+            await tensors.athrow(RuntimeError("the server is out of memory"))
+
+    job.update(1.0, step=1)
+    sent = [job.pool.submit(asyncio.run, a.send_weights(weights(2.0), 2)) for a in job.actors]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        asyncio.run(receive())
+    told = job.actors[0]._handle.installs()[job.rollouts[0]._handle.replica]
+    assert told.active is None
+    assert "the server is out of memory" in told.rejected.reason
+    assert [one.result(60)["torch_ros/version"] for one in sent] == [2, 2]
+    _, got = job.update(3.0, step=3)
+    assert all(is_all(tensors, 3.0) for tensors in got)
+
+
 def test_weights_that_never_come_are_missed_at_the_deadline():
     job = Job(timeout_s=2)
     job.connect()

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,6 +56,7 @@ class ROSCheckpointEngine:
         self._place: object = None  # that the handle was opened for
         self._handle: torch_ros.ShardHandle | None = None
         self._copy: GatheredCopy | None = None
+        self._installing = ExitStack()  # of a rollout, until verl has updated all of them
 
     def prepare(self) -> dict[str, Any]:
         """Tell verl what the other workers need to know, if this is the first actor."""
@@ -88,8 +90,8 @@ class ROSCheckpointEngine:
             return
         self.close()
         seat: dict[str, Any] = {"rank": rank, "world_size": world_size}
-        if is_actor:
-            seat |= {"replica": f"{job}-actors", "run": "new"}
+        own = {"replica": f"{job}-actors", "run": "new"} if is_actor else {"installs": True}
+        seat |= own
         self._handle, self._place = torch_ros.open(model, **(seat | self._options)), place
         self._copy = GatheredCopy(self._handle, self._actor_device) if is_actor else None
 
@@ -129,22 +131,28 @@ class ROSCheckpointEngine:
         found = await asyncio.to_thread(self._handle.contents, version)
         device = self._rollout_device or torch.accelerator.current_accelerator() or "cpu"
         half = max(1, self._bucket_size // 2)
-        stream = await asyncio.to_thread(
-            self._handle.stream, version, found.tensors, buffer_bytes=half
-        )
-        with stream:
-            while True:
-                # Only a buffer's first one may have to be waited for.
-                is_there = stream.left_in_buffer > 0
-                item = next(stream) if is_there else await asyncio.to_thread(next, stream, None)
-                if item is None:
-                    break
-                yield item[0], item[1].to(device)
-        self._last = version
+        with ExitStack() as block:
+            await asyncio.to_thread(block.enter_context, self._handle.installing(version))
+            stream = await asyncio.to_thread(
+                self._handle.stream, version, found.tensors, buffer_bytes=half
+            )
+            with stream:
+                while True:
+                    # Only a buffer's first one may have to be waited for.
+                    is_there = stream.left_in_buffer > 0
+                    item = next(stream) if is_there else await asyncio.to_thread(next, stream, None)
+                    if item is None:
+                        break
+                    yield item[0], item[1].to(device)
+            self._last, self._installing = version, block.pop_all()
 
     def finalize(self) -> None:
-        """Let go of what a rollout has read. Handles, and an actor's copies, stay as they are."""
+        """Say that a rollout uses what it has read, and let go of it: verl has updated them all.
+
+        Handles, and an actor's copies, stay as they are.
+        """
         if self._handle is not None and self._copy is None:
+            self._installing.close()
             self._handle.unregister()
 
     def close(self) -> None:
