@@ -1,5 +1,7 @@
 """Which tensors land in place, which the engine loads, and which nobody brings."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -227,3 +229,17 @@ def test_one_element_that_differs_in_one_bit_is_seen(spoil):
 def test_equal_elements_prove_nothing():
     version = weights() | {"0.norm": torch.ones(3)}
     assert "which shows nothing" in proof(Engine(), version, lambda e: None)["0.norm"]
+
+
+def test_the_garbage_collector_rests_while_thousands_of_names_are_planned():
+    engine, runs = Engine(layers=1000), []
+    recording = recorded(engine, weights(1000))
+    gc.collect()
+    gc.callbacks.append(note := lambda *_: runs.append(1))
+    try:
+        plan = plan_landings(recording, {})
+        assert not runs
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    assert len(plan.direct) == 3000

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ros.integrations.landings import Landing, Recording
+from torch_ros.integrations.landings import Landing, Recording, uncollected
 
 SAME = "its elements are equal, which shows nothing of their order"
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,6 +73,7 @@ def changed(
     return found
 
 
+@uncollected()
 def plan_landings(recording: Recording, obstacles: Mapping[str, Obstacle]) -> LandingPlan:
     """Tell tensors that can be read in place from those that the engine's loader has to take.
 

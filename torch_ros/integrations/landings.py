@@ -1,6 +1,8 @@
 """Where a version's tensors go in an engine: the values that a recording consists of."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -8,6 +10,18 @@ import torch
 
 from torch_ros.errors import UsageError
 from torch_ros.integrations.boxes import Offsets
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which goes through 100,000 notes again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

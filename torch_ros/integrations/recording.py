@@ -2,13 +2,12 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
 from math import prod
 
 import torch
 
-from torch_ros.integrations.landings import LandedBox, Landing, Recording
+from torch_ros.integrations.landings import LandedBox, Landing, Recording, uncollected
 from torch_ros.integrations.owned import Attributes, Owned, memories, owned_by
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups
 from torch_ros.integrations.recorder import Looks, NeedsValue, Recorder
@@ -19,19 +18,7 @@ Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # of a version: dtyp
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which goes through 100,000 notes again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def record(
     engine: torch.nn.Module, contents: Contents, load_weights: LoadWeights | None = None
 ) -> Recording:
