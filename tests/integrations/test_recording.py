@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import OLD, Toy, contents_of, proven, weights_of
 
 from torch_ros.errors import UsageError
+from torch_ros.integrations.recorder import Recorder
 from torch_ros.integrations.recording import PASSES_MAX, record
 
 
@@ -83,6 +84,21 @@ def test_a_stack_of_experts_is_taken_apart():
 
     recording = proven(Toy(load, {"w13": (3, 4, 5)}), weights_of(w=(3, 5, 4)))
     assert recording.is_complete
+
+
+def test_the_views_and_copies_of_experts_are_not_dispatched(monkeypatch):
+    """As vLLM 0.32 loads them: each expert is made a stack of one, and taken out of it."""
+
+    def load(toy, fqn, weight):
+        for part in weight.unsqueeze(0).unbind():
+            toy.w.data[int(fqn)].narrow(0, 0, 4).copy_(part.narrow(0, 0, 4))
+
+    def refuse(*args):
+        raise AssertionError(f"dispatched: {args[1]}")
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", refuse)
+    toy = Toy(load, {"w": (2, 4, 5)}, device="meta")
+    assert record(toy, contents_of(weights_of(**{"0": (4, 5), "1": (4, 5)}))).is_complete
 
 
 def test_a_padded_vocabulary_lands_and_its_padding_is_told():

@@ -1,7 +1,6 @@
 """Which boxes of one tensor become which boxes of another in a copy, by sizes and strides alone."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -14,13 +13,14 @@ Offsets = tuple[int, ...]
 Steps = list[tuple[int, int, int]]  # of a copy: size, stride at the source, stride at the target
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Where the elements of a tensor lie in its storage."""
-
+class _Strided(NamedTuple):
     shape: Offsets
     strides: Offsets  # in elements, as the offset
     offset: int
+
+
+class Frame(_Strided):  # a tuple, since it is hashed at each copy
+    """Where the elements of a tensor lie in its storage."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Frame":
@@ -43,6 +43,11 @@ class Frame:
         return self.offset + 1 + sum((size - 1) * stride for stride, size, _ in self.by_stride)
 
     @cached_property
+    def is_spread(self) -> bool:
+        """Whether a stride of 0 shows one element in several places."""
+        return any(stride == 0 for stride, _, _ in self.by_stride)
+
+    @cached_property
     def is_regular(self) -> bool:
         """Whether no two elements share a place, and outer dimensions go around inner ones."""
         reach = 1
@@ -52,7 +57,7 @@ class Frame:
             reach = stride * size
         return True
 
-    def index(self, place: int) -> Offsets | None:
+    def coordinates(self, place: int) -> Offsets | None:
         """Coordinates of the element that lies there; None if none does."""
         index, rest = [0] * len(self.shape), place - self.offset
         for stride, size, dim in self.by_stride:
@@ -116,7 +121,7 @@ def _pairs(source: Frame, copied: Frame, target: Frame, written: Frame) -> Seque
     found: list[Pair] = []
     while left:
         source_at, target_at, steps = left.pop()
-        begin, end = source.index(source_at), target.index(target_at)
+        begin, end = source.coordinates(source_at), target.coordinates(target_at)
         if begin is None or end is None or len(left) + len(found) >= PAIRS_MAX:
             return None
         parts = list(_parts(source, begin, target, end, steps))

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_ros.integrations.boxes import Frame, Offsets, Pair, pairs
+from torch_ros.integrations.boxes import FRAMES_MAX, Frame, Offsets, Pair, pairs
+
+Dims = tuple[int | None, ...]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -23,7 +26,7 @@ class Plain(NamedTuple):
 
     fqn: str
     offsets: Offsets
-    dims: tuple[int | None, ...]  # for each dimension of the memory, the tensor's; None: size 1
+    dims: Dims  # for each dimension of the memory, the tensor's; None: size 1
 
     @property
     def fqns(self) -> frozenset[str]:
@@ -94,18 +97,27 @@ class Patch(NamedTuple):
 
     def after(self, pair: Pair, during: str) -> "Patch":
         """The same content in the target box of `pair`; it lies in the source box."""
-        rank = len(pair.target)
-        offsets, sizes = list(pair.target), [1] * rank
-        dims: list[int | None] = [None] * rank
-        for one, other, _ in pair.dims:
-            offsets[other] += self.offsets[one] - pair.source[one]
-            sizes[other] = self.sizes[one]
-            if isinstance(self.origin, Plain):
-                dims[other] = self.origin.dims[one]
         origin = self.origin
         if isinstance(origin, Plain):
-            origin = Plain(origin.fqn, origin.offsets, tuple(dims))
-        return Patch(tuple(offsets), tuple(sizes), origin, during)
+            offsets, sizes, dims = _moved(self.offsets, self.sizes, origin.dims, pair)
+            return Patch(offsets, sizes, Plain(origin.fqn, origin.offsets, dims), during)
+        offsets, sizes, _ = _moved(self.offsets, self.sizes, (None,) * len(self.sizes), pair)
+        return Patch(offsets, sizes, origin, during)
+
+
+@lru_cache(FRAMES_MAX)
+def _moved(
+    offsets: Offsets, sizes: Offsets, dims: Dims, pair: Pair
+) -> tuple[Offsets, Offsets, Dims]:
+    """A box in the source box of `pair`, and its dimensions, as they are in the target box."""
+    rank = len(pair.target)
+    begin, extent = list(pair.target), [1] * rank
+    turned: list[int | None] = [None] * rank
+    for one, other, _ in pair.dims:
+        begin[other] += offsets[one] - pair.source[one]
+        extent[other] = sizes[one]
+        turned[other] = dims[one]
+    return tuple(begin), tuple(extent), tuple(turned)
 
 
 T = TypeVar("T")
@@ -187,7 +199,7 @@ class Memory:
 
     def has(self, place_bytes: int) -> bool:
         """Whether an element of it is there, in its storage."""
-        return self.frame.index(place_bytes // self.dtype.itemsize) is not None
+        return self.frame.coordinates(place_bytes // self.dtype.itemsize) is not None
 
     def boxes(self, view: torch.Tensor) -> list[tuple[Offsets, Offsets]] | None:
         """Where a view of it lies; None if that cannot be said, or not in few boxes."""

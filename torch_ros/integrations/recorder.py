@@ -1,10 +1,17 @@
 """Follows checkpoint tensors through a loader's operations, and keeps it from writing anything."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch._C import (
+    DisableTorchFunction,
+    _DisableTorchDispatch,
+    _len_torch_dispatch_stack,
+    is_grad_enabled,
+)
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -33,8 +40,11 @@ AT_ONCE: dict[Any, set[type]] = {  # and of which types is all that follows the 
     torch.Tensor.narrow: INT,
     torch.Tensor.select: INT,
     torch.Tensor.__getitem__: INT,
+    torch.Tensor.unsqueeze: INT,
+    torch.Tensor.unbind: INT,
     torch.Tensor.copy_: PLAIN,
 }
+COPY = torch.Tensor.copy_
 
 
 class NeedsValue(Exception):
@@ -52,13 +62,12 @@ class Looks(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in AT_ONCE and not kwargs and _is_plain(args, AT_ONCE[func]):
+            with _DisableTorchDispatch():
+                return self._recorder.copy_(*args) if func is COPY else func(*args)
         if func in UNDISPATCHED:
             self._recorder.look(args[0], func)
-        elif func in AT_ONCE and not kwargs and _is_plain(*args, others=AT_ONCE[func]):
-            with torch._C._DisableTorchDispatch():  # noqa: SLF001 (there is no other way to)
-                is_copy = func is torch.Tensor.copy_
-                return self._recorder.copy_(*args) if is_copy else func(*args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,11 +95,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def tensor(self, fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A checkpoint tensor, on meta, to be followed."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
+        with _DisableTorchDispatch(), DisableTorchFunction():
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
             memory = self.own[storage_of(tensor)] = Memory.of(tensor)
-        origin = Plain(fqn, memory.whole[0], tuple(range(len(shape))))
-        memory.write([Patch(*memory.whole, origin, fqn)])
+        begin, sizes = memory.whole
+        origin = Plain(fqn, begin, tuple(range(len(begin))))
+        memory.write([Patch(begin, sizes, origin, fqn)])
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = self._find(copied)
         if source is None or not content:
             return self._all(memory, written, UNKNOWN)
-        reason = next(_obstacles(memory, written, source, copied), None)
+        reason = _obstacle(memory, written, source, copied)
         found = pairs(source.frame, copied, memory.frame, written) if reason is None else None
         if found is None:
             reason = reason or f"copied in more than {PAIRS_MAX} boxes"
@@ -267,14 +277,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return patches
 
 
-def _is_plain(tensor: torch.Tensor, *rest: Any, others: set[type]) -> bool:
+def _is_plain(args: Sequence[Any], others: set[type]) -> bool:
     """Whether torch would not refuse it, and no mode or transform of the loader's sees it first."""
     return (
-        type(tensor) in PLAIN
-        and all(type(one) in others for one in rest)
-        and not (torch.is_grad_enabled() or tensor.is_inference())
-        and torch._C._len_torch_dispatch_stack() == 1  # noqa: SLF001 (there is no other way to)
-        and torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001
+        type(args[0]) in PLAIN
+        and others.issuperset(map(type, args[1:]))
+        and not (is_grad_enabled() or args[0].is_inference())
+        and _len_torch_dispatch_stack() == 1
+        and peek_interpreter_stack() is None
     )
 
 
@@ -290,20 +300,21 @@ def _fqns(content: Sequence[Patch]) -> frozenset[str]:
     return frozenset().union(*(patch.origin.fqns for patch in content))
 
 
-def _obstacles(
+def _obstacle(
     memory: Memory, written: torch.Tensor, source: Memory, copied: torch.Tensor
-) -> Iterator[str]:
-    """Reasons for which a copy is not one of bits from boxes to boxes."""
+) -> str | None:
+    """The reason for which a copy is not one of bits from boxes to boxes."""
     if written.dtype != copied.dtype:
-        yield f"cast from {copied.dtype} to {written.dtype}"
+        return f"cast from {copied.dtype} to {written.dtype}"
     if source.dtype != copied.dtype or memory.dtype != written.dtype:
-        yield f"its bytes are taken for another dtype ({copied.dtype})"
-    if any(tensor.is_conj() or tensor.is_neg() for tensor in (written, copied)):
-        yield "conjugated or negated on the way"
-    if 0 in (step for step, size in zip(copied.stride(), copied.shape, strict=True) if size > 1):
-        yield "one element goes to several places (broadcast)"
+        return f"its bytes are taken for another dtype ({copied.dtype})"
+    if copied.is_neg() or written.is_neg() or copied.is_conj() or written.is_conj():
+        return "conjugated or negated on the way"
+    if Frame.of(copied).is_spread:
+        return "one element goes to several places (broadcast)"
     if not (memory.frame.is_regular and source.frame.is_regular):
-        yield "elements of the target share memory"
+        return "elements of the target share memory"
+    return None
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:
