@@ -96,7 +96,8 @@ def test_latest_is_the_newest_though_an_older_one_was_seen_before(opened, ranks,
     engines = ranks("engine", count)
     assert engines[0].contents("latest").version == 1
     with pytest.raises(ManifestMismatch):
-        engines[0].checkpoints.check(LoadRequest(1, None, Given({"v": torch.ones(1)})))
+        given = Given(engines[0]._shard.tensors, {"v": torch.ones(1)})
+        engines[0].checkpoints.check(LoadRequest(1, None, given))
     publisher(opened, 2, "second", content(1))
     into = [zeros() for _ in engines]
 
@@ -122,6 +123,59 @@ def test_a_read_brings_a_whole_version_or_a_part_and_serves_nothing(opened):
         assert engine.version is None
         assert word(engine) == 0
         assert engine.list() == {1: {trainer.replica}}
+
+
+@only_memory
+@pytest.mark.parametrize("before", ["read", "register"])
+def test_a_read_into_the_same_tensors_looks_at_their_places_only(opened, before):
+    trainer, engine, into = publisher(opened), opened("engine"), zeros()
+    boxes = {(0, 0): torch.zeros(2, 4), (2, 0): torch.zeros(4, 4)}
+    into["w"] = torch_ros.Chunked((6, 4), torch.float32, boxes)
+    if before == "read":
+        engine.read(1, into)
+    else:
+        engine.register(into)
+    registered = engine._shard.tensors.registered
+    trainer.publish_copy(2, content(2))
+    engine.read(2, dict(into))
+    assert engine._shard.tensors.registered is registered
+    assert torch.equal(torch.cat(list(boxes.values())), content(2)["w"])
+    engine.serve()
+
+
+@only_memory
+@pytest.mark.parametrize("way", ["moved", "a box moved", "turned", "another", "by other names"])
+def test_a_read_into_other_places_than_before_finds_them(opened, way):
+    made = {"w": torch.arange(16.0).view(4, 4), "v": torch.ones(4, 4)}
+    publisher(opened, tensors=made)
+    engine = opened("engine")
+    box = torch.zeros(4, 4)
+    into = {"w": torch_ros.Chunked((4, 4), box.dtype, {(0, 0): box}), "v": torch.zeros(4, 4)}
+    engine.read(1, into)
+    box.zero_()
+    if way == "moved":
+        into["v"].data = torch.zeros(4, 4)
+    elif way == "a box moved":
+        box.data = torch.zeros(4, 4)
+    elif way == "turned":
+        box.data = box.data.t()
+    elif way == "another":
+        into["v"] = torch.zeros(4, 4)
+    else:
+        into = {"w": into["v"], "v": into["w"]}
+    engine.read(1, into)
+    found = {fqn: box if type(one) is torch_ros.Chunked else one for fqn, one in into.items()}
+    assert all(torch.equal(found[fqn], one) for fqn, one in made.items())
+
+
+@only_memory
+def test_a_tensor_that_has_another_dtype_since_the_last_read_is_refused(opened):
+    publisher(opened)
+    engine, into = opened("engine"), zeros("w")
+    engine.read(1, into)
+    into["w"].data = into["w"].data.view(torch.int32)
+    with pytest.raises(ManifestMismatch, match="int32"):
+        engine.read(1, into)
 
 
 @only_memory

@@ -19,10 +19,9 @@ from torch_ros.shard.checkpoint import Load, LoadRequest, unanimous
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tensors import Brought, first_changed
+from torch_ros.shard.tensors import Brought, Tensors, first_changed
 from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference, totals
-from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout
 
 log = logging.getLogger(__name__)
@@ -31,11 +30,11 @@ log = logging.getLogger(__name__)
 class Given:
     """The destination of a read: the tensors that its caller has."""
 
-    def __init__(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
-        self._named = named_tensors
+    def __init__(self, tensors: Tensors, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self._named = tensors, named_tensors
 
     def fill(self, _: Sequence[Layout]) -> LocalState:
-        return LocalState(local_chunks(self._named), {}, {})
+        return self._tensors.state_of(self._named)
 
     def vet(self) -> None:
         """Nothing to do: no object is read."""
@@ -58,7 +57,7 @@ class Reads:
         named_tensors: Mapping[str, torch.Tensor],
         timeout_s: float | None,
     ) -> ReadReport:
-        shard, given = self._shard, Given(named_tensors)
+        shard, given = self._shard, Given(self._shard.tensors, named_tensors)
         request = LoadRequest(version, None, given, is_served=False, verb="read", keeps=True)
         deadline = shard.deadline(request.asked, timeout_s)
         flow = Load(shard, request, deadline).run

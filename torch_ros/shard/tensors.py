@@ -11,7 +11,7 @@ from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.protocol.records import VersionRef
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
-from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.local import build, span_of
 from torch_ros.weights.manifest import OBJECT, Layout
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Tensors:
         self._mailbox, self._pages = mailbox, pages
         self.registered: Registered | None = None
         self.brought: Brought | None = None  # by a read, and nothing has been filled since
-        self._named: NamedTensors | None = None  # as `register` got them, not a save or load
+        self._named: NamedTensors | None = None  # of `register` or a read, not a save or load
 
     def show(self, state: LocalState) -> Registered:
         """Register `state` in place of the tensors before, and show it."""
@@ -47,16 +47,20 @@ class Tensors:
         except BaseException:
             self.withdraw()
             raise
-        self.registered, self._named = registered, None
+        self.registered, self._named = registered, state.named
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
         return registered
 
     def show_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
         """Register the tensors of `register`; `current` follows them when they move."""
-        registered = self.show(LocalState(local_chunks(tensors), {}, {}))
-        self._named = NamedTensors(tensors)
-        return registered
+        return self.show(LocalState.of(tensors))
+
+    def state_of(self, tensors: Mapping[str, torch.Tensor]) -> LocalState:
+        """The user's tensors; without looking at each, if they are those that are registered."""
+        if self._named is not None and self._named.are(tensors):
+            return LocalState((), {}, {}, known=self.registered)
+        return LocalState.of(tensors)
 
     def withdraw(self) -> None:
         self._mailbox.withdraw()

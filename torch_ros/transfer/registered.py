@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import call, eq
+from operator import attrgetter, call, eq, is_
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
-from torch_ros.weights.local import LocalTensor, build, span_of
+from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
 
 
@@ -38,6 +38,12 @@ class LocalState:
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
     known: Registered | None = None
     lent: LentMemory | None = None  # of those in host memory, if they may be lent
+    named: NamedTensors | None = None  # the user's own, where they are all of it
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> LocalState:
+        """The user's own tensors. Raises as `local_chunks`."""
+        return cls(local_chunks(tensors), {}, {}, named=NamedTensors(tensors))
 
     @property
     def layout(self) -> Layout:
@@ -208,7 +214,8 @@ class NamedTensors:
         """
         local = self._local
         addresses, shapes = map(torch.Tensor.data_ptr, local), map(torch.Tensor.size, local)
-        return zip(addresses, shapes, map(call, self._cuts, local), strict=True)
+        dtypes, cuts = map(attrgetter("dtype"), local), map(call, self._cuts, local)
+        return zip(addresses, shapes, dtypes, cuts, strict=True)
 
     @property
     def moved(self) -> list[str]:
@@ -217,6 +224,15 @@ class NamedTensors:
             return []
         changes = zip(self._names, self._places, self._now(), strict=True)
         return [fqn for fqn, there, here in changes if there != here]
+
+    def are(self, tensors: object) -> bool:
+        """Whether these are the same objects, by the same names, and lie where they did."""
+        return (
+            isinstance(tensors, Mapping)
+            and list(tensors) == list(self.tensors)
+            and all(map(is_, tensors.values(), self.tensors.values()))
+            and not self.moved
+        )
 
 
 def _own(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
