@@ -16,7 +16,7 @@ from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
-from torch_ros.weights.manifest import OBJECT, Layout, dtype_named, logical
+from torch_ros.weights.manifest import Layout, logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,8 @@ class Contents:
 
     @classmethod
     def of(cls, found: PinnedVersion) -> "Contents":
-        everything = sorted(logical(found.layouts).items())
-        tensors = {
-            fqn: (dtype_named(dtype), torch.Size(shape))
-            for fqn, (dtype, shape) in everything
-            if dtype != OBJECT
-        }
-        objects = tuple(fqn for fqn, (dtype, _) in everything if dtype == OBJECT)
-        return cls(found.ref.version, tensors, objects, found.ref.run)
+        tensors, objects = logical(found.layouts).contents
+        return cls(found.ref.version, dict(tensors), objects, found.ref.run)
 
 
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:

@@ -236,6 +236,20 @@ class Logical(dict[str, LogicalTensor]):
         """The place of each tensor in the publisher's state dict, by fqn, if it had one."""
 
     @cached_property
+    def contents(self) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], tuple[str, ...]]:
+        """Dtype and shape of each tensor by fqn, sorted; and the fqns of objects. Shared, too.
+
+        Made once: among a torch program's objects, tens of thousands more start a collection.
+        """
+        everything = sorted(self.items())
+        tensors = {
+            fqn: (dtype_named(dtype), torch.Size(shape))
+            for fqn, (dtype, shape) in everything
+            if dtype != OBJECT
+        }
+        return tensors, tuple(fqn for fqn, (dtype, _) in everything if dtype == OBJECT)
+
+    @cached_property
     def digest(self) -> str:
         """Equal for equal tensors, however they are sharded; the sizes of objects do not count."""
         rows = [
