@@ -255,6 +255,46 @@ def test_another_set_of_tensors_is_recorded_anew(opened, trainer):
     assert list(report.ignored) == ["extra"]
 
 
+def test_the_next_version_finds_all_prepared_and_asks_once_what_it_contains(
+    opened, trainer, monkeypatch
+):
+    asked, contents = [], torch_ros.ShardHandle.contents
+
+    def counted(handle, *args, **options):
+        asked.append(args)
+        return contents(handle, *args, **options)
+
+    monkeypatch.setattr(torch_ros.ShardHandle, "contents", counted)
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine, relay=False)
+    known = []
+    for version in (1, 2):
+        published = trainer.publish(version)
+        installer.install(version, 20)
+        assert engine.has(published)
+        known.append(follower._shard.tensors.registered)
+    assert known[0] is known[1]
+    assert asked == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("way", ["other memory", "another parameter", "other strides"])
+def test_parameters_that_have_moved_are_read_into_where_they_are_now(opened, trainer, way):
+    engine = Fused()
+    installer = installer_of(opened(), engine, relay=False)
+    trainer.publish(1)
+    installer.install(1, 20)
+    out, before = engine.out, engine.out.weight.data.clone()
+    if way == "other memory":
+        out.weight.data = before
+    elif way == "another parameter":
+        out.weight = nn.Parameter(before, requires_grad=False)
+    else:  # where it was
+        out.weight.data = out.weight.data.t()
+    published = trainer.publish(2)
+    assert installer.install(2, 20).direct_share == 1
+    assert engine.has(published)
+
+
 @pytest.mark.parametrize("version", [1, "latest"])
 def test_a_version_that_the_engine_has_and_offers_is_not_read_again(opened, trainer, version):
     engine, follower = Fused(), opened()

@@ -22,8 +22,10 @@ from torch_ros.integrations.landing_plan import (
     SAME,
     LandingPlan,
     Obstacle,
+    Place,
     misplaced,
     missing,
+    places,
     plan_landings,
 )
 from torch_ros.integrations.landings import Landing, Recording
@@ -164,6 +166,28 @@ class _Recorded:
     recording: Recording
     proven: set[str] = field(default_factory=set)  # parameters whose obstacles are gone
     refuted: dict[str, str] = field(default_factory=dict)  # those whose obstacles stay, and why
+    obstacles: Mapping[str, Obstacle] | None = None  # when it was planned last
+    plan: LandingPlan | None = None  # for these obstacles
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """The tensors of a plan as they lie in the engine's parameters, for as long as these stay.
+
+    A handle that gets the very same tensors again looks at their places, and no further.
+    """
+
+    plan: LandingPlan
+    places: Mapping[str, Place]  # by parameter
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> "_Laid":
+        names = {box.parameter for landing in plan.direct.values() for box in landing.boxes}
+        return cls(plan, places(names, state), chunked(plan.direct, state))
+
+    def are_of(self, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> bool:
+        return self.plan is plan and places(self.places, state) == self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +231,7 @@ class Installer:
         """The report of the last install that ended well."""
         self._engine, self._peers = engine, peers or Alone()
         self._recorded: _Recorded | None = None
+        self._laid: _Laid | None = None
         self._run = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
         self._failed: int | None = None  # the rank of the last error, in its own words
@@ -228,14 +253,15 @@ class Installer:
             TorchRosError: As `contents`, `read` and `serve`.
         """
         watch = Laps(time.perf_counter() + timeout_s)
-        run, number = self._first(lambda: self._named(version, timeout_s))
+        found = self._together(lambda: self._found(version, timeout_s))
+        run, number = self._first((found.run, found.version) if found else None)
         if self.report and all(self._peers.gather(run == self._run and self._serves(number))):
             return self.report
         before, kept = self.active, dict[str, torch.Tensor]()
         self.active, self._has_written = None, False
 
         def bring() -> InstallReport:
-            look = self._together(lambda: self._look(number, watch))
+            look = self._together(lambda: self._look(number, watch, found))
             if self.options.on_failure == "keep":
                 kept.update(self._together(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
@@ -250,10 +276,9 @@ class Installer:
         self.active, self._run, self.report = number, run, report
         return report
 
-    def _named(self, version: int | str, timeout_s: float) -> tuple[str, int]:
-        """The run and the number of a version."""
-        found = self.handle.contents(version, timeout_s=timeout_s)
-        return found.run, found.version
+    def _found(self, version: int | str, timeout_s: float) -> torch_ros.Contents | None:
+        """The version, as rank 0 finds it: another rank may know of a newer one."""
+        return self.handle.contents(version, timeout_s=timeout_s) if self.handle.rank == 0 else None
 
     def _serves(self, version: int) -> bool:
         """Whether the engine has this version, and it is offered: nobody writes to it."""
@@ -280,10 +305,9 @@ class Installer:
 
     # Ranks
 
-    def _first(self, look: Callable[[], T]) -> T:
-        """The answer that rank 0 finds: another rank may know of a newer version."""
-        found = self._together(lambda: look() if self.handle.rank == 0 else None)
-        first = self._peers.gather(found)[0]
+    def _first(self, mine: tuple[str, int] | None) -> tuple[str, int]:
+        """The answer of rank 0, which is not None."""
+        first = self._peers.gather(mine)[0]
         assert first is not None
         return first
 
@@ -306,17 +330,25 @@ class Installer:
 
     # Before
 
-    def _look(self, version: int, watch: Laps) -> _Look:
-        """The plan for this version; refuses what cannot be installed."""
-        contents = self.handle.contents(version, timeout_s=watch.left_s).tensors
+    def _look(self, version: int, watch: Laps, found: torch_ros.Contents | None = None) -> _Look:
+        """The plan for this version; refuses what cannot be installed.
+
+        Args:
+            found: What it contains, if this rank has asked already.
+        """
+        found = found or self.handle.contents(version, timeout_s=watch.left_s)
+        contents = found.tensors
         recorded = self._recorded
         if recorded is None or dict(recorded.contents) != dict(contents):
             recorded = _Recorded(contents, self._engine.record(contents))
             self._vet(version, recorded.recording)
         self._recorded = recorded
-        plan = plan_landings(recorded.recording, self._obstacles(recorded))
+        obstacles = self._obstacles(recorded)
+        if recorded.plan is None or recorded.obstacles != obstacles:
+            recorded.plan = plan_landings(recorded.recording, obstacles)
+            recorded.obstacles = obstacles
         watch.lap("look")
-        return _Look(recorded, plan)
+        return _Look(recorded, recorded.plan)
 
     def _vet(self, version: int, recording: Recording) -> None:
         """Refuse a version with which a part of the engine would stay as it was."""
@@ -383,7 +415,7 @@ class Installer:
         )
         if extent.is_direct:
             self._has_written = True
-            handle.read(version, chunked(plan.direct, engine.state()), timeout_s=watch.left_s)
+            handle.read(version, self._targets(plan), timeout_s=watch.left_s)
         else:
             handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
         watch.lap("read")
@@ -410,6 +442,13 @@ class Installer:
             plan.ignored,
             watch.stages_s,
         )
+
+    def _targets(self, plan: LandingPlan) -> Mapping[str, torch.Tensor]:
+        """The engine's memory that the plan reads into; the same objects while it stays there."""
+        state, laid = self._engine.state(), self._laid
+        if laid is None or not laid.are_of(plan, state):
+            self._laid = laid = _Laid.of(plan, state)
+        return laid.tensors
 
     def _stream(self, version: int, fqns: Iterable[str], watch: Laps) -> torch_ros.Stream:
         """These tensors, one buffer read while another is used. All ranks call this, or none."""

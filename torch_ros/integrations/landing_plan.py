@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,6 +28,9 @@ class Geometry:
         return f"{self.dtype} of shape {list(self.shape)} and strides {list(self.strides)}"
 
 
+Place = tuple[object, ...]  # address, or identity of what has no memory; shape, strides, dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """A reason for which nothing is read into a parameter in place."""
@@ -35,7 +39,7 @@ class Obstacle:
     is_provable: bool = False  # gone once the loader has installed a version, and `misplaced` none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LandingPlan:
     """How each tensor of a version gets into an engine: in place, through its loader, or not.
 
@@ -49,15 +53,23 @@ class LandingPlan:
     provable: Mapping[str, Landing]  # those of `staged` that a proof would bring to `direct`
     ignored: Mapping[str, str]  # the engine's loader fails for them, and nothing lacks them
 
-    @property
+    @cached_property
     def direct_bytes(self) -> int:
         return sum(landing.size_bytes for landing in self.direct.values())
 
 
 def state_of(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers under each of their names."""
-    both = (engine.named_parameters, engine.named_buffers)
-    return {name: one for named in both for name, one in named(remove_duplicate=False)}
+    parameters, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    # One walk instead of those of named_parameters and named_buffers, for each update.
+    for path, module in engine.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        for found, own in (
+            (parameters, module._parameters),  # noqa: SLF001  # as torch's own
+            (buffers, module._buffers),  # noqa: SLF001
+        ):
+            found |= {start + name: one for name, one in own.items() if one is not None}
+    return parameters | buffers
 
 
 def changed(
@@ -146,8 +158,13 @@ def misplaced(
     return found
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, Geometry]:
-    return tensor.data_ptr() or id(tensor), Geometry.of(tensor)
+def places(names: Iterable[str], state: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    """Where these parameters are; those that are gone are left out."""
+    return {name: _place(state[name]) for name in names if name in state}
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
