@@ -30,7 +30,7 @@ NOT_RUN = {  # the beginning of a command: why no test runs it
     "make test": "CI runs it: it is the tests",
     "make docs": "CI runs it",
     "make bench": "takes minutes of an idle machine, and tells figures, not right from wrong",
-    "pip install 'torch-ros[local]'": "needs the release; CI installs the clone with this extra",
+    "pip install -e '.[local]'": "CI installs the clone with this extra, and more",
     "apt install": "needs root; a machine of CI has it done",
     ". .venv/bin/activate": "changes the shell of the reader; venv's own",
     "export ETCDCTL_ENDPOINTS=etcd-host": "stands for a second machine; the tests put theirs there",
