@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
@@ -28,20 +29,27 @@ from torch_ros.weights.manifest import (
 from torch_ros.weights.plan import ReadPlan
 
 BUFFERS = 2  # one is filled while the other is used
+SHAPES_MAX = 4096  # kept; a model has a few
 
 Named = Sequence[tuple[str, LogicalTensor]]
+Offsets = tuple[int, ...]
 
 
 def layout_of(tensors: Named) -> Layout:
     """The layout of whole tensors, each contiguous, in this order. An empty one has no chunk."""
     chunks = []
     for number, (_, (_, shape)) in enumerate(tensors):
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         if 0 not in shape:
-            record = ChunkRecord(number, (0,) * len(shape), shape, strides, spread=False)
-            chunks.append(record)
+            begin, strides = _whole(shape)
+            chunks.append(ChunkRecord(number, begin, shape, strides, spread=False))
     records = (TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors)
     return Layout(tuple(records), tuple(chunks))
+
+
+@lru_cache(SHAPES_MAX)
+def _whole(shape: Offsets) -> tuple[Offsets, Offsets]:
+    """Where a contiguous tensor begins, and its strides: one object for all of a shape."""
+    return (0,) * len(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +66,18 @@ class Part:
         return sum(0 not in tensor.shape for _, tensor in self.tensors)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Each tensor, in one operation of torch. An empty one keeps no buffer."""
         found = []
+        typed: dict[str, torch.Tensor] = {}
         for (fqn, (name, shape)), start in zip(self.tensors, self.starts, strict=True):
-            dtype = dtype_named(name)
-            size = math.prod(shape) * dtype.itemsize
-            place = (
-                buffer[start : start + size]
-                if size
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
-            found.append((fqn, place.view(dtype).view(shape)))
+            if 0 in shape:
+                found.append((fqn, torch.empty(shape, dtype=dtype_named(name), device="cpu")))
+                continue
+            if name not in typed:
+                dtype = dtype_named(name)
+                typed[name] = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            place = start // typed[name].itemsize  # a start suits any dtype; the buffer's is 0
+            found.append((fqn, typed[name].as_strided(shape, _whole(shape)[1], place)))
         return found
 
     def phase(self, views: Sequence[tuple[str, torch.Tensor]]) -> Phase:
@@ -103,12 +113,13 @@ def parts_of(tensors: Named, buffer_bytes: int) -> list[Part]:
         chunks += parts[-1].chunk_count
         some, starts, end = [], [], 0
 
-    for fqn, tensor in tensors:
+    for named in tensors:
+        _, tensor = named
         size = math.prod(tensor.shape) * item_bytes(tensor.dtype)
         if some and aligned(end) + size > buffer_bytes:
             close()
         starts.append(aligned(end))
-        some.append((fqn, tensor))
+        some.append(named)
         end = starts[-1] + size
     if some:
         close()
