@@ -541,6 +541,30 @@ def test_a_failure_after_the_first_byte(opened, trainer, on_failure):
     assert installer.active == 3
 
 
+# -- others write to it
+
+
+def test_an_engine_that_others_have_loaded_has_no_version(opened, trainer):
+    engine, follower = Fused(), opened(installs=True)
+    installer = installer_of(follower, engine, tells=True)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    installer.withdraw("loaded by hand")
+    assert installer.active is follower.version is None
+    told = trainer.handle.installs()[follower.replica]
+    assert told.active is None
+    assert (told.rejected.ref.version, told.rejected.reason) == (1, "loaded by hand")
+    engine.load_weights({fqn: torch.zeros_like(one) for fqn, one in first.items()}.items())
+    trainer.publish(2, norm=None)
+    with pytest.raises(ManifestMismatch):
+        installer.install(2, 20)
+    assert installer.active is None  # nobody claims that it has version 1 again
+    third = trainer.publish(3)
+    installer.install(3, 20)
+    assert engine.has(third)
+    assert trainer.handle.installs()[follower.replica].active.version == 3
+
+
 # -- several ranks
 
 
@@ -602,6 +626,21 @@ def test_a_rank_that_refuses_does_so_for_all_before_a_byte_is_written(pair, trai
 
     each(attempt)
     assert float(engines[0].norm.weight[0]) == OLD
+
+
+def test_ranks_that_others_have_loaded_have_no_version(pair, trainer):
+    engines, _, installers, each = pair
+    published = trainer.publish(1)
+    each(lambda rank: installers[rank].install("latest", 30))
+    each(lambda rank: installers[rank].withdraw("loaded by hand"))
+    told = trainer.handle.installs()["pair"]
+    assert (told.active, told.rejected.reason) == (None, "loaded by hand")
+    assert {installer.handle.version for installer in installers} == {None}
+    for engine in engines:
+        engine.load_weights({fqn: torch.zeros_like(one) for fqn, one in published.items()}.items())
+    each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(published) for engine in engines)
+    assert trainer.handle.installs()["pair"].active.version == 1
 
 
 def test_a_rank_that_fails_in_the_middle_fails_all(pair, trainer):

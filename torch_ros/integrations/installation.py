@@ -37,6 +37,7 @@ Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 Direct = Literal["auto", "proven", "never"]
 OnFailure = Literal["reread", "keep", "refuse"]
 NAMED_MAX = 8  # names in a message
+TOLD_S = 30.0  # for all ranks to say that an engine has no version any more
 T = TypeVar("T")
 
 
@@ -255,9 +256,11 @@ class Installer:
         watch = Laps(time.perf_counter() + timeout_s)
         found = self._together(lambda: self._found(version, timeout_s))
         run, number = self._first((found.run, found.version) if found else None)
-        if self.report and all(self._peers.gather(run == self._run and self._serves(number))):
+        mine = (self.active, run == self._run and self._serves(number))
+        active, serve = zip(*self._peers.gather(mine), strict=True)
+        if self.report and all(serve):
             return self.report
-        before, kept = self.active, dict[str, torch.Tensor]()
+        before, kept = self.active if len(set(active)) == 1 else None, dict[str, torch.Tensor]()
         self.active, self._has_written = None, False
 
         def bring() -> InstallReport:
@@ -275,6 +278,26 @@ class Installer:
             raise
         self.active, self._run, self.report = number, run, report
         return report
+
+    def withdraw(self, reason: str) -> None:
+        """Offer the engine to nobody, and say that it has no version. On all ranks.
+
+        Before somebody else writes to it. Others are told within `TOLD_S`, or a warning says that
+        they are not.
+
+        Raises: As `ShardHandle.unpublish`: somebody may still read from the engine.
+        """
+        self.handle.unpublish()
+        before, self.active = self.active, None
+        if before is None or not self._tells:
+            return
+        told = CallAborted(self.handle.replica, 0, self.handle.rank, reason)
+        try:
+            with self.handle.installing(before, timeout_s=TOLD_S):
+                raise told
+        except TorchRosError as error:
+            if error is not told and not isinstance(error, InstallRejected):
+                log.warning("others take the engine to have version %d: %s", before, error)
 
     def _found(self, version: int | str, timeout_s: float) -> torch_ros.Contents | None:
         """The version, as rank 0 finds it: another rank may know of a newer one."""

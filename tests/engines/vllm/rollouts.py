@@ -52,6 +52,7 @@ class Trainer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.pid = self._process.pid
 
     def ask(self, **command):
         self._process.stdin.write(json.dumps(command) + "\n")

@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rollouts import running_engine
 
+import torch_ros
 from torch_ros.errors import (
     DeadlineExceeded,
+    Fenced,
     ManifestMismatch,
     NotSupported,
     TorchRosError,
@@ -212,14 +215,65 @@ def test_with_sleep_mode_everything_is_loaded(followed):
     assert all(report.direct == () for report in followed.engine.reports())
 
 
-def test_weights_loaded_by_hand_are_not_offered(followed):
-    """Peers must not take them for the version that was there."""
-    followed.trainer.publish(2)
+def test_weights_that_vllm_reloads_by_itself_are_no_version(followed):
+    """Peers must not take them for the version that was there, nor trainers."""
+    published, policy = followed.trainer.publish(2), followed.policy
+    policy.update()
+    before = followed.engine.checksums()
+
+    def reload(worker):
+        from safetensors.torch import load_file
+
+        handle = worker.weight_transfer_engine._installer.handle
+        weights, held = load_file(f"{worker.model_config.model}/model.safetensors"), handle.version
+        worker.reload_weights(weights_iterator=iter(weights.items()))
+        return held, handle.version
+
+    assert set(followed.engine.llm.collective_rpc(reload)) == {(2, None)}
+    assert followed.engine.checksums() != before
+    told = policy._handle.installs()["vllm"]
+    assert told.active is None
+    assert "somebody else has loaded its weights" in told.rejected.reason
+    assert policy.update()
+    followed.engine.agrees(published)
+    assert not policy.update()
+
+
+@pytest.fixture
+def keeper(followed, etcd_endpoint):
+    """A replica that has version 1, whatever becomes of its trainer."""
+    with torch_ros.open(followed.trainer.name, endpoint=etcd_endpoint, linger_s=0) as keeper:
+        shapes = followed.first["shapes"]
+        keeper.register({fqn: torch.zeros(shape) for fqn, shape in shapes.items()})
+        keeper.replicate(1)
+        yield keeper
+
+
+def test_a_number_that_goes_back_is_refused(followed, keeper):
+    published = followed.trainer.publish(2)
     followed.policy.update()
+    with pytest.raises(UsageError, match="version 1 is not installed.*only grow within a run"):
+        followed.policy.update(1)
+    assert followed.policy.version == 2
+    assert keeper.installs()["vllm"].active.version == 2
+    followed.engine.agrees(published)
+    third = followed.trainer.publish(3)
+    assert followed.policy.update()
+    followed.engine.agrees(third)
 
-    def load(transfer):
-        held = transfer._installer.handle.version
-        transfer.model.load_weights([])
-        return held, transfer._installer.handle.version
 
-    assert set(followed.engine.in_workers(load)) == {(2, None)}
+def test_an_engine_whose_name_another_one_takes_keeps_its_version(followed, etcd_endpoint):
+    engine, trainer = followed.engine, followed.trainer
+    options = {"endpoint": etcd_endpoint, "linger_s": 0, "installs": True}
+    published = trainer.publish(2)
+    with torch_ros.open(trainer.name, replica="vllm", rank=0, world_size=1, **options):
+        with pytest.raises(Fenced, match="'vllm'.*close this handle and open a new one"):
+            followed.policy.update(2)
+        assert followed.policy.version == 1
+        engine.agrees(followed.first)
+        followed.policy.close()
+    with attach(
+        engine.llm, model=trainer.name, replica="vllm", options={"endpoint": etcd_endpoint}
+    ) as policy:
+        assert policy.update()
+        engine.agrees(published)

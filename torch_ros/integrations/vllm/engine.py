@@ -179,11 +179,11 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         )
         place = {"rank": ranks.rank, "world_size": ranks.size}
         handle = torch_ros.open(info.model, **options, **place, installs=True)
-        self._installer = Installer(handle, engine, info.install_options(), ranks, tells=True)
-        self._timeout_s = info.timeout_s
+        installer = Installer(handle, engine, info.install_options(), ranks, tells=True)
+        self._installer, self._timeout_s = installer, info.timeout_s
 
         def load_weights(weights: Any) -> Any:
-            handle.unpublish()  # somebody else loads: peers must not read that as our version
+            installer.withdraw("somebody else has loaded its weights")
             return engine.load_weights(weights)
 
         self.model.__dict__["load_weights"] = load_weights

@@ -50,7 +50,7 @@ class Attached:
     """An engine that follows a model; what `attach` returns."""
 
     def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
-        self._llm, self._pause = llm, pause
+        self._llm, self._pause, self._replica = llm, pause, info["replica"]
         self._active: int | None = None  # by the last error
         self._run = ""  # of `version`
         self.version: int | None = None
@@ -103,7 +103,7 @@ class Attached:
         found, has = contents.version, self.version
         if has is not None and contents.run == self._run:
             is_older = isinstance(version, str) and found < has
-            if found == has or is_older:
+            if (found == has or is_older) and not self._is_withdrawn(timeout_s):
                 return False
         self._llm.sleep(level=0, mode=self._pause)
         self.version = None
@@ -117,6 +117,11 @@ class Attached:
         self.version, self._run = found, contents.run
         self._resume()
         return True
+
+    def _is_withdrawn(self, timeout_s: float | None) -> bool:
+        """Whether somebody has loaded weights by hand, as far as an engine without a name tells."""
+        told = self._handle.installs(timeout_s=timeout_s).get(self._replica or "")
+        return told is not None and told.active is None
 
     def _update(self, version: int, timeout_s: float | None) -> None:
         info = {"version": version, "timeout_s": timeout_s}
