@@ -277,3 +277,56 @@ def test_an_engine_whose_name_another_one_takes_keeps_its_version(followed, etcd
     ) as policy:
         assert policy.update()
         engine.agrees(published)
+
+
+@pytest.mark.parametrize("on_failure", ["reread", "keep", "refuse"])
+def test_a_trainer_that_dies_in_the_middle(followed, keeper, train, etcd_endpoint, on_failure):
+    """The engine has a part of version 2 then: one layer of four is still to come."""
+    engine, policy, name = followed.engine, followed.policy, followed.trainer.name
+    trainer_pid = followed.trainer.pid
+    if on_failure == "keep":
+        keeper.close()
+
+    def prepare(transfer):
+        import os
+        from contextlib import suppress
+        from dataclasses import replace
+        from signal import SIGKILL
+
+        from torch_ros.integrations.landing_plan import Obstacle
+
+        installer = transfer._installer
+        options = replace(installer.options, buffer_bytes=1, on_failure=on_failure)
+        installer.options, model = options, installer._engine
+        look, load = model.obstacles, model.load_weights
+
+        def obstacles(recording):
+            staged = {name for name in model.state() if name.startswith("model.layers.3.")}
+            return look(recording) | dict.fromkeys(staged, Obstacle("staged"))
+
+        def load_weights(weights):
+            def dying():
+                for fqn, weight in weights:
+                    with suppress(ProcessLookupError):
+                        os.kill(trainer_pid, SIGKILL)
+                    yield fqn, weight
+
+            model.load_weights = load
+            return load(dying())
+
+        model.obstacles, model.load_weights = obstacles, load_weights
+
+    engine.in_workers(prepare)
+    followed.trainer.publish(2)
+    with pytest.raises(TorchRosError):
+        policy.update(2, timeout_s=30)
+    followed.trainer.kill()
+    assert policy.version == (None if on_failure == "refuse" else 1)
+    told = policy._handle.installs()["vllm"]
+    assert (told.active and told.active.version) == policy.version
+    assert told.rejected.ref.version == 2
+    if policy.version == 1:
+        engine.agrees(followed.first)
+    published = train(engine.path, name).publish(3)
+    assert policy.update(3)
+    engine.agrees(published)
