@@ -1,5 +1,6 @@
 """Memory that the kernel copies from process to process: which, in what parts, and which not."""
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -8,19 +9,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from itertools import chain
 
 import numpy as np
 import pytest
 
-from torch_ros.errors import TransferFailed
+from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import cma, near
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransfer, NearTransport
 from torch_ros.p2p.voucher import Process
 from torch_ros.spans import Region
 
-SIZE = 3 << 20  # enough for two threads
+SIZE = 3 << 20  # three parts
+TWO_PARTS = (2 << 20) + 1  # a byte is left to the other transport
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -145,6 +148,12 @@ def copied(read):
     return read.copied_bytes if isinstance(read, NearTransfer) else 0
 
 
+def wait_for(*reads):
+    for read in reads:
+        while not read.is_done():
+            time.sleep(0.001)
+
+
 def test_all_but_a_byte_is_read_through_the_kernel(pair):
     sources = [random_bytes(0), random_bytes(1, 5), random_bytes(2, 2 << 20)]
     read, targets = prepared(pair, attached(pair, *sources), *sources)
@@ -153,7 +162,7 @@ def test_all_but_a_byte_is_read_through_the_kernel(pair):
     for _ in range(2):
         sources[0][:] += 1
         read.post()
-        assert read.is_done()
+        wait_for(read)
         assert all((t == s).all() for t, s in zip(targets, sources, strict=True))
 
 
@@ -210,40 +219,43 @@ def test_what_is_not_registered_is_refused_and_not_read(pair, part):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monkeypatch, failing):
-    source = random_bytes(0)
+    source = random_bytes(0, TWO_PARTS)
     peer = attached(pair, source)
-    failed, ended = threading.Event(), threading.Event()
+    begun, failed, ended = (threading.Event() for _ in range(3))
 
     def read(pid, spans):
         if (int(spans[0, 0]) == source.ctypes.data) == (failing == 0):
+            assert begun.wait(10)
             failed.set()
             raise OSError(errno.EFAULT, "Bad address")
+        begun.set()
         assert failed.wait(10)
-        assert not ended.wait(0.2)  # long enough for a `post` that does not wait to return
+        assert not ended.wait(0.2)  # long enough for an `is_done` that does not wait to return
         ended.set()
 
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
+    reading.post()
     with pytest.raises(TransferFailed, match=r"cannot be read \(Bad address\)"):
-        reading.post()
+        wait_for(reading)
     assert ended.is_set()
 
 
 def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monkeypatch, ctrl_c):
-    source = random_bytes(0)
+    source = random_bytes(0, TWO_PARTS)
     peer = attached(pair, source)
-    pressed, ended = threading.Event(), threading.Event()
+    both, pressed, ended = threading.Barrier(2), threading.Event(), []
 
     def press():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def read(pid, spans):
+        both.wait(10)
         if int(spans[0, 0]) == source.ctypes.data:
             threading.Timer(0.2, press_again).start()
             press()
-            threading.Event().wait(10)
         assert pressed.wait(10)
-        ended.set()
+        ended.append(pid)
 
     def press_again():
         press()
@@ -251,9 +263,10 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
 
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
+    reading.post()
     with pytest.raises(KeyboardInterrupt):  # it may come at once
-        reading.post()
-    assert ended.is_set()
+        wait_for(reading)
+    assert len(ended) == 2
 
 
 def test_without_a_thread_to_be_had_the_caller_copies_and_nobody_later(pair, monkeypatch):
@@ -267,12 +280,54 @@ def test_without_a_thread_to_be_had_the_caller_copies_and_nobody_later(pair, mon
 
     monkeypatch.setattr(pair[1].threads._pool, "submit", submit)
     read.post()
+    assert read.is_done()
     assert (targets[0] == source).all()
     targets[0][:] = 0
     for part in orphans:
         part()
     assert len(orphans) == 1
     assert not targets[0].any()
+
+
+def poll(reading):
+    with contextlib.suppress(TransferFailed, ClosedError):
+        wait_for(reading)
+
+
+def test_what_no_thread_has_begun_when_its_target_is_unregistered_is_never_copied(
+    pair, monkeypatch
+):
+    monkeypatch.setattr(pair[1].threads._pool, "submit", lambda _: None)
+    source, target = random_bytes(0), np.zeros(SIZE, np.uint8)
+    registration = pair[1].register([region(target)])
+    read = attached(pair, source).prepare(np.array([span(source, target)], np.uint64))
+    read.post()
+    registration.close()
+    with pytest.raises(TransferFailed, match="was ended"):
+        read.is_done()
+    assert not target[:-1].any()
+
+
+def test_a_thread_that_is_free_begins_the_next_read(pair, monkeypatch):
+    sources = [random_bytes(number) for number in range(2)]
+    peer = attached(pair, *sources)
+    next_begun, copy = threading.Event(), cma.read
+
+    def read(pid, spans):
+        if int(spans[0, 0]) == sources[0].ctypes.data:
+            assert next_begun.wait(10)
+        if sources[1].ctypes.data <= int(spans[0, 0]) < end:
+            next_begun.set()
+        copy(pid, spans)
+
+    end = sources[1].ctypes.data + SIZE
+    monkeypatch.setattr(cma, "read", read)
+    pairs = [prepared(pair, peer, source) for source in sources]
+    for reading, _ in pairs:
+        reading.post()
+    wait_for(*(reading for reading, _ in pairs))
+    for (_, targets), source in zip(pairs, sources, strict=True):
+        assert (targets[0] == source).all()
 
 
 def test_closing_waits_for_what_is_being_copied(pair, monkeypatch):
@@ -287,7 +342,8 @@ def test_closing_waits_for_what_is_being_copied(pair, monkeypatch):
 
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
-    posting = threading.Thread(target=reading.post)
+    reading.post()
+    posting = threading.Thread(target=poll, args=(reading,))
     closing = threading.Thread(target=lambda: (pair[1].close(), closed.set()))
     posting.start()
     assert copying.wait(10)

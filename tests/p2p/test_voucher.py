@@ -295,8 +295,10 @@ def test_memory_that_is_let_go_of_while_it_is_copied_does_not_count(pair, monkey
 
     monkeypatch.setattr(cma, "read", let_go)
     read = peer.prepare(np.array([(weights.ctypes.data, target.ctypes.data, SIZE)], np.uint64))
+    read.post()
     with pytest.raises(TransferFailed, match="let go of the memory"):
-        read.post()
+        while not read.is_done():
+            pass
 
 
 def vouched(own, agent="a"):

@@ -1,7 +1,10 @@
 """Copies spans with several threads: out of memory mapped here, or in any other way."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +17,11 @@ THREADS_MAX = 4  # a few fill the memory's channels
 
 # The least that a thread should have to copy: to start one takes some 50 us.
 SHARE_BYTES = 1 << 20
+
+# A thread that is done with its part finds another, and one without a core keeps nobody waiting.
+PARTS_PER_THREAD = 2
+
+WAIT_S = 0.005  # for a copy; meanwhile nobody looks at the clock, or after readers
 
 # To copy less takes less time than to give up the GIL, and to wait until the thread that took it
 # gives it back: up to 5 ms in Python.
@@ -41,7 +49,7 @@ def copy(spans: Spans) -> None:
 
 
 class CopyThreads:
-    """The threads that copy for a transport; `count` 0: one, and only out of mapped memory."""
+    """The threads that copy for a transport; `count` 0: none, and only out of mapped memory."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -49,48 +57,80 @@ class CopyThreads:
 
     def shares(self, spans: Spans) -> list[Spans]:
         wanted = int(spans[:, 2].sum()) // SHARE_BYTES
-        return cma.shares(spans, max(1, min(self.count, wanted)))
+        return cma.shares(spans, max(1, min(self.count * PARTS_PER_THREAD, wanted)))
 
-    def perform(self, parts: Sequence[Callable[[], None]]) -> None:
-        """Do all parts at the same time. None runs any more when this returns or raises."""
-        tasks = [_Task(part) for part in parts]
-        try:
-            for task in tasks[1:]:
-                with contextlib.suppress(RuntimeError):  # no thread to be had: it is done here
-                    self._pool.submit(task.run)
-            for task in tasks:
-                task.run()
-        finally:
-            _drop(tasks)
-        for task in tasks:
-            if task.error is not None:
-                raise task.error
+    def begin(self, copying: SharedCopy) -> None:
+        """Have the threads do its parts, once those of all that began before it are taken."""
+        if len(copying.tasks) > 1:
+            with contextlib.suppress(RuntimeError):  # no thread to be had: who waits copies
+                for _ in range(self.count):
+                    self._pool.submit(copying.run)
+                copying.is_begun = True
 
     def close(self) -> None:
         self._pool.shutdown()
 
 
-class _Task:
-    """A part of a copy, done by the first thread that comes."""
+class SharedCopy:
+    """Something that is copied in parts, each by the first thread that comes."""
 
+    def __init__(self, parts: Sequence[Callable[[], None]] = ()) -> None:
+        self.tasks = [_Task(part) for part in parts]
+        self.is_begun = False  # by threads; else whoever waits does the parts
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Do all parts that no thread has taken."""
+        for task in self.tasks:
+            task.run()
+        if all(task.is_over for task in self.tasks):
+            self._over.set()
+
+    def is_done(self) -> bool:
+        """Wait a little for all parts, and say whether they have been done.
+
+        Raises:
+            Exception: As a part did. Others may still run.
+            OSError: ECANCELED: a part was dropped.
+        """
+        if self.is_begun:
+            self._over.wait(WAIT_S)
+        else:
+            self.run()
+        for task in self.tasks:
+            if task.error is not None:
+                raise task.error
+        return all(task.is_over for task in self.tasks)
+
+    def drop(self) -> None:
+        """Keep parts from being begun. None runs any more when this returns or raises."""
+        _drop(self.tasks)
+
+
+class _Task:
     def __init__(self, part: Callable[[], None]) -> None:
         self._part, self._lock, self._is_taken = part, threading.Lock(), False
+        self.is_over = False
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Return when the part has been done, by this thread or by another."""
+        if self._is_taken:
+            return
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
                 try:
                     self._part()
-                except Exception as error:  # noqa: BLE001  # raised once all tasks have ended
+                except Exception as error:  # noqa: BLE001  # raised to whoever waits
                     self.error = error
+                self.is_over = True  # not after Ctrl-C
 
     def drop(self) -> None:
         """Keep the part from being begun. Returns when no thread is at it."""
         with self._lock:
             self._is_taken = True
+            if not self.is_over:
+                self.error, self.is_over = OSError(errno.ECANCELED, "it was ended"), True
 
 
 def _drop(tasks: Sequence[_Task]) -> None:

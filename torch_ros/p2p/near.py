@@ -20,7 +20,7 @@ import numpy as np
 
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import cma, mapped
-from torch_ros.p2p.copying import CopyThreads, copy
+from torch_ros.p2p.copying import CopyThreads, SharedCopy, copy
 from torch_ros.p2p.mapped import MappedMemory, Mapping
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
@@ -93,8 +93,8 @@ class NearTransfer:
             *(partial(copy, share) for share in threads.shares(self.copies)),
             *(partial(cma.read, pid, share) for share in threads.shares(self.reads)),
         ]
-        # Held while bytes are copied: who has closed what they come from, or go to, waits for it.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while this is posted
+        self._copying = SharedCopy()
         self.peer.transport.reads.add(self)
 
     def post(self) -> None:
@@ -107,29 +107,39 @@ class NearTransfer:
                 raise TransferFailed(self.peer.agent, "its shared memory is not mapped any more")
             self.peer.refuse_unvouched(self.digests)
             self.base.post()
-            try:
-                transport.threads.perform(self._parts)
-            except OSError as error:
-                reason = f"its memory cannot be read ({error.strerror})"
-                raise TransferFailed(self.peer.agent, reason) from error
-            self.peer.refuse_unvouched(self.digests)
+            self._copying = SharedCopy(self._parts)
+            transport.threads.begin(self._copying)
 
     def is_done(self) -> bool:
-        return self.base.is_done()
+        self.peer.transport.refuse_fork()
+        copying = self._copying
+        try:
+            has_rest = self.base.is_done()
+            if not (copying.is_done() and has_rest):
+                return False
+            self.peer.refuse_unvouched(self.digests)
+        except BaseException as error:
+            copying.drop()
+            if isinstance(error, OSError):
+                reason = f"its memory cannot be read ({error.strerror})"
+                raise TransferFailed(self.peer.agent, reason) from error
+            raise
+        return True
 
     def close(self) -> None:
         transport = self.peer.transport
         if transport.is_foreign:
             return
         with self._lock:
+            self._copying.drop()
             self.base.close()
         with transport.lock:
             transport.reads.discard(self)
 
     def settle(self) -> None:
-        """Wait until no byte is being copied."""
+        """Drop what has not been copied, and wait until no byte is being copied."""
         with self._lock:
-            pass
+            self._copying.drop()
 
 
 class NearPeer:
@@ -313,7 +323,8 @@ class NearPeer:
 class NearTransport:
     """Another transport, and copies out of a peer's memory where both are on one host.
 
-    Both ends need it. `post` blocks for as long as the copy takes.
+    Both ends need it. Threads copy from `post` on; `is_done` waits for them, or copies what is too
+    little for them.
 
     After `fork`, calls in the child raise `ClosedError`, and to close something does nothing.
 

@@ -35,6 +35,8 @@ class Transfer(Protocol):
     def is_done(self) -> bool:
         """Whether every byte has landed; makes progress, so call it until it says so.
 
+        May block for as long as the copy takes (same host); releases the GIL.
+
         Raises:
             TransferFailed: The peer is gone, or the read failed. It has then terminated.
         """
