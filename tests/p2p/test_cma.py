@@ -21,6 +21,7 @@ from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransfer, NearTransport
 from torch_ros.p2p.voucher import Process
 from torch_ros.spans import Region
+from torch_ros.transfer.posting import close_all
 
 SIZE = 3 << 20  # three parts
 TWO_PARTS = (2 << 20) + 1  # a byte is left to the other transport
@@ -263,9 +264,12 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
 
     monkeypatch.setattr(cma, "read", read)
     reading, _ = prepared(pair, peer, source)
-    reading.post()
     with pytest.raises(KeyboardInterrupt):  # it may come at once
-        wait_for(reading)
+        try:
+            reading.post()
+            wait_for(reading)
+        finally:
+            close_all([reading])
     assert len(ended) == 2
 
 

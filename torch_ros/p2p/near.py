@@ -106,6 +106,7 @@ class NearTransfer:
             if not all(mapping.is_open for mapping in self.mappings):
                 raise TransferFailed(self.peer.agent, "its shared memory is not mapped any more")
             self.peer.refuse_unvouched(self.digests)
+            self._copying.drop()  # Ctrl-C may have ended the call that waited for it
             self.base.post()
             self._copying = SharedCopy(self._parts)
             transport.threads.begin(self._copying)
