@@ -854,7 +854,7 @@ def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has
     now_s, asked = [100.0], []
     monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 60, started_s=100.0)
-    others = (lambda: has_other) if is_full else None  # who fills answers, and is waited for
+    others = (lambda _: has_other) if is_full else None  # who fills answers, and is waited for
     patience = stall.SourceWait("t", deadline, lambda: not asked.append(now_s[0]), others)
     with pytest.raises(SourceLost if is_full and has_other else DeadlineExceeded) as error:
         while True:
@@ -880,7 +880,7 @@ def test_that_this_process_stood_still_is_not_held_against_its_source(monkeypatc
     now_s = [100.0]
     monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
     deadline = Deadline("read", 600, started_s=100.0)
-    patience = stall.SourceWait("t", deadline, lambda: False, lambda: True)
+    patience = stall.SourceWait("t", deadline, lambda: False, lambda _: True)
     for _ in range(5):
         now_s[0] += 60  # stopped, or the host slept
         patience.look("'t' does not answer")

@@ -655,10 +655,10 @@ def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
     stream = opened("engine").stream(1, tensors, buffer_bytes=ROW)
     until(lambda: stream._filling.landed == 2)
     at, tried = stream._filling._at, stream._filling._tried
-    assert at.feed.source.has_other()
+    assert at.feed.source.has_other(5.0)
     tried.update(handle._shard.group.seat.inst for handle in holders)
     tried[at.source.inst] = 0
-    assert not at.feed.source.has_other()
+    assert not at.feed.source.has_other(5.0)
 
 
 @only_memory

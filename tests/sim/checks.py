@@ -20,6 +20,7 @@ from torch_ros.errors import (
 )
 from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import (
     Decisions,
     GroupRecord,
@@ -109,7 +110,7 @@ class Checks:
                     known, replication = [], task.perform.__self__
                     fetch = partial(type(replication)._fetch, replication)
                     replication._fetch = lambda claimed, meter, sources: spied_fetch(
-                        call, partial(fetch, claimed, meter), sources, known
+                        call, partial(fetch, claimed, meter), sources, known, claimed._tried
                     )
                 return task.perform(call)
 
@@ -123,7 +124,7 @@ class Checks:
                 self._answered(process, calls[0], kind, None)
             return result
 
-        def spied_fetch(call, fetch, sources, known):
+        def spied_fetch(call, fetch, sources, known, tried):
             own = self.world.store._entries.get(call.seat.holding(call.ref))
             born = own.create_rev if own else 0
             if len(sources) > 1:
@@ -131,6 +132,7 @@ class Checks:
             for source in sources:
                 if source not in known:
                     self._attached(process, call, source)
+                    self._crosses(process, call, source, tried)
                 known[:] = sources
                 self._acyclic(process, source.inst, source.born, (call.seat.inst, born))
             process.reads_from = [(born, source.inst, source.born) for source in sources]
@@ -190,6 +192,31 @@ class Checks:
                 f"I7: {process} is sent to {peer}, dead since {peer.died_s}",
             )
         demand(start is not process.start, f"{process} reads from itself")
+
+    @told_at_once
+    def _crosses(self, process: Process, call, source, tried) -> None:
+        """I13: who reads from afar has tried every near source that it could have chosen."""
+        seat, ref, there = call.seat, call.ref, self.world.store._entries
+        own = there.get(seat.holding(ref))
+        if own is None or source.datacenter == seat.datacenter:
+            return
+        self.world.saw("attached to a far source")
+        within = seat.keys.holdings_of(ref.run, ref.version)
+        for key, where, holding, entry in readable(
+            ((key, entry) for key, entry in there.items() if key in within),
+            k.parse_holding,
+            Holding,
+        ):
+            if holding.datacenter != seat.datacenter or holding.uid != ref.uid:
+                continue
+            # It has been so since this replica decided, and so when it chose.
+            is_full = holding.state == "full" and entry.mod_rev < own.create_rev
+            is_older = entry.create_rev < own.create_rev and holding.state == "filling"
+            is_near = is_full or (is_older and holding.is_relay)
+            demand(
+                not is_near or k.is_of(where.inst, seat.inst) or tried[where.inst],
+                f"I13: {process} reads from {source.inst}, and {key} is near",
+            )
 
     @told_at_once
     def _acyclic(self, process: Process, inst: str, born: int, goal: tuple, depth=0) -> None:

@@ -20,6 +20,7 @@ import installing  # noqa: F401  # its scenes are among those that find faults, 
 import loans  # noqa: F401
 import msgspec
 import numpy as np
+import seeding  # noqa: F401
 
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
@@ -62,6 +63,7 @@ from torch_ros.store.txn import (
     Reply,
     Txn,
     Unchanged,
+    Unseen,
     View,
     one,
 )
@@ -543,7 +545,7 @@ def _(claim_of):
 fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates: sources._best(
-            candidates, sources.suspects(view, seat.keys), {}
+            candidates, sources.suspects(view, seat.keys)
         )
     )
 )
@@ -555,6 +557,59 @@ def _(rule):
         bad = sources.suspects(view, seat.keys)
         found = rule(view, seat, ref)
         return {inst: candidate for inst, candidate in found.items() if inst not in bad}
+
+    return faulty
+
+
+@fault("a near source is a preference", (sources, "_eligible"), scenario="burst across")
+def _(rule):
+    return lambda view, seat, ref, candidates, tried: candidates
+
+
+@fault(
+    "a suspicion counts more than a datacenter",
+    (sources, "_eligible"),
+    scenario="suspected seed",
+)
+def _(rule):
+    def faulty(view, seat, ref, candidates, tried):
+        bad = sources.suspects(view, seat.keys)
+        good = {inst: found for inst, found in candidates.items() if inst not in bad}
+        return rule(view, seat, ref, good or candidates, tried)
+
+    return faulty
+
+
+@fault("who is far is chosen from a sample", (sources, "_eligible"), scenario="few seen")
+def _(rule):
+    def faulty(*args):
+        try:
+            return rule(*args)
+        except Unseen:
+            return args[3]
+
+    return faulty
+
+
+@fault("a mute source is left for a far one", (sources, "is_to_be_left"), scenario="mute seed")
+def _(rule):
+    return lambda *args: rule(*args[:-1], dict.fromkeys(args[-1], 0))
+
+
+@fault(
+    "a mute source is never left for a far one",
+    (sources, "FAR_SILENCE_S"),
+    scenario="mute for long",
+)
+def _(silence_s):
+    return math.inf
+
+
+@fault("far sources are claimed with the decision", (calls, "free_sources"), scenario="busy source")
+def _(rule):
+    def faulty(*args):
+        with patch.object(sources, "distance", lambda *_: 0):
+            return rule(*args)
 
     return faulty
 

@@ -68,6 +68,7 @@ EVENTS = (
     "borrow: LoanRefused",
     "borrowed while it was given up",
     "attached to a copy",
+    "attached to a far source",
     "attached to a relay",
     "attached to what lingers",
     "chosen among many",

@@ -266,24 +266,29 @@ def test_samples_lead_to_what_the_whole_would_lead_to(few, most):
 # Sources
 
 
-def newcomer(name):
-    return Seat(KEYS, name, "x", 0, 1, REF.run, REF.run_number, 0, "default", False, 60.0)
+def newcomer(name, datacenter):
+    return Seat(KEYS, name, "x", 0, 1, REF.run, REF.run_number, 0, datacenter, False, 60.0)
 
 
-def burst(fulls, newcomers):
-    """All have decided to read the version, and nobody has a source yet."""
+def burst(fulls, newcomers, datacenters=("default",)):
+    """All have decided to read the version, and nobody has a source yet.
+
+    The newcomers are dealt out to the datacenters; full ones are in "default".
+    """
     store = Store()
     store.put(KEYS.run(REF.run), RunRecord("h:1", 1))
     store.put(KEYS.version(REF.run, REF.version), VersionRecord(REF.uid, "L"))
     for number in range(fulls):
         held = Holding(REF.uid, 1, "full", 1)
         store.put(KEYS.holding(REF.run, REF.version, f"t{number}@x"), held)
-    seats = [newcomer(f"r{number}") for number in range(newcomers)]
+    places = itertools.cycle(datacenters)
+    seats = [newcomer(f"r{number}", next(places)) for number in range(newcomers)]
     call = Call(1, "replicate", "replicate latest", 0, REF)
     for seat in seats:
         store.put(seat.group, GroupRecord("x", 1, REF.run, is_complete=True))
         store.put(seat.decisions, Decisions([call]))
-        store.put(seat.holding(REF), Holding(REF.uid, 1, "filling", 1, is_relay=True))
+        held = Holding(REF.uid, 1, "filling", 1, seat.datacenter, is_relay=True)
+        store.put(seat.holding(REF), held)
     return store, seats, call
 
 
@@ -313,6 +318,20 @@ def test_newcomers_that_look_one_after_another_do_too(fulls):
         chosen.append(source)
         assert store.kv.commit(txn, timeout_s=1).applied
     assert len(set(chosen)) == len(chosen)
+
+
+@pytest.mark.parametrize("newcomers", [10, 100])
+@pytest.mark.parametrize("datacenters", [("far",), ("far", "default"), ("far", "farther")])
+def test_of_a_datacenter_the_oldest_alone_reads_from_afar(datacenters, newcomers):
+    store, seats, call = burst(2, newcomers, datacenters)
+    chosen = {seat.inst: claimed(store, seat, call)[1] for seat in seats}
+    place = {seat.inst: seat.datacenter for seat in seats} | dict.fromkeys(
+        ("t0@x", "t1@x"), "default"
+    )
+    far = [reader for reader, source in chosen.items() if place[source] != place[reader]]
+    assert far == [seat.inst for seat in seats[: len({*datacenters} - {"default"})]]
+    near = [source for reader, source in chosen.items() if reader not in far]
+    assert len(set(near)) == len(near), "and those behind it do not race for one source"
 
 
 def test_what_a_newcomer_reads_does_not_grow_with_how_many_there_are():

@@ -1,7 +1,7 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -194,8 +194,14 @@ class GroupCall(Attempt):
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 
-    def decide_to_read(self, spec: Spec, *, is_relay: bool, sources_max: int = 1) -> None:
-        """Decide which version, and claim a source of it, or up to `sources_max` idle ones."""
+    def decide_to_read(
+        self, spec: Spec, *, is_relay: bool, sources_max: int = 1, avoided: Collection[str] = ()
+    ) -> None:
+        """Decide which version, and claim a source of it, or up to `sources_max` idle ones.
+
+        Args:
+            avoided: Sources whose bytes were wrong: others come first.
+        """
         tries = 0
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
@@ -208,7 +214,7 @@ class GroupCall(Attempt):
             self.decide(calls.replicate_ranges(self.seat), effects)
             if self.has_ended or self.decided.sources:
                 return
-            rule = partial(sources.claim, seat=self.seat, call=self.decided)
+            rule = partial(sources.claim, seat=self.seat, call=self.decided, avoided=avoided)
             claimed = self.settle(sources.source_ranges(self.seat, self.ref), rule)
             if claimed is None:  # the version went away in between
                 continue

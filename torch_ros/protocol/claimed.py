@@ -104,11 +104,16 @@ class ClaimedSources:
         rule = partial(sources.is_there, seat=seat, call=call.decided, source=source)
         return self._glance(ranges, rule, unknown=True)
 
-    def has_other(self, source: Source) -> bool:
+    def has_other(self, source: Source, silent_s: float) -> bool:
         """Whether there is another source for what is read from one that does not answer."""
-        call, tried = self.call, self._tried
+        call = self.call
         rule = partial(
-            sources.has_other, seat=call.seat, call=call.decided, source=source, tried=tried
+            sources.has_other,
+            seat=call.seat,
+            call=call.decided,
+            source=source,
+            tried=self._tried,
+            silent_s=silent_s,
         )
         return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
 

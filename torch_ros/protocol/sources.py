@@ -4,7 +4,7 @@ A burst forms chains in which each source feeds one reader. TensorHub calls it a
 server decide it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +36,7 @@ DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last 
 SOURCES_MAX = 4  # that one replica reads from at the same time
 NEIGHBOURS = 8  # among many replicas, a source is chosen from so many older ones
 TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
+FAR_SILENCE_S = 12.0  # of a near source, until a far one is better: most leases end before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Source:
     is_full: bool
     shards: tuple[ShardRecord, ...]
     call: int = 0  # of its group, that made the holding
+    datacenter: str = "default"
 
     @property
     def insts(self) -> tuple[str, str]:
@@ -80,10 +82,13 @@ def source_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     )
 
 
-def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
+def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> Step[Call | None]:
     """The call with the group's first source, chosen by the rank that decided it.
 
     None: nobody has the version any more and the decision is taken back, so decide again.
+
+    Args:
+        avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -98,8 +103,9 @@ def claim(view: View, seat: Seat, call: Call) -> Step[Call | None]:
     candidates = _candidates(view, seat, ref)
     if not candidates:
         return Act(seat.taken_back(view, current), lambda _: None)
-    choice = _predicted(view, seat, ref, candidates)
-    is_free = not candidates[choice].readers
+    eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
+    choice = _predicted(view, seat, ref, eligible)
+    is_free = not eligible[choice].readers
     guards, claimed = claim_of(view, seat, current.number, ref, choice, is_free=is_free)
     return recorded(view, seat, current.with_sources(choice), guards, (claimed,))
 
@@ -202,6 +208,28 @@ def _known(
     }
 
 
+def _eligible(
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    candidates: Mapping[str, _Candidate],
+    tried: Mapping[str, int],
+) -> Mapping[str, _Candidate]:
+    """Those that were tried least; of these the near ones, if there is one.
+
+    So the oldest holding of a datacenter is its seed: the only one that has no near source.
+
+    Raises:
+        Unseen: All are far, and there may be others.
+    """
+    least = min(tried.get(inst, 0) for inst in candidates)
+    fresh = {i: found for i, found in candidates.items() if tried.get(i, 0) == least}
+    near = {inst: found for inst, found in fresh.items() if not found.distance}
+    if not (near or _is_whole(view, seat, ref)):
+        raise Unseen
+    return near or fresh
+
+
 def _depth(inst: str, sources: Mapping[str, str]) -> int:
     depth = 0
     while (inst := sources.get(inst, "")) and depth < DEPTH_MAX:
@@ -219,7 +247,7 @@ def _predicted(
         choice = _by_count(view, seat, ref, unsuspected)
     else:
         choice = _by_place(view, seat, ref, unsuspected)
-    return choice or _best(candidates, suspected, {})
+    return choice or _best(candidates, suspected)
 
 
 def _by_count(
@@ -230,20 +258,31 @@ def _by_count(
     assert own is not None
     reads = view.within(seat.keys.readers_for(ref.run, ref.version))
     has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
+    first = _seed_birth(candidates)  # the seed takes none of these
+    is_far = any(found.distance for found in candidates.values())
     before = sum(
-        entry.create_rev < own.create_rev and holding.state == "filling" and inst not in has_source
+        first < entry.create_rev < own.create_rev
+        and holding.state == "filling"
+        and inst not in has_source
+        and (is_far or not distance(holding.datacenter, seat))
         for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
     )
     free = [i for i, found in candidates.items() if not found.readers and found.depth < DEPTH_MAX]
-    # The nearest sources first; among those a full one starts at once.
+    # A full one starts at once.
     free.sort(
         key=lambda inst: (
-            candidates[inst].distance,
             candidates[inst].holding.state != "full",
             candidates[inst].entry.create_rev,
         )
     )
     return free[before] if before < len(free) else None
+
+
+def _seed_birth(candidates: Mapping[str, _Candidate]) -> int:
+    """When the oldest of these was born, which fills itself from others; 0: one is full."""
+    if any(found.holding.state == "full" for found in candidates.values()):
+        return 0
+    return min((found.entry.create_rev for found in candidates.values()), default=0)
 
 
 def _by_place(
@@ -257,10 +296,9 @@ def _by_place(
     assert own is not None
     heads = sum(found.holding.state == "full" for found in candidates.values())
     older = [i for i, found in candidates.items() if found.entry.create_rev < own.create_rev]
-    near = [i for i in older if not candidates[i].distance] or older
-    near.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
+    older.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
     turn = max(0, min(heads, NEIGHBOURS) - 1)
-    return next((i for i in (*near[turn:], *near[:turn]) if not candidates[i].readers), None)
+    return next((i for i in (*older[turn:], *older[:turn]) if not candidates[i].readers), None)
 
 
 def suspects(view: View, keys: Keys) -> set[str]:
@@ -268,16 +306,12 @@ def suspects(view: View, keys: Keys) -> set[str]:
     return {inst for _, inst, _ in keyed(view.within(keys.suspects()), k.parse_suspect)}
 
 
-def _best(
-    candidates: Mapping[str, _Candidate], suspected: set[str], tried: Mapping[str, int]
-) -> str:
+def _best(candidates: Mapping[str, _Candidate], suspected: set[str]) -> str:
     """A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer."""
     return min(
         candidates,
         key=lambda inst: (
-            tried.get(inst, 0),
             inst in suspected,
-            candidates[inst].distance,
             candidates[inst].depth >= DEPTH_MAX,
             candidates[inst].readers,
             candidates[inst].holding.state != "full",
@@ -304,7 +338,8 @@ def choose_again(
         if not _is_whole(view, seat, ref):
             raise Unseen
         raise lost
-    return Done(_best(candidates, suspects(view, seat.keys), tried))
+    eligible = _eligible(view, seat, ref, candidates, tried)
+    return Done(_best(eligible, suspects(view, seat.keys)))
 
 
 def _version_read(view: View, seat: Seat, call: Call) -> VersionRef:
@@ -387,7 +422,7 @@ def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry])
         reason = f"{len(records)} of its {holding.world_size} processes are alive"
         raise SourceLost(k.replica_of(inst), reason, 0, 0)
     is_full = holding.state != "filling"
-    return Source(inst, holding.mark, born, is_full, records, holding.call)
+    return Source(inst, holding.mark, born, is_full, records, holding.call, holding.datacenter)
 
 
 def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
@@ -415,9 +450,27 @@ def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> boo
 
 
 def has_other(
-    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int], silent_s: float
 ) -> Step[bool]:
-    """Whether somebody else has the version, and failed this rank no more often than `source`."""
+    """Whether `source`, which has not answered for so long, is to be left for somebody else."""
     ref = _version_read(view, seat, call)
-    others = _candidates(view, seat, ref).keys() - {source.inst} - suspects(view, seat.keys)
-    return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
+    there = {i: found.distance for i, found in _candidates(view, seat, ref).items()}
+    return Done(is_to_be_left(view, seat, source, tried, silent_s, there))
+
+
+def is_to_be_left(
+    view: View,
+    seat: Seat,
+    source: Source,
+    tried: Mapping[str, int],
+    silent_s: float,
+    there: Mapping[str, int],
+) -> bool:
+    """Whether one of those `there`, who are so far away, failed no more often than `source`.
+
+    A far one is better than a near one only if that cannot be thought to be slow.
+    """
+    others = there.keys() - {source.inst} - suspects(view, seat.keys)
+    farthest = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
+    tries = tried.get(source.inst, 0)
+    return any(tried.get(i, 0) <= tries and there[i] <= farthest for i in others)

@@ -16,6 +16,7 @@ from torch_ros.protocol.sources import (
     TRIES_MAX,
     Source,
     distance,
+    is_to_be_left,
     learned,
     seen_holdings,
     shards_in,
@@ -56,7 +57,7 @@ def choose(
     """
     left = {inst: n for inst, n in _full(view, seat, ref).items() if tried.get(inst, 0) < TRIES_MAX}
     if not left:
-        if not view.shows(seat.keys.holdings_of(ref.run, ref.version)):
+        if not _is_whole(view, seat, ref):
             raise Unseen
         reason = "no replica but this one holds it whole, with the content that it had"
         raise lost or VersionNotFound(seat.keys.model, str(ref.version), reason)
@@ -68,12 +69,19 @@ def choose(
     def worth(inst: str) -> tuple[int, ...]:
         turn = crc32(f"{inst} {seat.inst} {seat.rank}".encode())
         far = distance(left[inst].datacenter, seat)
-        return (tried.get(inst, 0), inst in suspected, far, readers[inst], turn)
+        return (tried.get(inst, 0), far, inst in suspected, readers[inst], turn)
 
+    best = min(left, key=worth)
+    if distance(left[best].datacenter, seat) and not _is_whole(view, seat, ref):
+        raise Unseen
     key = seat.keys.version(ref.run, ref.version)
     record = VersionRecord.at(view, key)
     layout = record.layout if record is not None and record.uid == ref.uid else ""
-    return Done((min(left, key=worth), layout))
+    return Done((best, layout))
+
+
+def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
+    return view.shows(seat.keys.holdings_of(ref.run, ref.version))
 
 
 def _full(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
@@ -125,8 +133,13 @@ def is_there(view: View, seat: Seat, ref: VersionRef, source: Source) -> Step[bo
 
 
 def has_other(
-    view: View, seat: Seat, ref: VersionRef, source: Source, tried: Mapping[str, int]
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    source: Source,
+    tried: Mapping[str, int],
+    silent_s: float,
 ) -> Step[bool]:
-    """Whether somebody else has the version, and failed this rank no more often than `source`."""
-    others = _full(view, seat, ref).keys() - {source.inst} - suspects(view, seat.keys)
-    return Done(any(tried.get(inst, 0) <= tried.get(source.inst, 0) for inst in others))
+    """Whether `source`, which has not answered for so long, is to be left for somebody else."""
+    there = {i: distance(held.datacenter, seat) for i, held in _full(view, seat, ref).items()}
+    return Done(is_to_be_left(view, seat, source, tried, silent_s, there))

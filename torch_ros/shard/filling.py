@@ -399,9 +399,16 @@ class Filling:
         rule = partial(streams.is_there, seat=seat, ref=ref, source=source)
         return self._glance(there_ranges(seat, ref, source), rule, unknown=True)
 
-    def _has_other(self, source: Source) -> bool:
+    def _has_other(self, source: Source, silent_s: float) -> bool:
         seat, ref = self._group.seat, self.wanted.ref
-        rule = partial(streams.has_other, seat=seat, ref=ref, source=source, tried=self._tried)
+        rule = partial(
+            streams.has_other,
+            seat=seat,
+            ref=ref,
+            source=source,
+            tried=self._tried,
+            silent_s=silent_s,
+        )
         return self._glance(streams.choice_ranges(seat, ref), rule, unknown=False)
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:

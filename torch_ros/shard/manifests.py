@@ -114,7 +114,7 @@ class Manifests:
         manifests = []
         own = source == self._group.seat.replica
         for rank, shard in enumerate(shards):
-            mute = SourceWait(source, deadline, lambda: True, None if own else lambda: True)
+            mute = SourceWait(source, deadline, lambda: True, None if own else lambda _: True)
             still = partial(mute.look, f"rank {rank} does not answer")
             try:
                 manifests.append(self._peers.manifest(shard.card, deadline, still)[1])

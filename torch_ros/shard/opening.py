@@ -114,7 +114,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             ..., or a number. The replica that unpublishes the last copy outside spot
             replicas copies it to host memory first, where it stays until another replica has it
             or it is no longer retained.
-        datacenter: Sources in the same one are preferred.
+        datacenter: A version is read from another one only where nobody in this one has it, or is
+            reading it: so it crosses a slow link once. The others read from those here.
         spot: This replica may vanish at any time: its copies do not count for `retain`.
         installs: This replica feeds an engine, and says by `installing` which version that uses:
             `wait_installed` waits for it, from now on. The same on all ranks. Whatever reads

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -130,16 +130,18 @@ def read_version(
 
     All ranks get the same CorruptWeights, so all of them try again.
     """
+    avoided: list[str] = []
     for tries_left in reversed(range(HEAL_TRIES)):
-        replication = Replication(shard, spec, terms, target, deadline)
+        replication = Replication(shard, spec, terms, target, deadline, avoided)
         try:
             return shard.make(GroupTask("replicate", asked, deadline, replication.perform))
         except CorruptWeights as error:
             if not tries_left:
                 raise
             log.warning("%s; reading it again", error)
+            avoided = replication.sources
             try:
-                suspect(shard.group, replication.sources, str(error))
+                suspect(shard.group, avoided, str(error))
             except BackendError as lost:  # the second read checks the bytes whatever its source
                 log.warning("%s may be read from again: %s", replication.source, lost)
     raise AssertionError("the last try returns or raises")
@@ -155,10 +157,16 @@ class Replication:
     verification: Verification  # of `ref`
 
     def __init__(
-        self, shard: Shard, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
+        self,
+        shard: Shard,
+        spec: Spec,
+        terms: SourceTerms,
+        target: Target,
+        deadline: Deadline,
+        avoided: Collection[str] = (),
     ) -> None:
         self._shard, self._spec, self._terms = shard, spec, terms
-        self._target, self._deadline = target, deadline
+        self._target, self._deadline, self._avoided = target, deadline, avoided
         self._watch = Stopwatch()
         self.ref: VersionRef | None = None
         self.progress: Progress | None = None  # of the tensors that are registered for it
@@ -174,6 +182,7 @@ class Replication:
             self._spec,
             is_relay=self._terms.is_relayed and shard.settings.relay,
             sources_max=sources_max(self._target.bytes_total),
+            avoided=self._avoided,
         )
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()

@@ -74,7 +74,7 @@ class FeedSource:
     mark: int  # that its ranks' words must have
     is_full: bool  # False: a relay, which is filling itself
     is_there: Callable[[], bool]  # asks the store whether the source is still there
-    has_other: Callable[[], bool]  # asks the store whether somebody else has the version too
+    has_other: Callable[[float], bool]  # asks whom to read from, if it is mute for so long
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
 
 

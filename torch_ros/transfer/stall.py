@@ -17,7 +17,8 @@ class SourceWait:
 
     Args:
         is_there: Asked every `STALL_S` while nothing comes.
-        has_other: Asked then too, after `limit_s`. None: the source answers, and is not left.
+        has_other: Asked then too, after `limit_s`, with how long that is. None: the source answers,
+            and is not left.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class SourceWait:
         replica: str,
         deadline: Deadline,
         is_there: Callable[[], bool],
-        has_other: Callable[[], bool] | None = None,
+        has_other: Callable[[float], bool] | None = None,
         limit_s: float = SILENCE_S,
     ) -> None:
         self._replica, self._deadline, self._limit_s = replica, deadline, limit_s
@@ -53,7 +54,7 @@ class SourceWait:
         self._ask_s = self.still_s + STALL_S
         if not self._is_there():
             raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0)
-        if self._has_other and self.still_s > self._limit_s and self._has_other():
+        if self._has_other and self.still_s > self._limit_s and self._has_other(self.still_s):
             raise SourceLost(self._replica, f"{reason}, for {self.still_s:.0f} s", 0, 0)
         self._looked_s = time.monotonic()
 
