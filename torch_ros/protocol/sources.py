@@ -14,6 +14,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, find, own_group, recorded
+from torch_ros.protocol.versions import AvailableVersion
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Entry,
@@ -140,6 +141,22 @@ def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Ho
         where.inst: (holding, entry)
         for _, where, holding, entry in readable(found, k.parse_holding, Holding)
     }
+
+
+def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
+    """Who can say what a version contains: near holders, then the seed here, then far ones."""
+    there = seen_holdings(view, seat, offer.ref)
+    far = {inst: distance(held.datacenter, seat) for inst, held in offer.holdings.items()}
+    seeds = [
+        (entry.create_rev, inst)
+        for inst, (held, entry) in there.items()
+        if held.state == "filling" and held.is_relay and held.uid == offer.ref.uid
+        if not distance(held.datacenter, seat) and not k.is_of(inst, seat.inst)
+    ]
+    seed = [inst for _, inst in sorted(seeds)[:1]] if any(far.values()) else []
+    full = sorted(far)
+    near = [inst for inst in full if not far[inst]]
+    return [*near, *seed, *(inst for inst in full if far[inst])]
 
 
 def _is_source(

@@ -12,6 +12,7 @@ from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.sources import who_knows
 from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.store.loops import Done, Step, Wait
@@ -65,7 +66,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             return offer
         key = keys.version(offer.ref.run, offer.ref.version)
         own = group.seat.inst  # last: it is about to read from another
-        sources = sorted(offer.holdings, key=lambda i: (i == own, i in refused, i))
+        sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, i in refused))
         if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
             raise Unseen
         record = VersionRecord.decode(view.entries[key].value, key)
