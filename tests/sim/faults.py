@@ -580,6 +580,22 @@ def _(rule):
     return faulty
 
 
+@fault("a far trainer is as good as its copies", (sources, "_far"), scenario="far copies")
+def _(rule):
+    def faulty(candidates):
+        originals = {i: found for i, found in candidates.items() if found.holding.is_original}
+        return originals or rule(candidates)
+
+    return faulty
+
+
+fault(
+    "who reads from afar reads from whom does too",
+    (sources, "_far"),
+    scenario="third datacenter",
+)(lambda rule: lambda candidates: candidates)
+
+
 @fault("who is far is chosen from a sample", (sources, "_eligible"), scenario="few seen")
 def _(rule):
     def faulty(*args):

@@ -6,8 +6,18 @@ from functools import partial
 
 from checks import demand
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, _see_few, publish, puts, replicate
+from scenes import (
+    MANY_TENSORS,
+    SCENES,
+    Scene,
+    _see_few,
+    publish,
+    puts,
+    replicate,
+    unpublish,
+)
 
+from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import Suspect
 from torch_ros.store.txn import Put, Txn
 
@@ -50,6 +60,60 @@ def burst_across(scene: Scene) -> None:
     scene.play()
     demand(crossings(scene) == 1, f"I13: {crossings(scene)} replicas read from afar")
     demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
+def far_copies(scene: Scene) -> None:
+    """A trainer is not held up by a slow link while somebody beside it has its version too."""
+
+    def read(me: Process) -> None:
+        scene.until("t", "w")
+        scene.slow_s[me] = 3.0
+        replicate(me)
+        scene.reach("r")
+
+    def relay(me: Process) -> None:
+        scene.until("t")
+        if scene.seed % 2:
+            scene.slow_s[me] = 0.5
+            scene.hold("w", me, puts("/readers/"), lambda: True, is_reply=True)
+        replicate(me)
+        scene.reach("w")
+        scene.until("r")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t")
+        [reader] = scene.start_named("r").processes
+        scene.when(lambda: reader.reads_from, "reading", 100.0)
+        unpublish(me)
+        scene.until("r")
+
+    scene.start("t", train, size=1, datacenter="west")
+    scene.start("w", relay, size=1, datacenter="west")
+    scene.start("r", read, size=1, datacenter="east")
+    scene.play()
+    of = {k.replica_of(source) for source, reader in scene.edges if k.replica_of(reader) == "r"}
+    demand(of == {"w"}, f"I13: a slow link holds up {of}")
+
+
+def third_datacenter(scene: Scene) -> None:
+    """Who reads across one slow link does not wait for another."""
+
+    def read(me: Process, after: str) -> None:
+        scene.until(after)
+        if after == "t":
+            scene.slow_s[me] = 3.0
+            scene.hold("seed", me, puts("/readers/"), lambda: True, is_reply=True)
+        began_s = scene.now_s
+        replicate(me)
+        took_s = scene.now_s - began_s
+        demand(after == "t" or took_s < 5, f"I6: {me} waited {took_s:.0f} s for another link")
+        _stay(me, "e", "n")
+
+    scene.start("t", lambda me: (publish(me, 1), _stay(me, "e", "n")), datacenter="west")
+    scene.start("e", partial(read, after="t"), size=1, datacenter="east")
+    scene.start("n", partial(read, after="seed"), size=1, datacenter="north")
+    scene.play()
 
 
 def few_seen(scene: Scene) -> None:
@@ -207,6 +271,8 @@ def seed_dies(scene: Scene) -> None:
 
 SCENES |= {
     "burst across": burst_across,
+    "far copies": far_copies,
+    "third datacenter": third_datacenter,
     "busy source": busy_source,
     "few seen": few_seen,
     "suspected seed": suspected,

@@ -232,7 +232,7 @@ def _eligible(
     candidates: Mapping[str, _Candidate],
     tried: Mapping[str, int],
 ) -> Mapping[str, _Candidate]:
-    """Those that were tried least; of these the near ones, if there is one.
+    """Those that were tried least; of these the near ones, if there is one, else far copies.
 
     So the oldest holding of a datacenter is its seed: the only one that has no near source.
 
@@ -244,7 +244,20 @@ def _eligible(
     near = {inst: found for inst, found in fresh.items() if not found.distance}
     if not (near or _is_whole(view, seat, ref)):
         raise Unseen
-    return near or fresh
+    return near or _far(fresh)
+
+
+def _far(candidates: Mapping[str, _Candidate]) -> Mapping[str, _Candidate]:
+    """Those to read across a slow link: none that waits for another one, if some do not.
+
+    Of these copies come first: a trainer would be held up for as long as the link takes.
+    """
+    places = {
+        found.holding.datacenter for found in candidates.values() if found.holding.state == "full"
+    }
+    filled = {i: found for i, found in candidates.items() if found.holding.datacenter in places}
+    copies = {i: found for i, found in filled.items() if not found.holding.is_original}
+    return copies or filled or candidates
 
 
 def _depth(inst: str, sources: Mapping[str, str]) -> int:

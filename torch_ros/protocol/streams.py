@@ -69,7 +69,8 @@ def choose(
     def worth(inst: str) -> tuple[int, ...]:
         turn = crc32(f"{inst} {seat.inst} {seat.rank}".encode())
         far = distance(left[inst].datacenter, seat)
-        return (tried.get(inst, 0), far, inst in suspected, readers[inst], turn)
+        is_held_up = far and left[inst].is_original  # a trainer, for as long as the link takes
+        return (tried.get(inst, 0), far, is_held_up, inst in suspected, readers[inst], turn)
 
     best = min(left, key=worth)
     if distance(left[best].datacenter, seat) and not _is_whole(view, seat, ref):
