@@ -37,6 +37,10 @@ def a_view(tensor, pick):
     return tensor
 
 
+def _pairs(*tensors):
+    return pairs(*map(Frame.of, tensors))
+
+
 @settings(max_examples=300, deadline=None)
 @given(choices=CHOICES)
 @example(choices=[])
@@ -58,7 +62,7 @@ def test_pairs_are_what_a_copy_does(choices):
         written = written.narrow(dim, room[dim] - size, size)
     if pick(2) and target.is_contiguous() and target.ndim:  # the same memory in one dimension
         target = target.view(-1)
-    found = pairs(Frame.of(whole), copied, Frame.of(target), written)
+    found = _pairs(whole, copied, target, written)
     if copied.numel() <= PAIRS_MAX:
         assert found is not None
     written.copy_(copied)
@@ -85,12 +89,12 @@ def inner(tensor, dims):
 
 def test_one_box_says_where_a_whole_tensor_goes_flat_or_not():
     whole, flat = torch.empty(4, 6), torch.empty(24)
-    assert len(pairs(Frame.of(whole), whole, Frame.of(whole), whole)) == 1
-    assert len(pairs(Frame.of(whole), whole.view(24), Frame.of(flat), flat)) == 4
-    assert len(pairs(Frame.of(whole), whole.view(24)[3:17], Frame.of(flat), flat[:14])) == 3
+    assert len(_pairs(whole, whole, whole, whole)) == 1
+    assert len(_pairs(whole, whole.view(24), flat, flat)) == 4
+    assert len(_pairs(whole, whole.view(24)[3:17], flat, flat[:14])) == 3
 
 
 def test_a_shuffle_of_too_many_boxes_is_none():
     whole = torch.empty(2 * PAIRS_MAX + 2, device="meta")
     other = torch.empty(PAIRS_MAX + 1, device="meta")
-    assert pairs(Frame.of(whole), whole[::2], Frame.of(other), other) is None
+    assert _pairs(whole, whole[::2], other, other) is None

@@ -91,25 +91,18 @@ class Pair(NamedTuple):
         return cls(source, target, dims, tuple(source_sizes), tuple(target_sizes))
 
 
-def pairs(
-    source: Frame, copied: torch.Tensor, target: Frame, written: torch.Tensor
-) -> Sequence[Pair] | None:
-    """The boxes of two tensors that ``written.copy_(copied)`` makes equal.
+@lru_cache(FRAMES_MAX)  # experts of all layers lie alike
+def pairs(source: Frame, copied: Frame, target: Frame, written: Frame) -> Sequence[Pair] | None:
+    """The boxes of two tensors that a copy of a view of one to a view of the other makes equal.
 
     Args:
-        source: The frame of a whole tensor; `copied` is a view of it, in the shape of `written`.
+        source: The frame of a whole tensor; `copied` is that of a view of it, of `written`'s shape.
         target: The same of `written`.
 
     Returns:
         Boxes that are disjoint at the target; None if there are more than `PAIRS_MAX`, or if a
         view leaves its tensor.
     """
-    return _pairs(source, Frame.of(copied), target, Frame.of(written))
-
-
-@lru_cache(FRAMES_MAX)
-def _pairs(source: Frame, copied: Frame, target: Frame, written: Frame) -> Sequence[Pair] | None:
-    """Experts of all layers lie alike."""
     if 0 in copied.shape:
         return []
     as_copied = [

@@ -205,7 +205,8 @@ class Memory:
         """Where a view of it lies; None if that cannot be said, or not in few boxes."""
         if not self.frame.is_regular or view.dtype.itemsize != self.dtype.itemsize:
             return None
-        found = pairs(self.frame, view, self.frame, view)
+        frame = Frame.of(view)
+        found = pairs(self.frame, frame, self.frame, frame)
         return None if found is None else [(pair.target, pair.target_sizes) for pair in found]
 
     def read(self, view: torch.Tensor) -> list[Patch]:

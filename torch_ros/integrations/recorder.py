@@ -22,6 +22,7 @@ from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, storag
 aten = torch.ops.aten
 Content = list[Patch]
 SEQUENCES = (list, tuple)
+META = torch.device("meta")
 UNKNOWN = Made(frozenset(), "copied from no checkpoint tensor")
 
 
@@ -44,6 +45,7 @@ AT_ONCE: dict[Any, set[type]] = {  # and of which types is all that follows the 
     torch.Tensor.unbind: INT,
     torch.Tensor.copy_: PLAIN,
 }
+NOTED = dict.fromkeys(UNDISPATCHED, PLAIN) | AT_ONCE
 COPY = torch.Tensor.copy_
 
 
@@ -62,12 +64,15 @@ class Looks(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in AT_ONCE and not kwargs and _is_plain(args, AT_ONCE[func]):
-            with _DisableTorchDispatch():
-                return self._recorder.copy_(*args) if func is COPY else func(*args)
+        others = NOTED.get(func)
+        if others is None:  # nearly always
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func in UNDISPATCHED:
             self._recorder.look(args[0], func)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        elif not kwargs and _is_plain(args, others):
+            with _DisableTorchDispatch():
+                return self._recorder.copy_(*args) if func is COPY else func(*args)
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tensor(self, fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A checkpoint tensor, on meta, to be followed."""
         with _DisableTorchDispatch(), DisableTorchFunction():
-            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=META)
             memory = self.own[storage_of(tensor)] = Memory.of(tensor)
         begin, sizes = memory.whole
         origin = Plain(fqn, begin, tuple(range(len(begin))))
@@ -129,14 +134,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copy_(self, written: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
         """Note a copy from one tensor to another."""
         memory, is_own = self._memory(written)
-        content = self._read([copied])
+        source = self._find(copied)
+        content = self._content(source, copied)
+        self._touch(content)
         if is_own and not content:
             written.copy_(copied)
             if not memory.patches:
                 return written
         if copied.shape != written.shape:
             copied = copied.expand(written.shape)
-        memory.write(self._copied(memory, written, copied, content))
+        memory.write(self._copied(memory, written, source, copied, content))
         return written
 
     def look(self, tensor: torch.Tensor, func: Any) -> None:
@@ -219,23 +226,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _memory(self, tensor: torch.Tensor) -> tuple[Memory, bool]:
         """The memory that a tensor lies in, and whether it is the loader's own."""
-        memory, key = self._find(tensor), storage_of(tensor)
+        key = storage_of(tensor)
+        if (own := self.own.get(key)) is not None:
+            return own, True
+        memory = self._find(tensor)
         if memory is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             memory = self.foreign[key] = Memory.of(tensor)
             memory.frame = Frame((size,), (1,), 0)
-        return memory, key in self.own
+        return memory, False
 
     def _read(self, tensors: Iterable[torch.Tensor]) -> Content:
-        content: Content = []
-        for tensor in tensors:
-            memory = self._find(tensor) if tensor.numel() else None
-            if memory is not None:
-                content += memory.read(tensor)
-            elif tensor.is_meta and tensor.numel():
-                raise self._needs([], "memory that it kept from another call")
-        self.touched = next((fqn for patch in content for fqn in patch.origin.fqns), self.touched)
+        content = [patch for one in tensors for patch in self._content(self._find(one), one)]
+        self._touch(content)
         return content
+
+    def _touch(self, content: Content) -> None:
+        self.touched = next((fqn for patch in content for fqn in patch.origin.fqns), self.touched)
+
+    def _content(self, memory: Memory | None, tensor: torch.Tensor) -> Content:
+        """The content of a tensor that lies in `memory`."""
+        if not tensor.numel():
+            return []
+        if memory is None:
+            if tensor.is_meta:
+                raise self._needs([], "memory that it kept from another call")
+            return []
+        return memory.read(tensor)
 
     def _all(self, memory: Memory, written: torch.Tensor, origin: Made) -> Content:
         boxes = memory.boxes(written)
@@ -255,14 +272,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Patch(*memory.whole, made, self.during)
 
     def _copied(
-        self, memory: Memory, written: torch.Tensor, copied: torch.Tensor, content: Content
+        self,
+        memory: Memory,
+        written: torch.Tensor,
+        source: Memory | None,
+        copied: torch.Tensor,
+        content: Content,
     ) -> Content:
         """The content of `memory` after a copy to a part of it; both views have one shape."""
-        source = self._find(copied)
         if source is None or not content:
             return self._all(memory, written, UNKNOWN)
-        reason = _obstacle(memory, written, source, copied)
-        found = pairs(source.frame, copied, memory.frame, written) if reason is None else None
+        frame = Frame.of(copied)
+        reason = _obstacle(memory, written, source, copied, frame)
+        found = pairs(source.frame, frame, memory.frame, Frame.of(written)) if not reason else None
         if found is None:
             reason = reason or f"copied in more than {PAIRS_MAX} boxes"
             return self._all(memory, written, _made_of(content, reason))
@@ -281,7 +303,7 @@ def _is_plain(args: Sequence[Any], others: set[type]) -> bool:
     """Whether torch would not refuse it, and no mode or transform of the loader's sees it first."""
     return (
         type(args[0]) in PLAIN
-        and others.issuperset(map(type, args[1:]))
+        and (len(args) == 1 or others.issuperset(map(type, args[1:])))
         and not (is_grad_enabled() or args[0].is_inference())
         and _len_torch_dispatch_stack() == 1
         and peek_interpreter_stack() is None
@@ -301,7 +323,7 @@ def _fqns(content: Sequence[Patch]) -> frozenset[str]:
 
 
 def _obstacle(
-    memory: Memory, written: torch.Tensor, source: Memory, copied: torch.Tensor
+    memory: Memory, written: torch.Tensor, source: Memory, copied: torch.Tensor, frame: Frame
 ) -> str | None:
     """The reason for which a copy is not one of bits from boxes to boxes."""
     if written.dtype != copied.dtype:
@@ -310,7 +332,7 @@ def _obstacle(
         return f"its bytes are taken for another dtype ({copied.dtype})"
     if copied.is_neg() or written.is_neg() or copied.is_conj() or written.is_conj():
         return "conjugated or negated on the way"
-    if Frame.of(copied).is_spread:
+    if frame.is_spread:
         return "one element goes to several places (broadcast)"
     if not (memory.frame.is_regular and source.frame.is_regular):
         return "elements of the target share memory"
