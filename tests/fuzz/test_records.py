@@ -52,14 +52,14 @@ MINE = {
     MODEL.group("r"): GroupRecord("1", 1, "run", is_complete=True),
     MODEL.decisions(OWN): DECIDED,
     MODEL.shard(OWN, 0): SHARD,
-    MODEL.holding("run", 1, OWN): Holding("u", 1, "filling", 1),
+    MODEL.holding("run", 1, "default", OWN): Holding("u", 1, "filling", 1),
     MODEL.version("run", 1): V,
 }
 WELL = {
     MODEL.group("t"): GroupRecord("1", 1, "run", is_complete=True, retain=["latest"]),
     MODEL.shard("t@1", 0): SHARD,
     MODEL.run("run"): RunRecord("h:1", 1),
-    MODEL.holding("run", 1, "t@1"): Holding("u", 1, "full", 1, is_original=True),
+    MODEL.holding("run", 1, "default", "t@1"): Holding("u", 1, "full", 1, is_original=True),
     MODEL.reader("run", 1, "t@1", OWN, 0): Reader(1),
 }
 OTHERS = {
@@ -68,8 +68,8 @@ OTHERS = {
     MODEL.run("other"): RunRecord("h:1", 2),
     MODEL.version("run", 2): VersionRecord("u2", "L"),
     MODEL.version("other", 1): V,
-    MODEL.holding("run", 1, "z@1"): Holding("u", 3, "full", 1),
-    MODEL.holding("run", 2, "z@1"): Holding("u2", 3, "full", 1),
+    MODEL.holding("run", 1, "default", "z@1"): Holding("u", 3, "full", 1),
+    MODEL.holding("run", 2, "default", "z@1"): Holding("u2", 3, "full", 1),
     MODEL.reader("run", 1, "z@1", OWN, 0): Reader(1),
     MODEL.reader_group("run", 1, OWN, "z@1"): Reader(1),
     MODEL.suspect("t@1", "z@1"): Suspect("x"),
@@ -144,7 +144,7 @@ def test_a_key_that_parses_is_one_that_we_write(raw):
         **({MODEL.version(*where): True} if (where := k.parse_version(key)) else {}),
     }
     if held := k.parse_holding(key):
-        made[MODEL.holding(held.run, held.version, held.inst)] = True
+        made[MODEL.holding(held.run, held.version, held.datacenter, held.inst)] = True
     tails = {made_.split("/", 3)[-1] for made_ in made}
     assert len(tails) == 1
     for parse in (k.parse_reader, k.parse_suspect, k.parse_rank, k.parse_group):

@@ -639,7 +639,9 @@ class Checks:
             if call.kind == "publish" and call.ref is not None and call.ref.uid not in self.truth:
                 if call.outcome is not None and call.outcome.failure is None:
                     self.world.saw("offered when back")
-                    self._newest(self.world.keys.holding(call.ref.run, call.ref.version, inst))
+                    self._newest(
+                        self.world.keys.holding(call.ref.run, call.ref.version, "any", inst)
+                    )
                 self.truth[call.ref.uid] = self.world.content_of(call)
                 self.world.versions[call.ref.uid] = call.ref.version
             if call.ref is not None and call.ref.uid in self.truth:

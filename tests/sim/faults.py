@@ -1508,11 +1508,11 @@ def _(rule):
     scenario="streamed after a lost reply",
 )
 def _(attach):
-    def faulty(view, seat, ref, source, reader, lease_id):
-        key = seat.keys.holding(ref.run, ref.version, source)
+    def faulty(view, seat, ref, place, reader, lease_id):
+        key, source = seat.keys.holding_at(ref.run, ref.version, place), keys_module.inst_at(place)
         there, entry = view.get(reader), view.get(key)
         if entry is None or there is None or there.lease_id != lease_id:
-            return attach(view, seat, ref, source, reader, lease_id)
+            return attach(view, seat, ref, place, reader, lease_id)
         shards = dict(view.within(seat.keys.shards(source)))
         holding = records.Holding.decode(entry.value, key)
         return Done(sources.learned(source, holding, entry.create_rev, shards))

@@ -17,11 +17,12 @@ GARBAGE = b"\xff\xfe garbage {"
 OLD = b'{"uid":"x","call":1,"state":"full","world_size":1,"new":1}'
 OTHERS = {
     "holdings/junk": b"{}",
-    "holdings/{run}/abc/z@1": b"{}",
-    "holdings/{run}/00000000000000000001/z@1": GARBAGE,
-    "holdings/{run}/00000000000000000001/y@1": OLD,
-    "holdings/{run}/00000000000000000001/x@1": b'{"uid":"\xff"}',
-    "holdings/{run}/00000000000000000001/w@1": b"[" * 100_000,
+    "holdings/{run}/abc/default/z@1": b"{}",
+    "holdings/{run}/00000000000000000001/z@1": b"{}",
+    "holdings/{run}/00000000000000000001/default/z@1": GARBAGE,
+    "holdings/{run}/00000000000000000001/default/y@1": OLD,
+    "holdings/{run}/00000000000000000001/default/x@1": b'{"uid":"\xff"}',
+    "holdings/{run}/00000000000000000001/default/w@1": b"[" * 100_000,
     "versions/{run}/abc": b"{}",
     "versions/{run}/" + "9" * 5000: b'{"uid":"x","layout":"y"}',
     "versions/{run}/00000000000000000005": GARBAGE,

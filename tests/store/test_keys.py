@@ -15,7 +15,12 @@ def test_keys_parse_back(name):
     assert k.replica_of(inst) == name
     assert k.parse_run(keys.run(name)) == name
     assert k.parse_version(keys.version(name, 7)) == (name, 7)
-    assert k.parse_holding(keys.holding(name, 7, inst)) == k.HoldingKey(name, 7, inst)
+    held = keys.holding(name, 7, name, inst)
+    assert k.parse_holding(held) == k.HoldingKey(name, 7, name, inst)
+    assert held == keys.holding_at(name, 7, k.place(name, inst))
+    assert k.inst_at(k.place(name, inst)) == inst
+    assert held in keys.holdings_in(name, 7, name)
+    assert held in keys.holdings_of(name, 7)
     assert k.parse_reader(keys.reader_group(name, 7, inst, "r@1")) == (inst, "r@1", "group")
     assert k.parse_reader(keys.reader(name, 7, inst, "r@1", 3)) == (inst, "r@1", "000003")
 

@@ -209,7 +209,7 @@ def any_store(rng):
                 if not layout and uid == "u":
                     state = "filling"
                 held = Holding(uid, 1, state, 1, spot=rng.random() < 0.2)
-                todo.append((KEYS.holding(name, version, f"{replica}@x"), held))
+                todo.append((KEYS.holding(name, version, "default", f"{replica}@x"), held))
     for name in rng.sample(names, rng.randrange(len(names))):
         retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
         group = GroupRecord("x", 1, rng.choice(RUNS), retain=retain, left=left)
@@ -280,7 +280,7 @@ def burst(fulls, newcomers, datacenters=("default",)):
     store.put(KEYS.version(REF.run, REF.version), VersionRecord(REF.uid, "L"))
     for number in range(fulls):
         held = Holding(REF.uid, 1, "full", 1)
-        store.put(KEYS.holding(REF.run, REF.version, f"t{number}@x"), held)
+        store.put(KEYS.holding(REF.run, REF.version, "default", f"t{number}@x"), held)
     places = itertools.cycle(datacenters)
     seats = [newcomer(f"r{number}", next(places)) for number in range(newcomers)]
     call = Call(1, "replicate", "replicate latest", 0, REF)
@@ -334,6 +334,19 @@ def test_of_a_datacenter_the_oldest_alone_reads_from_afar(datacenters, newcomers
     assert len(set(near)) == len(near), "and those behind it do not race for one source"
 
 
+def test_a_holding_that_is_not_where_it_says_is_no_source():
+    store, [seat], call = burst(1, 1)
+    stray = KEYS.holding(REF.run, REF.version, "elsewhere", "a@x")
+    store.put(stray, Holding(REF.uid, 1, "full", 1))
+    assert claimed(store, seat, call)[1] == "t0@x"
+    offers = []
+    store.settle(
+        whole(versions.spec_ranges(KEYS)),
+        lambda view: Done(offers.append(versions.offered(view, KEYS))),
+    )
+    assert offers[0][0][0].holdings.keys() == {"t0@x"}
+
+
 def test_what_a_newcomer_reads_does_not_grow_with_how_many_there_are():
     most = []
     for newcomers in (100, 400):
@@ -352,14 +365,25 @@ def test_what_a_newcomer_reads_does_not_grow_with_how_many_there_are():
     assert most[0] == most[1] < 100
 
 
+def test_few_among_many_elsewhere_see_each_other():
+    store, seats, call = burst(1, 400, ("default",) * 39 + ("far",))
+    far = [seat for seat in seats if seat.datacenter == "far"]
+    for seat in far[1:]:
+        source = claimed(store, seat, call)[1]
+        assert source in {other.inst for other in far}
+        assert sum(store.reads) < 100
+
+
 def test_the_only_source_left_is_found_wherever_it_is():
     """What is offered late, such as a copy in host memory, is younger than who looks for it."""
     store, seats, call = burst(0, 50)
     for seat in itertools.islice(seats, 1, None):
         no_relay = Holding(REF.uid, 1, "filling", 1)
         store.put(seat.holding(REF), no_relay)
-    store.put(KEYS.holding(REF.run, REF.version, "t+2@x"), Holding(REF.uid, 2, "full", 1))
+    store.put(
+        KEYS.holding(REF.run, REF.version, "default", "t+2@x"), Holding(REF.uid, 2, "full", 1)
+    )
     for number in range(40):
         held = Holding(REF.uid, 1, "filling", 1)
-        store.put(KEYS.holding(REF.run, REF.version, f"late{number}@x"), held)
+        store.put(KEYS.holding(REF.run, REF.version, "default", f"late{number}@x"), held)
     assert claimed(store, seats[0], call)[1] == "t+2@x"

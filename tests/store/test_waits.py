@@ -160,7 +160,7 @@ def test_who_waits_for_an_older_version_is_not_woken_by_all_who_read(count):
     assert not any(loop.is_over for loop in waiting)
     assert max(loop.reads for loop in waiting) <= READS_MAX
     # They are told when there is one.
-    holding = Put(KEYS.holding("run", 9, "x@1"), Holding("new", 1, "full", 1).encode())
+    holding = Put(KEYS.holding("run", 9, "default", "x@1"), Holding("new", 1, "full", 1).encode())
     record = Put(KEYS.version("run", 9), VersionRecord("new", "L").encode())
     assert kv.commit(Txn(ops=(holding, record)), timeout_s=1).applied
     play([], waiting, count)

@@ -190,7 +190,7 @@ class GroupCall(Attempt):
     def decide_to_publish(self, version: int) -> None:
         keys, run = self.seat.keys, self.seat.run
         effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
-        own = keys.holding(run, version, self.seat.inst)
+        own = keys.holding(run, version, self.seat.datacenter, self.seat.inst)
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 

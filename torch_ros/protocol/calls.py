@@ -309,14 +309,14 @@ def replicate(
     held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
     decided = msgspec.structs.replace(call, ref=ref)
     if free := free_sources(view, seat, ref, sources_max):
-        claims = [claim_of(view, seat, call.number, ref, inst, is_free=True) for inst in free]
+        claims = [claim_of(view, seat, call.number, ref, place, is_free=True) for place in free]
         guards = (guard for guards, _ in claims for guard in guards)
         # An older replica that looks for a source has no others than these (I8).
         alone = NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)
         ops = (held, *(put for _, put in claims))
         return recorded(view, seat, decided.with_sources(*free), (*guards, alone), ops)
     # Somebody has it now: a version must not be decided on that has just gone.
-    guard = view.unchanged(seat.keys.holding(ref.run, ref.version, min(offer.holdings)))
+    guard = view.unchanged(offer.first_key(seat.keys))
     return recorded(view, seat, decided, (guard,), (held,))
 
 

@@ -10,7 +10,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
 from torch_ros.protocol import calls, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
-from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.records import Suspect
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Source
@@ -40,38 +40,39 @@ class ClaimedSources:
         Raises:
             SourceLost: The last source; no other is left.
         """
-        insts, attached = list(self.call.decided.sources), dict[str, Source]()
+        places, attached = list(self.call.decided.sources), dict[str, Source]()
         while True:
             try:
-                for inst in insts:
-                    if inst not in attached:
-                        attached[inst] = self._attach(inst)
-                fetch([attached[inst] for inst in insts])
+                for place in places:
+                    if place not in attached:
+                        attached[place] = self._attach(place)
+                fetch([attached[place] for place in places])
             except SourceLost as lost:
-                inst = next((inst for inst in insts if replica_of(inst) == lost.replica), "")
-                if not inst:
+                left = (place for place in places if _replica_at(place) == lost.replica)
+                place = next(left, "")
+                if not place:
                     raise  # a peer's, who gave up
-                self._tried[inst] += 1
-                insts.remove(inst)
-                attached.pop(inst, None)
-                self._detach(inst, lost)
-                insts = insts or [self._elsewhere(lost)]
+                self._tried[inst_at(place)] += 1
+                places.remove(place)
+                attached.pop(place, None)
+                self._detach(inst_at(place), lost)
+                places = places or [self._elsewhere(lost)]
                 self.call.reroutes += 1
                 log.warning(
                     "%s: lost %r (%s); going on from %s with what there is",
                     self.call.asked,
                     lost.replica,
                     lost.what,
-                    ", ".join(repr(replica_of(inst)) for inst in insts),
+                    ", ".join(repr(_replica_at(place)) for place in places),
                 )
             else:
                 return
 
-    def _attach(self, inst: str) -> Source:
+    def _attach(self, place: str) -> Source:
         call, seat = self.call, self.call.seat
-        call.read_from.add(inst)
-        rule = partial(sources.attach, seat=seat, call=call.decided, source=inst)
-        ranges = sources.attach_ranges(seat, call.decided, inst)
+        call.read_from.add(inst_at(place))
+        rule = partial(sources.attach, seat=seat, call=call.decided, place=place)
+        ranges = sources.attach_ranges(seat, call.decided, place)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine))
 
@@ -93,7 +94,7 @@ class ClaimedSources:
             sources.choose_again, seat=call.seat, call=call.decided, tried=tried, lost=lost
         )
         again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
-        if tried[again]:
+        if tried[inst_at(again)]:
             call.deadline.check(str(lost))
             time.sleep(RETRY_S)
         return again
@@ -126,6 +127,10 @@ class ClaimedSources:
             return call.seating.run(settle(call.asked, ranges, rule), brief)
         except (DeadlineExceeded, StoreUnavailable):
             return unknown
+
+
+def _replica_at(place: str) -> str:
+    return replica_of(inst_at(place))
 
 
 def suspect(

@@ -29,13 +29,14 @@ class Leaving:
     keys: Keys
     ref: VersionRef
     call: int  # that brought it, or made the copy
+    datacenter: str
     inst: str  # that offers it
     shard: ShardRecord  # where this rank shows it
     retain: tuple[str, ...]  # what the group does; its record does not say so to the end
 
     @property
     def held(self) -> str:
-        return self.keys.holding(self.ref.run, self.ref.version, self.inst)
+        return self.keys.holding(self.ref.run, self.ref.version, self.datacenter, self.inst)
 
     @property
     def lingering(self) -> str:
@@ -44,7 +45,7 @@ class Leaving:
     @property
     def lingers(self) -> str:
         """Its holding when it lingers."""
-        return self.keys.holding(self.ref.run, self.ref.version, self.lingering)
+        return self.keys.holding(self.ref.run, self.ref.version, self.datacenter, self.lingering)
 
     @property
     def readers(self) -> tuple[Range, Range]:

@@ -85,10 +85,20 @@ def _name(text: str) -> str:
     return quote(text, safe="")
 
 
+def place(datacenter: str, inst: str) -> str:
+    """The end of the key of a holding: where, and whose."""
+    return f"{_name(datacenter)}/{inst}"
+
+
+def inst_at(place: str) -> str:
+    return place.rpartition("/")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class HoldingKey:
     run: str
     version: int
+    datacenter: str
     inst: str
 
 
@@ -162,10 +172,16 @@ class Keys:
         return under(f"{self._root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
 
     def holdings_of(self, run: str, version: int) -> Range:
-        return under(self.holding(run, version, ""))
+        return under(self.holding_at(run, version, ""))
 
-    def holding(self, run: str, version: int, inst: str) -> str:
-        return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{inst}"
+    def holdings_in(self, run: str, version: int, datacenter: str) -> Range:
+        return under(self.holding(run, version, datacenter, ""))
+
+    def holding(self, run: str, version: int, datacenter: str, inst: str) -> str:
+        return self.holding_at(run, version, place(datacenter, inst))
+
+    def holding_at(self, run: str, version: int, place: str) -> str:
+        return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
 
     # Who reads from whom
 
@@ -233,9 +249,9 @@ def parse_version(key: str) -> tuple[str, int] | None:
 @lru_cache(4096)
 def parse_holding(key: str) -> HoldingKey | None:
     match key.split("/"):
-        case ["", _, _, "holdings", run, version, inst] if _is_inst(inst):
-            where = _version(run, version)
-            return HoldingKey(*where, inst) if where else None
+        case ["", _, _, "holdings", run, version, datacenter, inst] if _is_inst(inst):
+            where, there = _version(run, version), _unquoted(datacenter)
+            return HoldingKey(*where, there, inst) if where and there else None
     return None
 
 

@@ -446,7 +446,8 @@ def _adopt(
         is_original=kept.is_original,
         spot=group.spot,
     )
-    put = Put(who.keys.holding(ref.run, ref.version, inst), holding.encode(), entry.lease_id)
+    held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
+    put = Put(held, holding.encode(), entry.lease_id)
     return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
 
 

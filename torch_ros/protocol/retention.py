@@ -96,7 +96,8 @@ def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
         if group.left is not None or group.refusal is not None or group.spot or other == inst:
             continue
         is_successor = replica == k.replica_of(inst)  # it may never come to read the version
-        if is_successor and view.get(keys.holding(ref.run, ref.version, other)) is None:
+        held = keys.holding(ref.run, ref.version, group.datacenter, other)
+        if is_successor and view.get(held) is None:
             continue
         found.append(replica)
     if not found and not view.shows(keys.groups()):

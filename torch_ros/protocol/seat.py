@@ -58,7 +58,11 @@ class Seat:
         }
 
     def holding(self, ref: VersionRef) -> str:
-        return self.keys.holding(ref.run, ref.version, self.inst)
+        return self.keys.holding(ref.run, ref.version, self.datacenter, self.inst)
+
+    def copy_holding(self, ref: VersionRef, copy: str) -> str:
+        """Of a copy in host memory."""
+        return self.keys.holding(ref.run, ref.version, self.datacenter, copy)
 
     def taken_back(self, view: View, call: Call) -> Txn:
         """Undo a decision to replicate that no rank has acted on."""
@@ -112,7 +116,8 @@ def claims_of(keys: Keys, call: Call, inst: str) -> list[str]:
     if call.ref is None:
         return []
     run, version = call.ref.run, call.ref.version
-    return [keys.reader_group(run, version, source, inst) for source in call.sources]
+    sources = map(k.inst_at, call.sources)
+    return [keys.reader_group(run, version, source, inst) for source in sources]
 
 
 @lru_cache(16)  # a call looks some five times at a record whose 64 calls take 0.1 ms to decode

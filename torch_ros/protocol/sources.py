@@ -107,24 +107,25 @@ def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> 
     eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
     choice = _predicted(view, seat, ref, eligible)
     is_free = not eligible[choice].readers
-    guards, claimed = claim_of(view, seat, current.number, ref, choice, is_free=is_free)
-    return recorded(view, seat, current.with_sources(choice), guards, (claimed,))
+    place = k.place(eligible[choice].holding.datacenter, choice)
+    guards, claimed = claim_of(view, seat, current.number, ref, place, is_free=is_free)
+    return recorded(view, seat, current.with_sources(place), guards, (claimed,))
 
 
 def claim_of(
-    view: View, seat: Seat, number: int, ref: VersionRef, source: str, *, is_free: bool
+    view: View, seat: Seat, number: int, ref: VersionRef, place: str, *, is_free: bool
 ) -> tuple[tuple[Guard, ...], Put]:
-    """The record that claims a source, and the guards under which it may."""
-    anchor, keys = own_group(view, seat).lease_id, seat.keys
+    """The record that claims the source there, and the guards under which it may."""
+    anchor, keys, source = own_group(view, seat).lease_id, seat.keys, k.inst_at(place)
     key = keys.reader_group(ref.run, ref.version, source, seat.inst)
-    guards: list[Guard] = [view.unchanged(keys.holding(ref.run, ref.version, source))]
+    guards: list[Guard] = [view.unchanged(keys.holding_at(ref.run, ref.version, place))]
     if is_free:
         guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
     return tuple(guards), Put(key, Reader(number).encode(), anchor)
 
 
 def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
-    """At most half of the idle full sources, if nobody else is seen that looks for one."""
+    """Where at most half of the idle full sources are, if nobody else is seen looking for one."""
     holdings = seen_holdings(view, seat, ref)
     if any(holding.state == "filling" for holding, _ in holdings.values()):
         return []
@@ -132,7 +133,8 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
     free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
     near = [i for i in free if not candidates[i].distance]
     near.sort(key=lambda inst: candidates[inst].entry.create_rev)
-    return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
+    chosen = near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
+    return [k.place(seat.datacenter, inst) for inst in chosen]
 
 
 def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
@@ -140,6 +142,7 @@ def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Ho
     return {
         where.inst: (holding, entry)
         for _, where, holding, entry in readable(found, k.parse_holding, Holding)
+        if where.datacenter == holding.datacenter
     }
 
 
@@ -186,9 +189,10 @@ def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate
     if _is_whole(view, seat, ref):
         return found
     born = own.create_rev if own else 0
-    there = seat.keys.holdings_of(ref.run, ref.version)
+    there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
     samples = (Sample(there, NEIGHBOURS, before=born), Sample(there, NEIGHBOURS, is_oldest=True))
-    by_age = sorted(holdings, key=lambda inst: holdings[inst][1].create_rev)
+    here = (inst for inst, (held, _) in holdings.items() if not distance(held.datacenter, seat))
+    by_age = sorted(here, key=lambda inst: holdings[inst][1].create_rev)
     older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
     near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
     readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
@@ -353,7 +357,7 @@ def _best(candidates: Mapping[str, _Candidate], suspected: set[str]) -> str:
 def choose_again(
     view: View, seat: Seat, call: Call, tried: Mapping[str, int], lost: SourceLost
 ) -> Step[str]:
-    """Another source for this rank, whose last one was `lost`. Ranks need not choose the same.
+    """Where another source for this rank is, whose last one was `lost`. Others may choose others.
 
     Raises:
         SourceLost: There is none, or the peers have ended the call.
@@ -369,7 +373,8 @@ def choose_again(
             raise Unseen
         raise lost
     eligible = _eligible(view, seat, ref, candidates, tried)
-    return Done(_best(eligible, suspects(view, seat.keys)))
+    best = _best(eligible, suspects(view, seat.keys))
+    return Done(k.place(eligible[best].holding.datacenter, best))
 
 
 def _version_read(view: View, seat: Seat, call: Call) -> VersionRef:
@@ -385,12 +390,12 @@ def _version_read(view: View, seat: Seat, call: Call) -> VersionRef:
     return call.ref
 
 
-def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
-    ref, keys = call.ref, seat.keys
+def attach_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
+    ref, keys, source = call.ref, seat.keys, k.inst_at(place)
     assert ref is not None
     return (
         *seat.own,
-        one(keys.holding(ref.run, ref.version, source)),
+        one(keys.holding_at(ref.run, ref.version, place)),
         one(seat.holding(ref)),
         one(keys.ready(seat.inst, call.number, seat.rank)),
         one(keys.reader_group(ref.run, ref.version, source, seat.inst)),
@@ -399,14 +404,14 @@ def attach_ranges(seat: Seat, call: Call, source: str) -> tuple[Range, ...]:
     )
 
 
-def attach(view: View, seat: Seat, call: Call, source: str) -> Step[Source]:
-    """Announce that this rank reads from `source`; then learn how to reach its processes.
+def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
+    """Announce that this rank reads from the source there; then learn how to reach its processes.
 
     Raises:
         SourceLost: The source, or one of its processes, is gone (I7).
     """
     ref, keys = _version_read(view, seat, call), seat.keys
-    held = keys.holding(ref.run, ref.version, source)
+    held, source = keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry, own = view.get(held), view.get(seat.holding(ref))
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
     left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
@@ -457,7 +462,10 @@ def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry])
 
 def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
     """Where the holdings of a source are, also when its processes have taken their seats again."""
-    keys = (seat.keys.holding(ref.run, ref.version, k.first_of(inst)) for inst in source.insts)
+    keys = (
+        seat.keys.holding(ref.run, ref.version, source.datacenter, k.first_of(inst))
+        for inst in source.insts
+    )
     return tuple(range_ for key in keys for range_ in (one(key), under(f"{key}.")))
 
 

@@ -49,7 +49,7 @@ def choice_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 def choose(
     view: View, seat: Seat, ref: VersionRef, tried: Mapping[str, int], lost: SourceLost | None
 ) -> Step[tuple[str, str]]:
-    """A full source, and the layout that it has to show; "": the version's record is gone.
+    """Where a full source is, and the layout that it has to show; "": the version's record is gone.
 
     Raises:
         SourceLost: No other source is left than the one that was lost.
@@ -78,7 +78,7 @@ def choose(
     key = seat.keys.version(ref.run, ref.version)
     record = VersionRecord.at(view, key)
     layout = record.layout if record is not None and record.uid == ref.uid else ""
-    return Done((best, layout))
+    return Done((k.place(left[best].datacenter, best), layout))
 
 
 def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
@@ -93,20 +93,21 @@ def _full(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
     }
 
 
-def attach_ranges(seat: Seat, ref: VersionRef, source: str, reader: str) -> Ranges:
+def attach_ranges(seat: Seat, ref: VersionRef, place: str, reader: str) -> Ranges:
     keys = seat.keys
-    return (one(keys.holding(ref.run, ref.version, source)), one(reader), keys.shards(source))
+    held = keys.holding_at(ref.run, ref.version, place)
+    return (one(held), one(reader), keys.shards(k.inst_at(place)))
 
 
 def attach(
-    view: View, seat: Seat, ref: VersionRef, source: str, reader: str, lease_id: int
+    view: View, seat: Seat, ref: VersionRef, place: str, reader: str, lease_id: int
 ) -> Step[Source]:
-    """Announce, by the record `reader`, that this rank reads from `source` while the lease lives.
+    """Announce, by the record `reader`, that this rank reads from there while the lease lives.
 
     Raises:
         SourceLost: It does not offer this content any more, or one of its processes is gone.
     """
-    held = seat.keys.holding(ref.run, ref.version, source)
+    held, source = seat.keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry = view.get(held)
     left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
     if entry is None:

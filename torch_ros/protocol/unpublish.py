@@ -51,7 +51,7 @@ def unpublish(
     if is_last and not call.copy:
         call = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, number))
         return recorded(view, seat, call)
-    if call.copy and view.get(seat.keys.holding(ref.run, ref.version, call.copy)) is None:
+    if call.copy and view.get(seat.copy_holding(ref, call.copy)) is None:
         return Done(call)
     if call.by != seat.rank:
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
@@ -77,7 +77,7 @@ def copied(
     """This rank's part of the copy is there; True: all of it is offered. False: it is of no use."""
     anchor = own_group(view, seat).lease_id
     keys, ref = seat.keys, kept.ref
-    key, version = keys.holding(ref.run, ref.version, copy), keys.version(ref.run, ref.version)
+    key, version = seat.copy_holding(ref, copy), keys.version(ref.run, ref.version)
     if view.get(key):
         return Done(value=True)
     record, unpublishing = VersionRecord.at(view, version), find(view, seat, call)
@@ -114,7 +114,7 @@ def copied(
 
 def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) -> Steps[bool]:
     """`copied`, to its end."""
-    own = one(seat.keys.holding(kept.ref.run, kept.ref.version, copy))
+    own = one(seat.copy_holding(kept.ref, copy))
     rule = partial(copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
     ranges = (*seat.own, own, *keeping_ranges(seat.keys, kept.ref), seat.keys.shards(copy))
     return settle("copy", ranges, rule)
@@ -127,7 +127,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     """
     own_group(view, seat)
     keys = seat.keys
-    key = keys.holding(ref.run, ref.version, copy)
+    key = seat.copy_holding(ref, copy)
     entry = view.get(key)
     if entry is None:
         return Done(None)
@@ -156,6 +156,6 @@ def wake(view: View, version: str) -> tuple[Put, ...]:
 def releasing(seat: Seat, ref: VersionRef, copy: str) -> Steps[None]:
     """`release`, to its end."""
     readers = seat.keys.readers_of(ref.run, ref.version, copy)
-    own = one(seat.keys.holding(ref.run, ref.version, copy))
+    own = one(seat.copy_holding(ref, copy))
     rule = partial(release, seat=seat, ref=ref, copy=copy)
     return settle("release", (*seat.own, own, *keeping_ranges(seat.keys, ref), readers), rule)

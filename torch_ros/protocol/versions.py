@@ -54,6 +54,12 @@ class AvailableVersion:
     ref: VersionRef
     holdings: Mapping[str, Holding]  # inst -> its full holding, of those that were seen
 
+    def first_key(self, keys: Keys) -> str:
+        """Of one of its holdings."""
+        inst = min(self.holdings)
+        datacenter = self.holdings[inst].datacenter
+        return keys.holding(self.ref.run, self.ref.version, datacenter, inst)
+
 
 def shows_all(view: View, keys: Keys, offer: AvailableVersion) -> bool:
     return view.shows(keys.holdings_of(offer.ref.run, offer.ref.version))
@@ -90,7 +96,7 @@ def offered(view: View, keys: Keys) -> list[list[AvailableVersion]]:
     """The available versions: runs from the newest, versions from the newest, none empty."""
     full: dict[tuple[str, int], dict[str, Holding]] = {}
     for _, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
-        if holding.state == "full":
+        if holding.state == "full" and where.datacenter == holding.datacenter:
             full.setdefault((where.run, where.version), {})[where.inst] = holding
     by_run: dict[str, list[AvailableVersion]] = {}
     for ref, record in _records(view, keys):
@@ -176,6 +182,7 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
         where.inst: holding
         for _, where, holding, _ in readable(view.seen(holders), k.parse_holding, Holding)
         if holding.state == "full" and holding.uid == ref.uid
+        if where.datacenter == holding.datacenter
     }
     if not holdings and not view.shows(holders):
         raise Unseen(first_holders(keys, ref.run, ref.version))
@@ -215,7 +222,7 @@ def _wait_for_version(
     """
     if len(runs) > 1:  # the newest run counts for as long as it has this one
         offer = runs[0][0]
-        because = (*because, keys.holding(offer.ref.run, offer.ref.version, min(offer.holdings)))
+        because = (*because, offer.first_key(keys))
     return Wait(reason, (keys.versions(), *map(one, because)))
 
 

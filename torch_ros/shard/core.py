@@ -459,8 +459,9 @@ class Shard:
         # A version that is not certainly held may be half there.
         if group.ledger.held is not None and not group.ledger.unfinished:
             made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, self.mailbox))
+        keys, here, retain = seat.keys, seat.datacenter, group.applicant.retain
         return [
-            Leaving(seat.keys, ref, call, inst, shard_of(mailbox), group.applicant.retain)
+            Leaving(keys, ref, call, here, inst, shard_of(mailbox), retain)
             for ref, call, inst, mailbox in made
         ]
 

@@ -29,7 +29,7 @@ from torch_ros.errors import (
 from torch_ros.protocol import streams
 from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, suspect
-from torch_ros.protocol.keys import replica_of, stream_of
+from torch_ros.protocol.keys import inst_at, replica_of, stream_of
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source, there_ranges
 from torch_ros.shard.core import Shard
@@ -288,15 +288,15 @@ class Filling:
     def _choose(self, lost: SourceLost | None, deadline: Deadline) -> tuple[str, str]:
         seat, ref, tried = self._group.seat, self.wanted.ref, self._tried
         rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost)
-        inst, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
-        if tried[inst]:
+        place, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
+        if tried[inst_at(place)]:
             deadline.check(str(lost))
             time.sleep(RETRY_S)
-        return inst, layout
+        return place, layout
 
-    def _attach(self, inst: str, layout: str, deadline: Deadline) -> Attachment:
-        self._inst = inst
-        source = self._announce(inst, deadline)
+    def _attach(self, place: str, layout: str, deadline: Deadline) -> Attachment:
+        self._inst = inst = inst_at(place)
+        source = self._announce(place, deadline)
         there = FeedSource(
             replica_of(inst),
             source.mark,
@@ -323,9 +323,9 @@ class Filling:
             self._digests = self._digests_of(feed)
         return Attachment(source, feed, plan)
 
-    def _announce(self, inst: str, deadline: Deadline) -> Source:
+    def _announce(self, place: str, deadline: Deadline) -> Source:
         """Put the reader record, on a lease that ends with this attachment."""
-        group, ref = self._group, self.wanted.ref
+        group, ref, inst = self._group, self.wanted.ref, inst_at(place)
         while True:
             self._leave()
             session = self._session = self._lease(deadline)
@@ -334,11 +334,11 @@ class Filling:
                 streams.attach,
                 seat=group.seat,
                 ref=ref,
-                source=inst,
+                place=place,
                 reader=key,
                 lease_id=session.lease_id,
             )
-            steps = settle(deadline.what, streams.attach_ranges(group.seat, ref, inst, key), rule)
+            steps = settle(deadline.what, streams.attach_ranges(group.seat, ref, place, key), rule)
             try:
                 return run(steps, group.kv, deadline, check=partial(self._check_with, session))
             except _LeaseEnded:
