@@ -354,8 +354,8 @@ def test_bounds_of_a_few_replicas_hold():
     herd = scenarios.herd(0, waiting=30, reading=30)
     assert herd["reads"] <= 4
     assert herd["failed"] == 0
-    one = scenarios.datacenters(0, n=1)
-    assert one["crossings"] == 1.0
+    for far, newcomers in ((1, 1), (1, 8), (2, 16)):
+        assert scenarios.datacenters(0, n=newcomers, far=far)["crossings"] == 1.0
     slow = scenarios.stragglers(0, n=20)
     assert slow["healthy_median_x"] < 1.2
 
