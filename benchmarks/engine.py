@@ -26,6 +26,7 @@ import puppets  # noqa: E402
 import torch_ros  # noqa: E402
 from torch_ros.integrations.vllm import attach  # noqa: E402
 
+SETTLE_S = 2.0
 BYTES_PER_LAYER = 4 * (3 * 1024 * 3072 + 5 * 1024 * 512)  # gate, up, down; q, k, v, o
 
 
@@ -37,6 +38,13 @@ def model(path: str, mib: int) -> None:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     config = Qwen3Config(**COMMON | sizes | heads, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(path)
+
+
+def publish(trainer: Trainer, version: int) -> dict:
+    """A trainer registers once; this one does so each time, so its huge pages are waited for."""
+    published = trainer.publish(version, is_quick=True)
+    time.sleep(SETTLE_S)
+    return published
 
 
 class Clock:
@@ -62,7 +70,7 @@ def measure(engine: object, trainer: Trainer, endpoint: str, repeat: int) -> tup
     clock, version = Clock(), 0
     place = {"options": {"endpoint": endpoint}, "relay": False}
     with torch_ros.open(trainer.name, endpoint=endpoint, linger_s=0) as plain:
-        published = trainer.publish(1)
+        published = publish(trainer, 1)
         shapes = published["shapes"]
         got = {fqn: torch.zeros(shape) for fqn, shape in shapes.items()}
         size = sum(one.nbytes for one in got.values())
@@ -74,7 +82,7 @@ def measure(engine: object, trainer: Trainer, endpoint: str, repeat: int) -> tup
         }
         for turn in range(repeat):
             version += 1
-            trainer.publish(version + 1)
+            publish(trainer, version + 1)
             began_s = time.perf_counter()
             plain.replicate("latest", timeout_s=120)
             if turn:
@@ -84,7 +92,7 @@ def measure(engine: object, trainer: Trainer, endpoint: str, repeat: int) -> tup
                 with attach(engine.llm, model=trainer.name, replica="vllm", **place, **how) as one:
                     for try_ in range(2):  # the first records, registers and proves
                         version += 1
-                        trainer.publish(version + 1)
+                        publish(trainer, version + 1)
                         began_s = time.perf_counter()
                         one.update()
                         if try_:
