@@ -508,8 +508,8 @@ fault(
     scenario="half dead",
 )(
     lambda rule: (
-        lambda view, seat, call, source: rule(
-            said(view, rb'"world_size":\d+', b'"world_size":1'), seat, call, source
+        lambda view, seat, call, place: rule(
+            said(view, rb'"world_size":\d+', b'"world_size":1'), seat, call, place
         )
     )
 )
@@ -596,8 +596,16 @@ fault(
 )(lambda rule: lambda candidates: candidates)
 
 
-@fault("who is far is chosen from a sample", (sources, "_eligible"), scenario="few seen")
+@fault(
+    "who is far is chosen from a sample",
+    (sources, "_eligible"),
+    (Keys, "holdings_in"),
+    scenario="few seen",
+)
 def _(rule):
+    if rule.__name__ == "holdings_in":
+        return lambda self, run, version, _: self.holdings_of(run, version)
+
     def faulty(*args):
         try:
             return rule(*args)

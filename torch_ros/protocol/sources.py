@@ -134,7 +134,7 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
     near = [i for i in free if not candidates[i].distance]
     near.sort(key=lambda inst: candidates[inst].entry.create_rev)
     chosen = near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
-    return [k.place(seat.datacenter, inst) for inst in chosen]
+    return [k.place(candidates[inst].holding.datacenter, inst) for inst in chosen]
 
 
 def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
