@@ -63,7 +63,6 @@ from torch_ros.store.txn import (
     Reply,
     Txn,
     Unchanged,
-    Unseen,
     View,
     one,
 )
@@ -594,25 +593,6 @@ fault(
     (sources, "_far"),
     scenario="third datacenter",
 )(lambda rule: lambda candidates: candidates)
-
-
-@fault(
-    "who is far is chosen from a sample",
-    (sources, "_eligible"),
-    (Keys, "holdings_in"),
-    scenario="few seen",
-)
-def _(rule):
-    if rule.__name__ == "holdings_in":
-        return lambda self, run, version, _: self.holdings_of(run, version)
-
-    def faulty(*args):
-        try:
-            return rule(*args)
-        except Unseen:
-            return args[3]
-
-    return faulty
 
 
 @fault("a mute source is left for a far one", (sources, "is_to_be_left"), scenario="mute seed")
