@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from checks import demand
 from replicas import TTL_S, Breaks, Process
-from scenes import SCENES, Scene, publish, unpublish
+from scenes import SCENES, Scene, publish, puts, unpublish
+from world import Broken
 
-from torch_ros.errors import InstallRejected
+from torch_ros.errors import CallMismatch, InstallRejected, TorchRosError
 
 HEARD_S = 0.1  # from the last answer to the end of the wait for it
 
@@ -149,7 +151,50 @@ def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
     scene.play()
 
 
+def rejected_since(scene: Scene) -> None:
+    """A rank is told that it has rejected what its peers enter again; then it can be installed."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("r.1/0 has it", "r.1/1 has it")
+        waited(me, 1)
+        scene.reach("over")
+
+    def follow(me: Process) -> None:
+        if me.rank == 0:
+            with suppress(TorchRosError):
+                me.installed(1, timeout_s=3)
+                raise Broken("it has heard of the end")
+            scene.when(lambda: "r.1/1 leaves" in scene.reached, "its peer at the end of a block")
+        else:
+            me.installed(1, pause_s=0.5)  # its peer is ready before, and does not hear the end
+            scene.hold("r.1/1 leaves", me, puts("/ready/"), lambda: True)
+        refused = 0
+        while me.engine is None or not refused:
+            try:
+                me.installed(1, timeout_s=20)
+            except (TorchRosError, CallMismatch) as error:  # perhaps they are out of step, too
+                me.engine = None
+                refused += 1
+                demand(refused < 5, f"I10: it is not installed any more: {error}")
+        scene.reach(f"{me} has it")
+        scene.until("over")
+
+    scene.start("t", train, size=1)
+    first = scene.start("r", follow, installs=True).processes[0]
+    scene.hold(
+        "ready",
+        first,
+        lambda what: puts("/ready/")(what) and first.engine is not None,
+        lambda: True,
+        meanwhile=lambda: scene._cut(first, 9.0),
+        is_reply=True,
+    )
+    scene.play()
+
+
 SCENES |= {
+    "rejected since": rejected_since,
     "wiped while waited": wiped_while_waited,
     "published in a block": published_in_a_block,
     "told later": told_later,

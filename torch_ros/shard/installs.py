@@ -291,7 +291,10 @@ class Installing:
             install = ledger.install
         assert install is not None
         self._attempt, ref = install.attempt, install.trying or install.active
-        assert ref is not None
+        if ref is None:  # it was active, and has been rejected since, perhaps by this very rank
+            assert install.rejected is not None
+            self._ref = install.rejected.ref
+            raise rules.rejected(install, shard.group.seat, self._ref)
         self._ref, shard.intake.refs, shard.intake.torn = ref, set(), set()
         ledger.block = self._text
         return ref
