@@ -73,9 +73,6 @@ def far_copies(scene: Scene) -> None:
 
     def relay(me: Process) -> None:
         scene.until("t")
-        if scene.seed % 2:
-            scene.slow_s[me] = 0.5
-            scene.hold("w", me, puts("/readers/"), lambda: True, is_reply=True)
         replicate(me)
         scene.reach("w")
         scene.until("r")

@@ -241,12 +241,12 @@ def _eligible(
     So the oldest holding of a datacenter is its seed: the only one that has no near source.
 
     Raises:
-        Unseen: All are far, and there may be others.
+        Unseen: All are far, or were tried before, and there may be others.
     """
     least = min(tried.get(inst, 0) for inst in candidates)
     fresh = {i: found for i, found in candidates.items() if tried.get(i, 0) == least}
     near = {inst: found for inst, found in fresh.items() if not found.distance}
-    if not (near or _is_whole(view, seat, ref)):
+    if (least or not near) and not _is_whole(view, seat, ref):
         raise Unseen
     return near or _far(fresh)
 
@@ -256,12 +256,9 @@ def _far(candidates: Mapping[str, _Candidate]) -> Mapping[str, _Candidate]:
 
     Of these copies come first: a trainer would be held up for as long as the link takes.
     """
-    places = {
-        found.holding.datacenter for found in candidates.values() if found.holding.state == "full"
-    }
-    filled = {i: found for i, found in candidates.items() if found.holding.datacenter in places}
-    copies = {i: found for i, found in filled.items() if not found.holding.is_original}
-    return copies or filled or candidates
+    full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
+    copies = {i: found for i, found in full.items() if not found.holding.is_original}
+    return copies or full or candidates
 
 
 def _depth(inst: str, sources: Mapping[str, str]) -> int:
@@ -493,7 +490,10 @@ def has_other(
     """Whether `source`, which has not answered for so long, is to be left for somebody else."""
     ref = _version_read(view, seat, call)
     there = {i: found.distance for i, found in _candidates(view, seat, ref).items()}
-    return Done(is_to_be_left(view, seat, source, tried, silent_s, there))
+    is_left = is_to_be_left(view, seat, source, tried, silent_s, there)
+    if not (is_left or _is_whole(view, seat, ref)):
+        raise Unseen  # far ones may be there
+    return Done(is_left)
 
 
 def is_to_be_left(
