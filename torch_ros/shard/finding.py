@@ -1,13 +1,14 @@
 """The first look at a version: which one is meant, and what a holder says that it contains."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import PeerError, SeatLost
+from torch_ros.errors import ManifestMismatch, PeerError, SeatLost
 from torch_ros.protocol import calls
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
@@ -51,7 +52,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
 
     Takes no claim: the bytes that are read later are checked against the digest in etcd.
     """
-    group, refused = shard.group, set[str]()
+    group, refused = shard.group, Counter[str]()
     seat, keys = group.seat, group.seat.keys
     ranges = spec_ranges(keys)
     if shard.held is None:  # else an unpublish comes first, which changes what the view shows
@@ -66,7 +67,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             return offer
         key = keys.version(offer.ref.run, offer.ref.version)
         own = group.seat.inst  # last: it is about to read from another
-        sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, i in refused))
+        sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, refused[i]))
         if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
             raise Unseen
         record = VersionRecord.decode(view.entries[key].value, key)
@@ -85,8 +86,8 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             group.fence(lost, session)
             group.await_seat(deadline)
             continue
-        except PeerError as error:
+        except (PeerError, ManifestMismatch) as error:  # of one that fills, ranks may differ yet
             reason = str(error)
-        refused.add(source)
+        refused[source] += 1
         deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
         time.sleep(0.05)
