@@ -14,7 +14,7 @@ from torch_ros.shard.replication import Replication
 
 @pytest.fixture
 def tensors():
-    """Of each replica: the trainer's are 1."""
+    """The tensors of each replica; the trainer's are 1."""
     return {}
 
 

@@ -94,7 +94,7 @@ def far_copies(scene: Scene) -> None:
 
 
 def third_datacenter(scene: Scene) -> None:
-    """Who reads across one slow link does not wait for another."""
+    """A reader across one slow link does not wait for another link."""
 
     def read(me: Process, after: str) -> None:
         scene.until(after)

@@ -61,7 +61,7 @@ class Seat:
         return self.keys.holding(ref.run, ref.version, self.datacenter, self.inst)
 
     def copy_holding(self, ref: VersionRef, copy: str) -> str:
-        """Of a copy in host memory."""
+        """The key of the holding of a copy in host memory."""
         return self.keys.holding(ref.run, ref.version, self.datacenter, copy)
 
     def taken_back(self, view: View, call: Call) -> Txn:

@@ -147,7 +147,7 @@ def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Ho
 
 
 def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
-    """Who can say what a version contains: near holders, then the seed here, then far ones."""
+    """The holders that can say what a version contains: near ones, then the seed here, far ones."""
     there = seen_holdings(view, seat, offer.ref)
     far = {inst: distance(held.datacenter, seat) for inst, held in offer.holdings.items()}
     seeds = [
@@ -254,7 +254,7 @@ def _eligible(
 def _far(candidates: Mapping[str, _Candidate]) -> Mapping[str, _Candidate]:
     """Those to read across a slow link: none that waits for another one, if some do not.
 
-    Of these copies come first: a trainer would be held up for as long as the link takes.
+    Full ones come first, and copies before trainers, which would be held up by the link.
     """
     full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
     copies = {i: found for i, found in full.items() if not found.holding.is_original}

@@ -55,7 +55,7 @@ class AvailableVersion:
     holdings: Mapping[str, Holding]  # inst -> its full holding, of those that were seen
 
     def first_key(self, keys: Keys) -> str:
-        """Of one of its holdings."""
+        """The key of one of its holdings."""
         inst = min(self.holdings)
         datacenter = self.holdings[inst].datacenter
         return keys.holding(self.ref.run, self.ref.version, datacenter, inst)
