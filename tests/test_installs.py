@@ -556,3 +556,29 @@ def test_peers_of_a_rank_that_rejected_late_enter_the_next_attempt(ranks, pool, 
     assert says(trainer) == (None, None, 1)
     list(pool.map(lambda handle: install(handle, 1), pair))
     assert says(trainer) == (1, None, None)
+
+
+@only_memory
+def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
+    ranks, pool, trainer, monkeypatch
+):
+    pair = ranks("engine", 2, installs=True, timeout_s=15)
+    list(pool.map(lambda handle: install(handle, 1), pair))
+    shard = pair[1]._shard
+
+    def interrupted(*args):
+        type(shard).as_one(shard, *args)
+        raise KeyboardInterrupt
+
+    def tried(handle):
+        try:
+            return install(handle, 1)
+        except (InstallRejected, KeyboardInterrupt) as error:
+            return type(error)
+
+    monkeypatch.setattr(shard, "as_one", interrupted, raising=False)
+    assert list(pool.map(tried, pair)) == [InstallRejected, KeyboardInterrupt]
+    assert says(trainer) == (None, None, 1)
+    monkeypatch.undo()
+    list(pool.map(lambda handle: install(handle, 1), pair))
+    assert says(trainer) == (1, None, None)

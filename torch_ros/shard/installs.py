@@ -247,6 +247,7 @@ class Installing:
         self._asked = f"install {version}"
         self._attempt = 0
         self._ref: VersionRef | None = None
+        self._calls_before = 0  # made by the group when this was entered
 
     def __enter__(self) -> VersionRef:
         self._shard.require_usable()
@@ -256,6 +257,7 @@ class Installing:
             reason = "left without its end: another install was begun"
             left.fail(CallAborted(self._replica, 0, self._rank, reason), raises=False)
         self._installs.open = self
+        self._calls_before = self._shard.group.ledger.calls_made
         try:
             return self._shard.busy(self._enter)
         except BaseException as error:
@@ -413,8 +415,15 @@ class Installing:
         with suppress(TorchRosError):
             deadline = Deadline(f"the end of {self._asked}", CLEAN_UP_S)
             shard.busy(partial(shard.catch_up, deadline), is_member=False)
-        if ledger.install is not None and ledger.install.trying is not None:
-            self._attempt, self._ref = ledger.install.attempt, ledger.install.trying
+        install, found = ledger.install, list(ledger.ended)
+        refs = [
+            call.ref
+            for call in found
+            if call.kind == "install" and call.number > self._calls_before
+            if call.outcome is not None and call.outcome.failure is None
+        ]
+        if install is not None and refs:
+            self._attempt, self._ref = install.attempt, refs[-1]
 
     def _rejection(self, error: BaseException) -> Rejection | None:
         if self._ref is None:
