@@ -111,6 +111,13 @@ def test_ranks_that_learn_different_ends_of_a_call_are_blamed(history):
     assert "call 3 ended as" in history.judged()[0]
 
 
+def test_a_rank_that_gave_a_call_up_alone_is_not_blamed_for_another_end(history):
+    for seat, failure in ((R20, verdict.GIVEN_UP), (R21, "")):
+        group = {"family": "ab", "ends": [[3, "update latest", None, failure]]}
+        history.call(seat, "update", 1, 2, answer=False, group=group)
+    assert history.judged() == []
+
+
 def test_an_error_that_nothing_excuses_is_blamed(history):
     history.call(R1, "update", 7, 8, error="CallMismatch", text="call 4 is")
     assert "unexpected: update CallMismatch" in history.judged()[0]

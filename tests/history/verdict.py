@@ -22,6 +22,7 @@ CATCH_UP_S = 10.0  # for the ranks of a group to agree again, once etcd is back
 EXPECTED = {"DeadlineExceeded", "SourceLost", "TransferFailed", "CallAborted", "SeatLost", "Fenced"}
 EXPECTED |= {"StoreUnavailable", "Contention", "VersionNotFound"}
 ENDS_LEASES = {"away", "hang", "wipe"}
+GIVEN_UP = "given up"  # the end of a call for a rank that was cut off, and did not wait for it
 RETRY_S = 1.0  # at most, until a lease is renewed again after etcd has come back
 # An outage that every lease outlives: it is renewed every third of the TTL.
 OUTLIVED_S = TTL_S * 2 / 3 - RETRY_S
@@ -174,6 +175,8 @@ def different_answers(lives: Iterable[Life]) -> Iterator[str]:
         for call in life.calls:
             for number, *end in call.group["ends"] if call.group else ():
                 asked, version, failure = end
+                if failure == GIVEN_UP:
+                    continue
                 end = (asked, failure or version)
                 key = (life.who, call.group["family"], number)
                 first, other = known.setdefault(key, (life.rank, end))
