@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import installing  # noqa: F401  # its scenes are among those that find faults, as are these:
+import farewell  # noqa: F401  # its scenes are among those that find faults, as are these:
+import installing  # noqa: F401
 import loans  # noqa: F401
 import msgspec
 import numpy as np
@@ -926,6 +927,22 @@ def _(give_up):
         step = give_up(view, seat, leaving, **kwargs)
         if isinstance(step, Wait):
             return give_up(view, dataclasses.replace(seat, world_size=1), leaving, **kwargs)
+        return step
+
+    return faulty
+
+
+fault("who leaves lets nobody finish", (closing, "let_finish"), scenario="leaves")(
+    lambda let_finish: lambda *args, **options: let_finish(*args, **options | {"is_patient": False})
+)
+
+
+@fault("who leaves admits newcomers", (closing, "let_finish"), scenario="leaves")
+def _(let_finish):
+    def faulty(view, seat, leaving, **options):
+        step = let_finish(view, seat, leaving, **options)
+        if isinstance(step, Act):
+            return Wait("", closing.let_finish_ranges(seat, leaving))
         return step
 
     return faulty

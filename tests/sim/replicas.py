@@ -217,10 +217,16 @@ class Process:
 
     def _close(self) -> None:
         world, hindered_s = self.world, self.hindered_s
-        self.closing_s = world.now_s
-        self.handle.close()
+        self.closing_s, most_s = world.now_s, self.start.linger_s
+        # Drawn apart, so that each seed stays much what it was.
+        if Random(f"leaves/{world.seed}/{self.number}").random() < 0.2:
+            most_s = self.start.linger_s = 4.0
+            self.handle.leave(within_s=most_s)
+            world.saw("left")
+        else:
+            self.handle.close()
         took_s = world.now_s - self.closing_s - (self.hindered_s - hindered_s)
-        world.checks.closed(self, took_s)
+        world.checks.closed(self, most_s, took_s)
 
     @property
     def _has_keepers(self) -> bool:

@@ -75,6 +75,48 @@ class Gone:
     latest: int | None = None  # what is left
 
 
+def let_finish_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
+    of_each = (
+        range_
+        for each in leaving
+        for range_ in (one(each.held), each.readers[0], *keeping_ranges(each.keys, each.ref))
+    )
+    return tuple(dict.fromkeys((*seat.own, *of_each)))
+
+
+def let_finish(
+    view: View, seat: Seat, leaving: Sequence[Leaving], *, is_patient: bool = True
+) -> Step[Gone]:
+    """Before `give_up`: admit nobody any more, and wait until nobody reads. Each rank runs this.
+
+    It does not wait if something is to linger: that lets its readers finish by itself.
+    """
+    anchor, there = own_group(view, seat).lease_id, _there(view, leaving)
+    keeps = {each: keeping(view, each.keys, each.ref, seat.inst, is_leaving=True) for each in there}
+    needed = [] if seat.spot else [each for each in there if keeps[each].is_needed]
+    lingers = any(awaited(view, each.keys, each.ref, seat.inst) for each in needed)
+    state: Literal["full", "draining"] = "full" if lingers else "draining"
+    other = {each: held for each, held in there.items() if held.state != state}
+    reading = _reading(view, (each.readers[0] for each in there))
+    if not is_patient or not (other if lingers else reading):
+        lost = [] if lingers else _alone(view, seat, there)
+        return Done(_gone(view, lost, {each.inst for each in leaving}))
+    if not other:
+        names = _names(k.replica_of(reader) for reader in reading)
+        reason = f"{names} to finish reading {_numbers([*there])}"
+        return Wait(reason, let_finish_ranges(seat, leaving))
+    ops: list[Op] = []
+    for each, held in other.items():
+        ops.append(Put(each.held, msgspec.structs.replace(held, state=state).encode(), anchor))
+        ops += wake(view, each.keys.version(each.ref.run, each.ref.version)) if lingers else ()
+    # A group that comes only now may be one to stay for.
+    alone = [NoneNewer(seat.keys.groups(), view.rev)] if needed and not lingers else []
+    unwanted = () if lingers or seat.spot else (g for keep in keeps.values() for g in keep.guards)
+    same = (seat.group, seat.decisions, *(each.held for each in other))
+    guards = (*map(view.unchanged, same), *alone, *unwanted)
+    return Act(Txn(tuple(dict.fromkeys(guards)), tuple(ops)), None)
+
+
 def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
     keys = seat.keys
     of_each = (
@@ -113,8 +155,7 @@ def give_up(
     if lease_id and any(view.get(each.lingers) for each in leaving):
         return Done(Moved())
     own_group(view, seat)
-    held = {each: Holding.at(view, each.held) for each in leaving}
-    there = {each: own for each, own in held.items() if own and own.uid == each.ref.uid}
+    there = _there(view, leaving)
     keeps = {each: keeping(view, keys, each.ref, seat.inst, is_leaving=True) for each in there}
     own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     needed = [e for e in there if keeps[e].is_needed and there[e].state == "full"]
@@ -144,6 +185,12 @@ def give_up(
     missing = sorted(set(range(world_size)) - came)
     reason = f"ranks {missing} to close this replica too, which alone holds {_numbers(needed)}"
     return Wait(reason, give_up_ranges(seat, leaving))
+
+
+def _there(view: View, leaving: Sequence[Leaving]) -> dict[Leaving, Holding]:
+    """What is offered still."""
+    held = {each: Holding.at(view, each.held) for each in leaving}
+    return {each: own for each, own in held.items() if own and own.uid == each.ref.uid}
 
 
 def _dropped(
@@ -201,11 +248,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
     alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
     unwanted = alone if keep.is_needed else keep.guards
     guards: tuple[Guard, ...] = (same,) if waiting else (same, *unwanted)
-    reading = [
-        reader
-        for range_ in each.readers
-        for _, (_, reader, _), _ in keyed(view.within(range_), k.parse_reader)
-    ]
+    reading = _reading(view, each.readers)
     if not waiting and not reading:
         lost = _gone_if_needed(view, each)
         guards = (*guards, *(nobody(view, range_) for range_ in each.readers))
@@ -226,6 +269,25 @@ def stop(view: View, each: Leaving) -> Step[Gone]:
         return Done(Gone())
     lost = _gone_if_needed(view, each)
     return Act(Txn(ops=(Delete(one(each.lingers)),)), lambda _: lost)
+
+
+def _reading(view: View, ranges: Iterable[Range]) -> list[str]:
+    return [
+        reader
+        for range_ in ranges
+        for _, (_, reader, _), _ in keyed(view.within(range_), k.parse_reader)
+    ]
+
+
+def _alone(view: View, seat: Seat, leaving: Iterable[Leaving]) -> list[Leaving]:
+    """Those of a version that nobody else holds."""
+    others = {
+        offer.ref.uid
+        for run in offered(view, seat.keys)
+        for offer in run
+        if any(not k.is_of(inst, seat.inst) for inst in offer.holdings)
+    }
+    return [each for each in leaving if each.ref.uid not in others]
 
 
 def _ranks(view: View, range_: Range) -> set[int]:

@@ -396,8 +396,8 @@ class Shard:
 
     # The end
 
-    def close(self, linger_s: float) -> None:
-        """Leave; see `ShardHandle.close`."""
+    def close(self, linger_s: float, *, drains: bool = False) -> None:
+        """Leave; see `ShardHandle.close`, and, if readers are let finish, `ShardHandle.leave`."""
         if os.getpid() != self._pid:
             return
         self._refuse_nested("closed")
@@ -406,7 +406,7 @@ class Shard:
             self._hurry()  # a close that is under way in another thread
         try:
             # Ctrl-C ends the wait for it, and not the closing; a second close waits on.
-            _aside.run(partial(self._end, linger_s))
+            _aside.run(partial(self._end, linger_s, drains=drains))
         except BaseException:
             self._hurry()
             raise
@@ -416,14 +416,14 @@ class Shard:
         if self._closing is not None:
             self._closing.stop()
 
-    def _end(self, linger_s: float) -> None:
+    def _end(self, linger_s: float, *, drains: bool) -> None:
         with self._ending:
             if self not in _open_shards:
                 return
             for end in self.before_end:
                 end()
             try:
-                self.group.close(partial(self._hand_over, linger_s))
+                self.group.close(partial(self._hand_over, linger_s, drains=drains))
             finally:
                 self.copies.close()
                 with self._lock:  # a call in another thread ends first
@@ -435,17 +435,17 @@ class Shard:
                     self.transport.close()
                 _open_shards.discard(self)
 
-    def _hand_over(self, linger_s: float) -> bool:
-        if self.group.ledger.held is None and not self.copies:
-            return False
+    def _hand_over(self, linger_s: float, *, drains: bool) -> bool:
+        has_nothing = self.group.ledger.held is None and not self.copies
         # A call in another thread ends first.
-        if not self._lock.acquire(timeout=max(0.0, linger_s)):
+        if has_nothing or not self._lock.acquire(timeout=max(0.0, linger_s)):
             return False
         try:
             leaving = self._leaving()
         finally:
             self._lock.release()
-        self._closing = Closing(self.group, leaving, 0.0 if self._hurries else linger_s)
+        linger_s = 0.0 if self._hurries else linger_s
+        self._closing = Closing(self.group, leaving, linger_s, drains=drains)
         if self._hurries:
             self._closing.stop()
         return self._closing.hand_over()

@@ -686,6 +686,30 @@ class ShardHandle:
             linger_s = self._shard.settings.linger_s if sys.exception() is None else 0.0
         self._shard.close(linger_s)
 
+    def leave(self, *, within_s: float = 20.0) -> None:
+        """Close before this process is ended, as a machine that is preempted tells it to.
+
+        As `close`; but readers are let finish, and nobody new is sent here meanwhile. Those that
+        are not done within `within_s` go on elsewhere with what they have. Best called by a thread
+        of its own: a call of this handle that is under way in another thread ends with
+        `ClosedError`, and so do all later ones.
+
+        No copy is put aside, since it would go with this machine too. A version that is retained
+        and held nowhere else is handed over as by `close`. A warning names each version of which
+        nobody has all as this replica goes.
+
+        It ends the replica for its other ranks too, which need not leave by themselves. To hand
+        something over takes all of them, at about the same time.
+
+        Args:
+            within_s: Some seconds less than there are until the process is ended.
+
+        Raises:
+            UsageError: By a signal handler, within a call of this handle.
+        """
+        arguments.seconds("within_s", within_s)
+        self._shard.close(within_s, drains=True)
+
     def __enter__(self) -> Self:
         return self
 

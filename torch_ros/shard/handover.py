@@ -11,6 +11,7 @@ from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailabl
 from torch_ros.protocol import closing
 from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
+from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.seat import CLOSED
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
@@ -25,15 +26,23 @@ QUIET_S = 3.0  # of waiting, before a line says so to everybody
 
 
 class Closing:
-    """One rank's end: `hand_over`, once, while its lease still lives and its calls have ended."""
+    """One rank's end: `hand_over`, once, while its lease still lives and its calls have ended.
 
-    def __init__(self, group: Group, leaving: Sequence[Leaving], linger_s: float) -> None:
+    Args:
+        drains: Readers of what does not linger are let finish, for `linger_s` too.
+    """
+
+    def __init__(
+        self, group: Group, leaving: Sequence[Leaving], linger_s: float, *, drains: bool = False
+    ) -> None:
         self._group, self._leaving, self._linger_s = group, leaving, linger_s
+        self._drains = drains and linger_s > 0
         self._seat = group.seat
         self._until_s = time.monotonic() + linger_s
         self._lease: Session | None = None
         self._is_over = self._is_last = self._has_moved = False
         self._said = ""
+        self._told: set[VersionRef] = set()  # that they are lost
 
     def stop(self) -> None:
         """Somebody else wants it to end now."""
@@ -48,12 +57,16 @@ class Closing:
         group = self._group
         if (
             not self._leaving
-            or self._seat.spot
+            or (self._seat.spot and not self._drains)
             or group.state != "seated"
             or not group.session.is_valid()
         ):
             return False
         try:
+            if self._drains:
+                self._tell(self._let_finish())
+            if self._seat.spot:  # nobody stays for it
+                return False
             step = self._give_up(LOOK_S)
             if isinstance(step, Awaited):
                 log.info("%s: waiting up to %.0f s for %s", self._who, self._linger_s, step.reason)
@@ -77,6 +90,17 @@ class Closing:
             if self._lease is not None:
                 self._lease.close()
         return self._has_moved
+
+    def _let_finish(self) -> Gone:
+        ranges = closing.let_finish_ranges(self._seat, self._leaving)
+        rule = partial(closing.let_finish, seat=self._seat, leaving=self._leaving)
+        try:
+            return self._patiently(partial(self._run, ranges, rule))
+        except DeadlineExceeded:
+            self._linger_s, self._is_last = 0.0, True
+            return self._run(ranges, partial(rule, is_patient=False), LOOK_S)
+        finally:
+            self._drains = False
 
     def _come(self) -> Awaited | Moved | Gone:
         try:
@@ -130,14 +154,18 @@ class Closing:
         return run(settle(deadline.what, ranges, rule), self._group.kv, deadline, check=self._check)
 
     def _check(self) -> None:
-        if self._is_over and self._lease is not None and not self._is_last:
+        is_patient = self._drains or self._lease is not None
+        if self._is_over and is_patient and not self._is_last:
             raise DeadlineExceeded("close", self._linger_s, "it is closed at once")
         seat = None if self._has_moved else self._group.session
         if not all(each.is_valid() for each in (seat, self._lease) if each):
             raise Fenced(self._seat.replica, "its lease ended while it closed")
 
     def _tell(self, gone: Gone) -> None:
-        for ref in gone.lost:
+        for ref in dict.fromkeys(gone.lost):
+            if ref in self._told:
+                continue
+            self._told.add(ref)
             latest = "no version is left" if gone.latest is None else f"latest is now {gone.latest}"
             log.warning(
                 "%s: version %d was held nowhere else and is gone; %s",

@@ -1,0 +1,183 @@
+"""A replica that is told its end: readers finish, or go elsewhere. One process, in memory."""
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.errors import ClosedError, SeatLost, UsageError
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.claimed import ClaimedSources, suspect
+from torch_ros.protocol.records import Holding
+from torch_ros.store.txn import Read
+
+LONG_S = 60.0  # tests end earlier
+
+
+@pytest.fixture
+def opened():
+    model, endpoint, handles = f"m-{uuid.uuid4().hex[:8]}", f"memory://{uuid.uuid4().hex}", []
+
+    def open_(replica, value=0.0, **options):
+        handle = torch_ros.open(
+            model, replica=replica, endpoint=endpoint, timeout_s=20, **{"linger_s": 0, **options}
+        )
+        handles.append(handle)
+        handle.register({"w": torch.full((4,), value)})
+        return handle
+
+    yield open_
+    for handle in handles:
+        handle.close(linger_s=0)
+
+
+def tensor_of(handle):
+    return handle.checkpoints.registered.memory[0]
+
+
+def until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def at_once(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(20) for future in [pool.submit(call) for call in calls]]
+
+
+@contextmanager
+def reading_from(source, reader, monkeypatch):
+    """A read, attached to its source and not begun until the event is set: (read, event)."""
+    go_on, is_reading, read = threading.Event(), threading.Event(), ClaimedSources.read
+
+    def slow(self, fetch):
+        def held(sources):
+            if not is_reading.is_set():
+                assert [each.inst.partition("@")[0] for each in sources] == [source.replica]
+                is_reading.set()
+                go_on.wait(20)
+            fetch(sources)
+
+        read(self, held)
+
+    monkeypatch.setattr(ClaimedSources, "read", slow)
+    with ThreadPoolExecutor() as pool:
+        try:
+            replicating = pool.submit(reader.replicate)
+            assert is_reading.wait(20)
+            yield replicating, go_on
+        finally:
+            go_on.set()
+
+
+def states_of(handle):
+    """The states of all holdings, by replica."""
+    group = handle._shard.group
+    view = group.kv.read(Read((group.seat.keys.holdings(),)), timeout_s=5)
+    return {
+        k.replica_of(k.parse_holding(key).inst): Holding.decode(entry.value, key).state
+        for key, entry in view.entries.items()
+    }
+
+
+@pytest.mark.parametrize("spot", [False, True])
+def test_readers_of_who_leaves_finish_and_nobody_new_comes(opened, monkeypatch, caplog, spot):
+    leaver, reader, late = opened("leaver", 1.0, spot=spot), opened("reader"), opened("late")
+    leaver.publish(1)
+    with reading_from(leaver, reader, monkeypatch) as (replicating, go_on):
+        leaving = threading.Thread(target=leaver.leave, kwargs={"within_s": LONG_S})
+        leaving.start()
+        until(lambda: states_of(reader).get("leaver") == "draining")
+        assert leaving.is_alive()
+        assert reader.list() == {}
+        go_on.set()
+        assert replicating.result(20) == 1
+    leaving.join(20)
+    assert not leaving.is_alive()
+    assert reader.last_read.reroutes == 0
+    assert late.replicate() == 1
+    assert late.last_read.source == "reader"
+    assert "is gone" not in caplog.text
+
+
+def test_a_reader_that_is_not_done_in_time_goes_on_elsewhere(opened, monkeypatch):
+    trainer, leaver, reader = opened("trainer", 1.0), opened("leaver"), opened("reader")
+    trainer.publish(1)
+    leaver.replicate()
+    freed = tensor_of(leaver)
+    suspect(reader._shard.group, [trainer._shard.group.seat.inst], "so that it reads elsewhere")
+    with reading_from(leaver, reader, monkeypatch) as (replicating, go_on):
+        leaver.leave(within_s=0.2)
+        freed.fill_(666)
+        go_on.set()
+        assert replicating.result(20) == 1
+    assert (reader.last_read.source, reader.last_read.reroutes) == ("trainer", 1)
+    assert torch.equal(tensor_of(reader), torch.ones(4))
+
+
+def test_the_version_that_is_lost_is_said(opened, caplog):
+    leaver, other = opened("leaver", 1.0), opened("other")
+    leaver.publish(1)
+    leaver.leave()
+    assert other.list() == {}
+    assert "version 1 was held nowhere else and is gone; no version is left" in caplog.text
+
+
+def test_a_retained_version_is_not_copied_and_stays_for_who_may_take_it(opened):
+    leaver, other = opened("leaver", 1.0), opened("other", retain=("latest",))
+    leaver.publish(1)
+    leaving = threading.Thread(target=leaver.leave, kwargs={"within_s": LONG_S})
+    leaving.start()
+    other.wait(lambda there: any("+linger" in name for name in there.get(1, ())))
+    assert not leaver._shard.copies
+    assert other.replicate() == 1
+    leaving.join(20)
+    assert not leaving.is_alive()
+    assert other.list() == {1: {"other"}}
+
+
+def test_who_has_left_is_closed(opened):
+    leaver = opened("leaver", 1.0)
+    opened("other")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(partial(leaver.replicate, timeout_s=LONG_S))
+        until(lambda: leaver._shard.group.ledger.pending)
+        with pytest.raises(UsageError, match="within_s"):
+            leaver.leave(within_s=-1)
+        assert not leaver.is_closed
+        leaver.leave()
+        with pytest.raises(ClosedError):
+            waiting.result(20)
+    for call in (partial(leaver.publish, 1), leaver.update, leaver.list):
+        with pytest.raises(ClosedError):
+            call()
+    leaver.leave()
+    leaver.close()
+
+
+def test_one_rank_that_leaves_ends_the_replica_when_readers_are_done(opened, monkeypatch):
+    ranks = at_once(*(partial(opened, "leaver", 1.0, rank=r, world_size=2) for r in range(2)))
+    reader = opened("reader")
+    at_once(*(partial(rank.publish, 1) for rank in ranks))
+    with reading_from(ranks[0], reader, monkeypatch) as (replicating, go_on):
+        leaving = threading.Thread(target=ranks[1].leave, kwargs={"within_s": LONG_S})
+        leaving.start()
+        until(lambda: states_of(reader).get("leaver") == "draining")
+        go_on.set()
+        assert replicating.result(20) == 1
+    leaving.join(20)
+    assert reader.last_read.reroutes == 0
+    until(lambda: ranks[0].state == "gone")
+    with pytest.raises(SeatLost, match="rank 1 closed its handle"):
+        ranks[0].publish(2)
+    ranks[0].unpublish()
+    tensor_of(ranks[0]).fill_(666)
+    assert reader.list() == {1: {"reader"}}
