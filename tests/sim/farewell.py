@@ -13,7 +13,7 @@ from torch_ros.protocol import keys as k
 DEATH_S = 30.0  # from the notice on
 
 
-def _read_from(scene: Scene, name: str) -> set[str]:
+def read_from(scene: Scene, name: str) -> set[str]:
     """The replicas that it has read from, or was sent to."""
     return {k.replica_of(source) for source, reader in scene.edges if k.replica_of(reader) == name}
 
@@ -59,7 +59,7 @@ def leaves(scene: Scene, *, read_s: float, within_s: float, reroutes: int) -> No
         offered = me.handle.list(timeout_s=5)[1]
         demand("r0" not in offered, "I7: who leaves is offered")
         replicate(me, 1)
-        demand("r0" not in _read_from(scene, "late"), "I8: a newcomer is sent to who leaves")
+        demand("r0" not in read_from(scene, "late"), "I8: a newcomer is sent to who leaves")
         scene.reach("late has it")
 
     def train(me: Process) -> None:

@@ -22,6 +22,7 @@ import loans  # noqa: F401
 import msgspec
 import numpy as np
 import seeding  # noqa: F401
+import stragglers  # noqa: F401
 
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
@@ -551,11 +552,16 @@ fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario
 )
 
 
+fault("who was lost is a reader still", (sources, "_candidates"), scenario="place of the dead")(
+    lambda rule: lambda view, seat, ref, lost=(): rule(view, seat, ref)
+)
+
+
 @fault("a suspicion is a verdict", (sources, "_candidates"), hole=22, scenario="flaky")
 def _(rule):
-    def faulty(view, seat, ref):
+    def faulty(view, seat, ref, lost=()):
         bad = sources.suspects(view, seat.keys)
-        found = rule(view, seat, ref)
+        found = rule(view, seat, ref, lost)
         return {inst: candidate for inst, candidate in found.items() if inst not in bad}
 
     return faulty

@@ -178,14 +178,19 @@ def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
     return all(map(view.shows, ranges))
 
 
-def _candidates(view: View, seat: Seat, ref: VersionRef) -> dict[str, _Candidate]:
+def _candidates(
+    view: View, seat: Seat, ref: VersionRef, lost: Collection[str] = ()
+) -> dict[str, _Candidate]:
     """Everybody who could be read from; among many, the next older ones and the oldest.
+
+    Args:
+        lost: The sources that this call has lost. They count as nobody's readers.
 
     Raises:
         Unseen: It takes a look at those first, and at their readers.
     """
     own, holdings = view.get(seat.holding(ref)), seen_holdings(view, seat, ref)
-    found = _known(view, seat, ref, holdings, own)
+    found = _known(view, seat, ref, holdings, own, lost)
     if _is_whole(view, seat, ref):
         return found
     born = own.create_rev if own else 0
@@ -207,14 +212,16 @@ def _known(
     ref: VersionRef,
     holdings: Mapping[str, tuple[Holding, Entry]],
     own: Entry | None,
+    lost: Collection[str] = (),
 ) -> dict[str, _Candidate]:
     """Those of `holdings` that could be read from, and whose readers are in view."""
     sources: dict[str, str] = {}  # reader -> whom it reads from
     readers: dict[str, set[str]] = {}
     seen = view.seen(seat.keys.readers_for(ref.run, ref.version))
     for _, (source, reader, _), _ in keyed(seen, k.parse_reader):
-        readers.setdefault(source, set()).add(reader)
         sources[reader] = source
+        if reader not in lost:
+            readers.setdefault(source, set()).add(reader)
     return {
         inst: _Candidate(
             holding,
@@ -362,7 +369,7 @@ def choose_again(
     ref = _version_read(view, seat, call)
     candidates = {
         inst: found
-        for inst, found in _candidates(view, seat, ref).items()
+        for inst, found in _candidates(view, seat, ref, {*tried}).items()
         if tried.get(inst, 0) < TRIES_MAX
     }
     if not candidates:
