@@ -16,6 +16,7 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
     from torch_ros.p2p.huge_pages import HugePageReport
+    from torch_ros.protocol.fleet import Fleet, Held, Replica
     from torch_ros.protocol.records import Install
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
@@ -34,12 +35,15 @@ __all__ = [
     "Chunked",
     "Contents",
     "Costs",
+    "Fleet",
     "Float8",
+    "Held",
     "HugePageReport",
     "Install",
     "Installed",
     "MadeTensor",
     "ReadReport",
+    "Replica",
     "ShardHandle",
     "Stream",
     "Transform",
@@ -53,12 +57,15 @@ _HOMES = {  # imported at their first use
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
+    "Fleet": "torch_ros.protocol.fleet",
     "Float8": "torch_ros.weights.transforms",
+    "Held": "torch_ros.protocol.fleet",
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "Install": "torch_ros.protocol.records",
     "Installed": "torch_ros.shard.installs",
     "MadeTensor": "torch_ros.weights.transforms",
     "ReadReport": "torch_ros.shard.report",
+    "Replica": "torch_ros.protocol.fleet",
     "ShardHandle": "torch_ros.shard.handle",
     "Stream": "torch_ros.shard.streams",
     "Transform": "torch_ros.weights.transforms",

@@ -1,10 +1,18 @@
 """Short runs of the simulator; `make sim` and `make sim-faults` are the long ones."""
 
+from collections import Counter
+
 import pytest
+from checks import Checks
 from faults import FAULTS, planted
 from scenes import SCENES, perform
 from sim import play, table
 from world import EVENTS
+
+from torch_ros.protocol.fleet import Fleet
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.versions import listing
+from torch_ros.store.txn import View
 
 QUICK, LONG = range(3), range(3, 50)
 BOTH = pytest.mark.parametrize(
@@ -26,6 +34,32 @@ def test_nothing_that_must_not_happen_happens_in_a_few_histories(seeds):
 def test_a_scene_ends_as_it_should_whoever_moves_first(scene, seeds):
     for seed in seeds[:SEEDS_OF_A_SCENE]:
         perform(scene, seed)
+
+
+@BOTH
+def test_a_fleet_is_what_readers_are_given_at_every_moment(seeds, monkeypatch):
+    changed, counted = Checks.changed, Counter()
+
+    def look(self, keys, what):
+        changed(self, keys, what)
+        world = self.world
+        view = View(world.store.rev, dict(world.store._entries))
+        fleet = Fleet.of(view, world.keys)
+        given: dict[int, set[str]] = {}
+        for each in fleet.held:
+            counted[each.state, each.is_offered] += 1
+            is_newest = fleet.latest is not None and each.ref.run == fleet.latest.run
+            if each.is_offered and is_newest:
+                given.setdefault(each.ref.version, set()).add(replica_of(each.inst))
+            assert set(each.sources) <= fleet.replicas.keys() - {each.replica}
+        assert given == listing(view, world.keys)
+
+    monkeypatch.setattr(Checks, "changed", look)
+    _, failures = play(seeds.start, len(seeds), workers=1, story=60)
+    assert not failures, "\n\n".join(failures.values())
+    assert counted["full", True]
+    assert counted["filling", False]
+    assert not counted["filling", True] + counted["draining", True]
 
 
 def test_planted_faults_fit_the_code():

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.huge_pages import HugePageReport
+from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Install, VersionRef
 from torch_ros.protocol.versions import check_version, listing, spec_ranges
 from torch_ros.shard import replication
@@ -45,9 +46,9 @@ class ShardHandle:
     publish, unpublish, replicate, update, read, serve, the beginning of a stream and both ends of
     installing are calls of the whole group: every rank makes the same ones in the same order, no
     collective is involved, and all get the same answer or the same error. An error on one rank ends
-    the call on all of them. contents, list, wait, installs and wait_installed are this process's
-    own. Safe to call from several threads, one call at a time. A signal handler that makes one in
-    the middle of another, in the same thread, gets a UsageError.
+    the call on all of them. contents, list, fleet, wait, installs and wait_installed are this
+    process's own. Safe to call from several threads, one call at a time. A signal handler that
+    makes one in the middle of another, in the same thread, gets a UsageError.
 
     A rank that closes its handle ends the replica for its peers: what they still call then is a
     SeatLost error, except list, wait, unpublish and close.
@@ -633,6 +634,18 @@ class ShardHandle:
         group, keys = self._shard.group, self._shard.group.seat.keys
         self._shard.require_usable()
         return group.ask(spec_ranges(keys), lambda view: Done(listing(view, keys)), deadline)
+
+    def fleet(self, *, timeout_s: float | None = None) -> Fleet:
+        """All replicas and holdings of the model, and who reads from whom.
+
+        This process's own question, about all runs; for policies of one's own. What readers are
+        given is what `list` says at the same moment. Costs one request, and some hundred bytes for
+        each replica.
+        """
+        deadline = self._shard.deadline("fleet", timeout_s)
+        group, keys = self._shard.group, self._shard.group.seat.keys
+        self._shard.require_usable()
+        return group.ask(fleet_ranges(keys), lambda view: Done(Fleet.of(view, keys)), deadline)
 
     def wait(
         self,

@@ -1,0 +1,135 @@
+"""`handle.fleet`: all that a model's records say, as values."""
+
+import threading
+
+import pytest
+import torch
+
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import Holding
+from torch_ros.shard.replication import Replication
+from torch_ros.store.txn import Put, Txn
+
+
+def published(handle, version):
+    handle.unpublish()
+    handle.unregister()
+    handle.register({"w": torch.full((4,), float(version))})
+    handle.publish(version)
+
+
+def replicated(handle, version="latest"):
+    handle.register({"w": torch.empty(4)})
+    handle.replicate(version)
+
+
+def rows(fleet):
+    return [
+        (each.ref.version, each.replica, each.kind, each.state, each.is_offered)
+        for each in fleet.held
+    ]
+
+
+def test_a_fleet_is_who_has_what_and_where(opened):
+    trainer = opened("trainer", retain=(1,), datacenter="west")
+    published(trainer, 1)
+    spot = opened("spot", spot=True, datacenter="east")
+    replicated(spot)
+    published(trainer, 2)  # 1 is retained, and a spot replica is no witness: a copy of it stays
+    fleet = trainer.fleet()
+    assert rows(fleet) == [
+        (2, "trainer", "original", "full", True),
+        (1, "spot", "replica", "full", True),
+        (1, "trainer", "copy", "full", True),
+    ]
+    assert fleet.latest == trainer._shard.held
+    assert [(ref.version, is_there) for ref, is_there in fleet.versions.items()] == [
+        (2, True),
+        (1, True),
+    ]
+    assert [each.datacenter for each in fleet.held] == ["west", "east", "west"]
+    assert {each.replica for each in fleet.holders(fleet.held[-1].ref)} == {"spot", "trainer"}
+    found = fleet.replicas["trainer"]
+    assert (found.state, found.world_size, found.retain) == ("complete", 1, ("1",))
+    assert (found.datacenter, found.spot, found.install) == ("west", False, None)
+    assert (fleet.replicas["spot"].datacenter, fleet.replicas["spot"].spot) == ("east", True)
+    assert trainer.list() == {2: {"trainer"}, 1: {"spot", "trainer+2"}}
+
+
+def test_a_reader_is_seen_at_both_ends(opened, monkeypatch):
+    trainer, rollout = opened("trainer"), opened("rollout", installs=False)
+    published(trainer, 1)
+    seen, goes_on = threading.Event(), threading.Event()
+    fetch = Replication._fetch
+
+    def waits(self, *args):
+        seen.set()
+        goes_on.wait(10)
+        return fetch(self, *args)
+
+    monkeypatch.setattr(Replication, "_fetch", waits)
+    reading = threading.Thread(target=replicated, args=(rollout,))
+    reading.start()
+    seen.wait(10)
+    fleet = trainer.fleet()
+    goes_on.set()
+    reading.join(20)
+    by_name = {each.replica: each for each in fleet.held}
+    assert by_name["trainer"].readers == ("rollout",)
+    assert by_name["rollout"].sources == ("trainer",)
+    assert (by_name["rollout"].state, by_name["rollout"].is_offered) == ("filling", False)
+    after = trainer.fleet()
+    assert [(each.readers, each.sources) for each in after.held] == [((), ()), ((), ())]
+
+
+def test_an_engine_says_what_it_uses(opened):
+    trainer = opened("trainer")
+    published(trainer, 1)
+    rollout = opened("rollout", installs=True)
+    with rollout.installing(1):
+        rollout.read(1, {"w": torch.empty(4)})
+    fleet = trainer.fleet()
+    assert fleet.replicas["rollout"].install.active.version == 1
+    assert fleet.replicas["trainer"].install is None
+
+
+def test_an_empty_model_has_its_own_replica_only(opened):
+    fleet = opened("alone").fleet()
+    assert (fleet.held, fleet.latest, dict(fleet.versions)) == ((), None, {})
+    assert list(fleet.replicas) == ["alone"]
+    assert list(fleet.runs.values()) == [1]
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_record_that_cannot_be_read_is_not_there(opened):
+    trainer = opened("trainer")
+    published(trainer, 1)
+    shard = trainer._shard
+    keys, held = Keys(trainer.model), shard.held
+    ops = (
+        Put(keys.holding(held.run, 1, "default", "ghost@00000000"), b"{"),
+        Put(keys.group("ghost"), b"[]"),
+    )
+    shard.group.kv.commit(Txn((), ops), timeout_s=5)
+    assert rows(trainer.fleet()) == [(1, "trainer", "original", "full", True)]
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_full_is_not_offered_that_readers_are_not_given(opened):
+    trainer = opened("trainer")
+    published(trainer, 1)
+    shard = trainer._shard
+    keys, held = Keys(trainer.model), shard.held
+    other = Holding("0123456789abcdef", 1, "full", 1)  # of another content with this number
+    moved = Holding(held.uid, 1, "full", 1, "east")  # whose key says that it is elsewhere
+    puts = [
+        Put(keys.holding(held.run, 1, "default", f"{name}@00000000"), record.encode())
+        for name, record in (("other", other), ("moved", moved))
+    ]
+    shard.group.kv.commit(Txn((), tuple(puts)), timeout_s=5)
+    assert {row[1]: row[4] for row in rows(trainer.fleet())} == {
+        "moved": False,
+        "other": False,
+        "trainer": True,
+    }
+    assert trainer.list() == {1: {"trainer"}}
