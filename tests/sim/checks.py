@@ -806,7 +806,7 @@ class Checks:
         left = [
             key
             for key in self.world.store._entries
-            if key.split("/")[3] not in {"runs", "versions"}
+            if key.split("/")[3] not in {"runs", "schema", "versions"}
         ]
         demand(not left, f"I6: everybody has gone, and this is left: {left}")
 

@@ -21,9 +21,10 @@ from torch_ros.protocol.records import (
     VersionRecord,
     VersionRef,
 )
+from torch_ros.protocol.schema import require_own
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import offered, run_numbers
-from torch_ros.store.txn import Entry, Range, Ranges, View
+from torch_ros.store.txn import Entry, Range, Ranges, View, one
 
 Kind = Literal["original", "replica", "copy", "lingering"]
 
@@ -31,6 +32,7 @@ Kind = Literal["original", "replica", "copy", "lingering"]
 def fleet_ranges(keys: Keys) -> Ranges:
     """What a `Fleet` is made of: some hundred bytes for each replica."""
     return (
+        one(keys.schema()),
         keys.runs(),
         keys.versions(),
         keys.groups(),
@@ -115,7 +117,12 @@ class Fleet:
 
     @classmethod
     def of(cls, view: View, keys: Keys) -> "Fleet":
-        """From a view of `fleet_ranges`."""
+        """From a view of `fleet_ranges`.
+
+        Raises:
+            BackendError: Another release has written the model's records.
+        """
+        require_own(view, keys)
         records, numbers = _Records(view), run_numbers(view, keys)
         is_offered = {each.ref: each.holdings for run in offered(view, keys) for each in run}
         refs = sorted(_refs(view, keys, numbers), key=lambda ref: ref.order, reverse=True)

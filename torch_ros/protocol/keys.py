@@ -109,67 +109,70 @@ class Keys:
     model: str
 
     @property
-    def _root(self) -> str:
+    def root(self) -> str:
         return f"{ROOT}/{_name(self.model)}"
+
+    def schema(self) -> str:
+        return f"{self.root}/schema"
 
     # Groups and their processes
 
     def groups(self) -> Range:
-        return under(f"{self._root}/groups/")
+        return under(f"{self.root}/groups/")
 
     def group(self, replica: str) -> str:
-        return f"{self._root}/groups/{_name(replica)}"
+        return f"{self.root}/groups/{_name(replica)}"
 
     def shards(self, inst: str) -> Range:
-        return under(f"{self._root}/shards/{inst}/")
+        return under(f"{self.root}/shards/{inst}/")
 
     def shards_of(self, replica: str) -> Range:
         """Covers all its incarnations."""
-        return under(f"{self._root}/shards/{instance(replica, '')}")
+        return under(f"{self.root}/shards/{instance(replica, '')}")
 
     def shard(self, inst: str, rank: int) -> str:
-        return f"{self._root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
+        return f"{self.root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
 
     # Group calls
 
     def decisions(self, inst: str) -> str:
-        return f"{self._root}/decisions/{inst}"
+        return f"{self.root}/decisions/{inst}"
 
     def decisions_of(self, replica: str) -> Range:
         """Covers all its incarnations."""
         return under(self.decisions(instance(replica, "")))
 
     def readies(self, inst: str, call: int) -> Range:
-        return under(f"{self._root}/ready/{inst}/{call}/")
+        return under(f"{self.root}/ready/{inst}/{call}/")
 
     def ready(self, inst: str, call: int, rank: int) -> str:
-        return f"{self._root}/ready/{inst}/{call}/{rank:0{RANK_DIGITS}d}"
+        return f"{self.root}/ready/{inst}/{call}/{rank:0{RANK_DIGITS}d}"
 
     def all_begun(self, inst: str) -> Range:
-        return under(f"{self._root}/begun/{inst}/")
+        return under(f"{self.root}/begun/{inst}/")
 
     def begun(self, inst: str, rank: int) -> str:
-        return f"{self._root}/begun/{inst}/{rank:06d}"
+        return f"{self.root}/begun/{inst}/{rank:06d}"
 
     # Runs, versions and who holds them
 
     def runs(self) -> Range:
-        return under(f"{self._root}/runs/")
+        return under(f"{self.root}/runs/")
 
     def run(self, run: str) -> str:
-        return f"{self._root}/runs/{_name(run)}"
+        return f"{self.root}/runs/{_name(run)}"
 
     def versions(self, run: str | None = None) -> Range:
-        return under(f"{self._root}/versions/" + ("" if run is None else f"{_name(run)}/"))
+        return under(f"{self.root}/versions/" + ("" if run is None else f"{_name(run)}/"))
 
     def versions_above(self, run: str, version: int) -> Range:
         return Range(self.version(run, version + 1), self.versions(run).end)
 
     def version(self, run: str, version: int) -> str:
-        return f"{self._root}/versions/{_name(run)}/{version:0{VERSION_DIGITS}d}"
+        return f"{self.root}/versions/{_name(run)}/{version:0{VERSION_DIGITS}d}"
 
     def holdings(self, run: str | None = None) -> Range:
-        return under(f"{self._root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
+        return under(f"{self.root}/holdings/" + ("" if run is None else f"{_name(run)}/"))
 
     def holdings_of(self, run: str, version: int) -> Range:
         return under(self.holding_at(run, version, ""))
@@ -181,12 +184,12 @@ class Keys:
         return self.holding_at(run, version, place(datacenter, inst))
 
     def holding_at(self, run: str, version: int, place: str) -> str:
-        return f"{self._root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
+        return f"{self.root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
 
     # Who reads from whom
 
     def readers(self) -> Range:
-        return under(f"{self._root}/readers/")
+        return under(f"{self.root}/readers/")
 
     def readers_for(self, run: str, version: int) -> Range:
         return under(self._reads(run, version, ""))
@@ -205,21 +208,21 @@ class Keys:
         return f"{self._reads(run, version, source)}/{reader}/{rank:0{RANK_DIGITS}d}"
 
     def suspects(self) -> Range:
-        return under(f"{self._root}/suspects/")
+        return under(f"{self.root}/suspects/")
 
     def suspect(self, source: str, reader: str) -> str:
-        return f"{self._root}/suspects/{source}/{reader}"
+        return f"{self.root}/suspects/{source}/{reader}"
 
     # The versions that engines use
 
     def installs(self) -> Range:
-        return under(f"{self._root}/installs/")
+        return under(f"{self.root}/installs/")
 
     def install(self, inst: str) -> str:
-        return f"{self._root}/installs/{inst}"
+        return f"{self.root}/installs/{inst}"
 
     def _reads(self, run: str, version: int, source: str) -> str:
-        return f"{self._root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
+        return f"{self.root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
 
 
 @lru_cache(4096)  # a view is parsed again and again

@@ -8,6 +8,7 @@ import msgspec
 
 from torch_ros.errors import Fenced, SeatLost, UsageError, VersionConflict
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import schema
 from torch_ros.protocol.calls import DELETES_MAX
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
@@ -111,9 +112,13 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
 
 def open_ranges(who: Applicant) -> Ranges:
     keys = who.keys
-    own = (one(who.group), keys.decisions_of(who.replica))
+    own = (*find_ranges(who), keys.decisions_of(who.replica))
     seats = keys.shards(k.instance(who.replica, who.nonce))
     return (*own, seats, *spec_ranges(keys), sample(keys.groups()))
+
+
+def find_ranges(who: Applicant) -> tuple[Range, ...]:
+    return (one(who.group), one(who.keys.schema()))
 
 
 def find_group(view: View, who: Applicant) -> Step[str]:
@@ -121,7 +126,9 @@ def find_group(view: View, who: Applicant) -> Step[str]:
 
     Raises:
         SeatLost: It comes back, and another start of the replica has taken its name.
+        BackendError: Another release has written the model's records.
     """
+    schema.require_own(view, who.keys)
     group = GroupRecord.at(view, who.group)
     if group and who.left_behind:
         require_own(group, who)
@@ -174,7 +181,8 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         datacenter=who.datacenter,
         retain=list(who.retain),
     )
-    ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops]
+    numbered, is_new = schema.put_own(view, who.keys)
+    ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *numbered]
     if old:
         inst = k.instance(who.replica, old.nonce)
         decisions = who.keys.decisions(inst)
@@ -183,7 +191,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         ops.append(Delete(one(decisions)))
         ops += [Delete(one(key)) for key in records_of(view, who.keys, inst)]
     is_replaced = old is not None and old.left is None and not who.left_behind
-    guards = (view.unchanged(who.group), Empty(seats), *guards)
+    guards = (view.unchanged(who.group), Empty(seats), *is_new, *guards)
     return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
 
 

@@ -114,6 +114,13 @@ class GroupRecord(Record, frozen=True):
     left: Number | None = None  # the rank that closed its handle, and so ended this incarnation
 
 
+class SchemaRecord(Record, frozen=True):
+    """`schema`: the format of all that stands under the model's name."""
+
+    number: Number
+    release: str  # that put it; for people
+
+
 class RunRecord(Record, frozen=True):
     """`runs/<run>`; ordered by number, so that the order survives a store that is wiped."""
 

@@ -399,7 +399,7 @@ class _Taking:
                 fresh_run=f"run-{secrets.token_hex(4)}",
             )
             find = partial(membership.find_group, who=who)
-            found = self._ask((one(who.group),), find) or self._create(who)
+            found = self._ask(membership.find_ranges(who), find) or self._create(who)
             if found and (joined := self._join(who, found)) is not None:
                 return membership.seat_of(who, joined)
             left_behind = left_behind or shared

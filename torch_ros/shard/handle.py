@@ -641,6 +641,9 @@ class ShardHandle:
         This process's own question, about all runs; for policies of one's own. What readers are
         given is what `list` says at the same moment. Costs one request, and some hundred bytes for
         each replica.
+
+        Raises:
+            BackendError: Another release has taken the model's name since.
         """
         deadline = self._shard.deadline("fleet", timeout_s)
         group, keys = self._shard.group, self._shard.group.seat.keys
