@@ -702,6 +702,14 @@ def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
         assert isinstance(call.exception(5), ClosedError)
 
 
+def test_devices_that_cannot_be_had_are_refused(etcd_endpoint):
+    options = {"endpoint": etcd_endpoint, "transport": "ucx", "timeout_s": 20}
+    with pytest.raises(UsageError, match="'nosuch'.: this host has .*lo"):
+        torch_ros.open("m", wan_devices=["nosuch"], **options)
+    with pytest.raises(UsageError, match="expected a list"):
+        torch_ros.open("m", wan_devices="lo", **options)
+
+
 def test_tcp_alone_can_be_asked_for(etcd_endpoint):
     model = "m-" + uuid.uuid4().hex[:8]
     options = {"endpoint": etcd_endpoint, "transport": "ucx-tcp", "timeout_s": 20}

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from network import Node, Transfer
 
+from torch_ros.costs import NIXL_COSTS, Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.regions import Region
@@ -138,8 +139,8 @@ class Peers:
         assert state.manifest is not None
         return state.agent, state.manifest
 
-    def is_near(self, agents: Sequence[str]) -> bool:
-        return False
+    def costs(self, agents: Sequence[str]) -> Costs:
+        return NIXL_COSTS
 
     def forget(self, agent: str) -> None:
         pass
@@ -157,7 +158,7 @@ class Reading:
         self._cluster, self._process = cluster, process
         self.peers = Peers(cluster, process)
 
-    def plan(self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool) -> Plan:
+    def plan(self, sources: Sequence[Layout], target: Layout, rank: int, costs: Costs) -> Plan:
         return Plan(self._cluster.registered.bytes_total)
 
     def read(

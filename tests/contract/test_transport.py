@@ -5,12 +5,14 @@ import os
 import sys
 import threading
 import time
+import uuid
 
 import numpy as np
 import pytest
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
 from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.ways import EVERYBODY, WaysTransport
 from torch_ros.spans import Region
 
 DEADLINE_S = 20
@@ -20,7 +22,7 @@ DEADLINE_S = 20
 NOTICE_S = 10
 
 
-@pytest.fixture(params=["memory", "nixl", "shared", "cma"])
+@pytest.fixture(params=["memory", "nixl", "shared", "cma", "fabric", "beyond"])
 def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
@@ -35,6 +37,10 @@ def make(request, monkeypatch):
     def transport(*args):
         if request.param == "memory":
             made.append(MemoryTransport(*args))
+        elif request.param in ("fabric", "beyond"):
+            made.append(
+                two_ways(*args, fabric="f" if request.param == "fabric" else str(len(made)))
+            )
         else:
             from torch_ros.p2p.nixl import NixlTransport
 
@@ -48,6 +54,15 @@ def make(request, monkeypatch):
     yield transport
     for each in reversed(made):
         each.close()
+
+
+def two_ways(agent=None, *, fabric):
+    """One that shares memory within its fabric, and takes TCP's loopback to all others."""
+    from torch_ros.p2p.nixl import NixlTransport
+
+    agent = agent or str(uuid.uuid4())
+    ways = (fabric, NixlTransport(agent)), (EVERYBODY, NixlTransport(agent, interfaces=["lo"]))
+    return WaysTransport(ways)
 
 
 @pytest.fixture
@@ -319,7 +334,7 @@ def test_other_bytes_than_descriptors_of_the_peer_are_refused(make, pair):
     good, foreign = registration.descriptor, make().register([region(source)]).descriptor
     for bad in (
         b"garbage",
-        good[:-4] + b"\0/-1",
+        good[: len(good) // 2] + b"\0/-1",
         good[1:],
         bytes(500),
         foreign,

@@ -490,7 +490,7 @@ def ucx_of_a_hostile_reader(honest):
     from torch_ros.p2p import nixl
 
     address = honest.secrets[0]
-    thief = nixl.NixlTransport(tcp_only=True)
+    thief = nixl.NixlTransport(interfaces=["lo"])
     got, _ = fetched(thief, honest.connection, address_changed(honest, address), address)
     is_read = (got == 83).all()
     link = thief.links[honest.agent]

@@ -13,6 +13,7 @@ import itertools
 import os
 from functools import partial
 
+from torch_ros.costs import HOST_COSTS
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import voucher
 from torch_ros.p2p.voucher import LetGo, Neighbour
@@ -88,7 +89,7 @@ class _Registration:
 
 
 class _Peer:
-    is_near = True
+    costs = HOST_COSTS
 
     def __init__(self, wire: Wire, agent: str) -> None:
         self.wire, self.agent = wire, agent

@@ -98,11 +98,14 @@ class Lab:
 
     def wan_bytes(self, into=None):
         """The bytes that have arrived at one end of the link, or both, headers and all."""
-        if into is None:
-            return sum(self.wan_bytes(datacenter) for datacenter in self.datacenters)
+        ends = self.datacenters if into is None else [into]
+        return sum(self.device_bytes(DEVICE, into=end) for end in ends)
+
+    def device_bytes(self, device, into):
+        """The bytes that have arrived at a network device of that datacenter."""
         with self.host(into):
             lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.split()[0] == f"{DEVICE}:")
+        return next(int(line.split()[1]) for line in lines if line.split()[0] == f"{device}:")
 
     @contextlib.contextmanager
     def cut(self):

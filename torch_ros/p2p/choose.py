@@ -4,42 +4,57 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
 from torch_ros import environment
-from torch_ros.costs import HOST_COSTS, NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.p2p.copying import thread_count
 from torch_ros.p2p.huge_pages import HugePages, obstacle
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.transport import Transport
+from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
 
 log = logging.getLogger(__name__)
 
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
-# For memory that this process copies itself, and for memory that it reads through the transport.
-COSTS: Mapping[str, tuple[Costs, Costs]] = {
-    "auto": (HOST_COSTS, NIXL_COSTS),
-    "memory": (HOST_COSTS, HOST_COSTS),
-    "ucx": (NIXL_COSTS, NIXL_COSTS),
-    "ucx-tcp": (TCP_COSTS, TCP_COSTS),
-}
 NIXL = "torch_ros.p2p.nixl"
 REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where a process is, and how it is reached from elsewhere."""
+
+    fabric: str = DEFAULT_FABRIC  # within it UCX takes whatever it finds
+    wan_devices: Sequence[str] = ()  # for TCP to other fabrics; none: all that there are
+
+
 def choose_transport(
-    name: str, *, replica: str, rank: int, in_process: bool, reason: str
+    name: str,
+    network: Network = Network(),
+    *,
+    replica: str,
+    rank: int,
+    in_process: bool,
+    reason: str,
 ) -> Transport:
     """Make the transport of that `TransportName`.
+
+    A process that names no fabric has one way; for the other one it would have an agent more, with
+    a thread and all registrations.
 
     Args:
         replica, rank: By these the logs of peers name this process.
         in_process: The store is in this process too, so that "auto" needs no other.
         reason: Why it is this one, for the log.
+
+    Raises:
+        UsageError: There is no such device, or UCX cannot use it.
     """
     if name == "memory" or (name == "auto" and in_process):
         log.info("transport: within this process")
@@ -52,16 +67,28 @@ def choose_transport(
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
     how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
-    log.info("transport: NIXL over UCX%s (%s)", how, reason)
     agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
-    nixl = NixlTransport(agent, tcp_only=name == "ucx-tcp")
-    # Both ends can talk, whether they copy or not.
-    return NearTransport(nixl, is_used=name == "auto", threads=thread_count())
+    with ExitStack() as undo:
+        named = environment.value("UCX_NET_DEVICES")
+        tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
+        nixl = NixlTransport(agent, interfaces=tcp)
+        undo.callback(nixl.close)
+        # Both ends can talk, whether they copy or not.
+        near = NearTransport(nixl, is_used=name == "auto", threads=thread_count())
+        ways: list[tuple[str, Transport]] = [(network.fabric, near)]
+        if network.wan_devices or network.fabric != DEFAULT_FABRIC:
+            wan = interfaces_for(network.wan_devices, named)
+            how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
+            ways.append((EVERYBODY, NixlTransport(agent, interfaces=wan)))
+        undo.pop_all()
+    log.info("transport: NIXL over UCX%s (%s)", how, reason)
+    return WaysTransport(ways)
 
 
 def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
     """Huge pages for memory that peers copy through the kernel; elsewhere a reason for none."""
-    is_copied = isinstance(transport, NearTransport) and transport.host and transport.threads.count
+    near = transport.nearest if isinstance(transport, WaysTransport) else transport
+    is_copied = isinstance(near, NearTransport) and near.host and near.threads.count
     if not is_wanted:
         return HugePages("open(huge_pages=False)")
     if environment.value(environment.HUGE_PAGES) == "0":

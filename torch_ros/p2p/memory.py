@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Sequence
 
+from torch_ros.costs import HOST_COSTS
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.voucher import Neighbour, Process
@@ -62,7 +63,7 @@ class MemoryTransfer:
 
 
 class MemoryPeer:
-    is_near = True
+    costs = HOST_COSTS
 
     def __init__(self, transport: MemoryTransport, agent: str) -> None:
         self.transport, self.agent = transport, agent
@@ -95,6 +96,9 @@ class MemoryPeer:
             if registration is None:
                 raise TransferFailed(self.agent, "it has closed the registration")
             self._attached[:0] = registration.covers
+
+    def is_beyond(self, limit_s: float) -> bool:  # noqa: ARG002  # it is in this process
+        return False
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST

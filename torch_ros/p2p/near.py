@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import cma, mapped
 from torch_ros.p2p.copying import CopyThreads, SharedCopy, copy
@@ -157,8 +158,8 @@ class NearPeer:
             transport.peers.add(self)
 
     @property
-    def is_near(self) -> bool:
-        return bool(self.pid) or self._base.is_near
+    def costs(self) -> Costs:
+        return HOST_COSTS if self.pid else self._base.costs
 
     def attach(self, descriptor: bytes) -> None:
         if not descriptor:
@@ -252,6 +253,9 @@ class NearPeer:
             "agent %s: its memory is read by %d threads", self.agent, self.transport.threads.count
         )
         return pid
+
+    def is_beyond(self, limit_s: float) -> bool:
+        return self._base.is_beyond(limit_s)
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST

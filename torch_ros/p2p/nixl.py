@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torch_ros.costs import NIXL_COSTS, TCP_COSTS
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
 from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
@@ -54,6 +56,7 @@ _UCX_CONFIG = "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m,USE_MT_MUTEX=y"
 _PROGRESS_DELAY_US = 100_000
 
 _CONNECT_TIMEOUT_S = 8.0
+_PINGS = 8  # a busy core delays some; the first one makes the connection
 _POLL_S = 0.0002
 
 # How long `Transfer.close` waits for a read in flight before it ends the whole transport: slow is
@@ -213,6 +216,7 @@ class _Link:
         self.peers: set[NixlPeer] = set()
         self.reads: set[NixlTransfer] = set()
         self.covers: list[Cover] = []  # attached; the newest first
+        self.pings, self.ping_s = 0, math.inf  # the shortest of so many
         self.failure = ""
 
     @contextmanager
@@ -248,12 +252,14 @@ class _Link:
         read = self.create(self._ping, HOST, HOST, frozenset())
         try:
             read.post()
-            deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+            deadline = read.posted_s + _CONNECT_TIMEOUT_S
             while not read.is_done():
                 if time.monotonic() > deadline:
                     reason = f"it did not answer within {_CONNECT_TIMEOUT_S:g} s"
                     raise TransferFailed(self.agent, reason)
                 time.sleep(_POLL_S)
+            self.pings += 1
+            self.ping_s = min(self.ping_s, time.monotonic() - read.posted_s)
         finally:
             with self.transport.lock:
                 read.release()  # if it is in flight: nobody minds where its byte lands
@@ -304,10 +310,8 @@ class _Link:
 
 
 class NixlPeer:
-    is_near = False
-
     def __init__(self, link: _Link) -> None:
-        self._link, self.agent = link, link.agent
+        self._link, self.agent, self.costs = link, link.agent, link.transport.costs
         link.peers.add(self)
 
     def attach(self, descriptor: bytes) -> None:
@@ -345,6 +349,12 @@ class NixlPeer:
             targets = {owner for cover, owner in owners.items() if cover.key in keys}
             return link.create(pieces, source_device, target_device, targets)
 
+    def is_beyond(self, limit_s: float) -> bool:
+        self._refuse_closed()
+        while self._link.ping_s > limit_s and self._link.pings < _PINGS:
+            self._link.ping()
+        return self._link.ping_s > limit_s
+
     def close(self) -> None:
         link = self._link
         if link.transport.is_foreign:
@@ -379,13 +389,15 @@ class NixlTransport:
     of a process, takes it for running in the child too, and so answers no peer there.
 
     Args:
-        tcp_only: Leave UCX no choice. Both ends need it.
+        interfaces: Leave UCX nothing but TCP over these network interfaces, whatever
+            UCX_NET_DEVICES says. None: all ways that it has.
 
     Raises:
-        UsageError: This process was forked from one that had an open transport.
+        UsageError: This process was forked from one that had an open transport; or UCX can use
+            none of the interfaces.
     """
 
-    def __init__(self, agent: str | None = None, *, tcp_only: bool = False) -> None:
+    def __init__(self, agent: str | None = None, *, interfaces: Sequence[str] = ()) -> None:
         if _inherited:
             raise UsageError(
                 "this process was forked while its parent had a torch_ros handle open, and peers "
@@ -393,6 +405,7 @@ class NixlTransport:
                 "before the fork, or start this process with spawn or forkserver"
             )
         self.agent = agent or str(uuid.uuid4())
+        self.costs = TCP_COSTS if interfaces else NIXL_COSTS
         self.lock = threading.RLock()
         self.keys = itertools.count()
         self.registrations: list[NixlRegistration] = []
@@ -404,10 +417,9 @@ class NixlTransport:
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # our lock is around every call
         self.nixl: Any = bindings.nixlAgent(self.agent, config)
-        ucx = f"TLS=tcp,{_UCX_CONFIG}" if tcp_only else _UCX_CONFIG
         with _making:
             others = sockets.epolls()
-            self.nixl.createBackend("UCX", {"engine_config": ucx})
+            self._begin_ucx(interfaces)
             self.epolls = sockets.nested(sockets.epolls() - others)
         _transports.add(self)
 
@@ -422,6 +434,20 @@ class NixlTransport:
             np.array(self._ping, np.uint64).tobytes(),
             self.nixl.getLocalPartialMD(registration.listed[0], True, []),  # noqa: FBT003
         )
+
+    def _begin_ucx(self, interfaces: Sequence[str]) -> None:
+        ucx = {"engine_config": _UCX_CONFIG}
+        if interfaces:
+            # Not TLS=tcp: without cuda_copy, UCX takes a GPU's memory for the host's. NIXL adds a
+            # port of RDMA's to the last device, which then is none of TCP's.
+            ucx["engine_config"] += ",SHM_DEVICES=none"
+            ucx["device_list"] = ",".join((*interfaces, interfaces[-1]))
+        try:
+            self.nixl.createBackend("UCX", ucx)
+        except _NIXL_ERRORS as error:
+            found = f"UCX cannot use {', '.join(interfaces) or 'any device'}: {error}"
+            way_out = "are they up, with an address? Does UCX_TLS, if it is set, have tcp?"
+            raise UsageError(f"{found}; {way_out}") from error
 
     @property
     def is_foreign(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch_ros.costs import Costs
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.spans import HOST, Region, Spans
 
@@ -51,14 +52,21 @@ class Peer(Protocol):
     agent: str
 
     @property
-    def is_near(self) -> bool:
-        """Whether its memory is copied by this process, as far as is known: a span costs little."""
+    def costs(self) -> Costs:
+        """The time that reads from it take, as far as is known."""
 
     def attach(self, descriptor: bytes) -> None:
         """Learn of a registration of this peer, so that its memory can be read.
 
         Raises:
             TransferFailed: The peer cannot be reached, or the descriptor is not of this peer.
+        """
+
+    def is_beyond(self, limit_s: float) -> bool:
+        """Whether each of some one-byte reads took longer; asks no more once one did not.
+
+        Raises:
+            TransferFailed: The peer is gone.
         """
 
     def prepare(

@@ -313,10 +313,10 @@ class Filling:
         if not self.is_planned:
             lane.divide(self._named(feed), self.wanted.buffer_bytes)
             self.parts = lane.parts
-        near = reading.peers.is_near([agent for agent, _ in feed.manifests])
+        costs = reading.peers.costs([agent for agent, _ in feed.manifests])
         rank = self._group.seat.rank
         try:
-            plan = reading.plan(feed.layouts, lane.target, rank, is_near=near)
+            plan = reading.plan(feed.layouts, lane.target, rank, costs)
         except UsageError as error:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
         if self._digests.depth == "off":

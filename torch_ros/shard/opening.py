@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import get_args
 
 from torch_ros import arguments, environment
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
-from torch_ros.p2p.choose import COSTS, TransportName, choose_transport, huge_pages_for
+from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
@@ -48,6 +48,8 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "world_size": arguments.optional(arguments.whole(1, 999_999)),
     "run": arguments.optional(arguments.text),
     "datacenter": arguments.text,
+    "fabric": arguments.optional(arguments.text),
+    "wan_devices": arguments.texts,
     "spot": arguments.yes_or_no,
     "installs": arguments.yes_or_no,
     "timeout_s": arguments.seconds,
@@ -76,6 +78,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     run: str | None = None,
     retain: Sequence[str | int] = (),
     datacenter: str = "default",
+    fabric: str | None = None,
+    wan_devices: Sequence[str] = (),
     spot: bool = False,
     installs: bool = False,
     timeout_s: float = 300.0,
@@ -116,6 +120,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             or it is no longer retained.
         datacenter: A version is read from another one only where nobody in this one has it, or is
             reading it: so it crosses a slow link once. The others read from those here.
+        fabric: Processes with one name reach each other as UCX likes: by RDMA, shared memory, TCP;
+            on one host they copy. All others are reached over TCP alone. None: the datacenter.
+        wan_devices: The network devices for TCP to and from other fabrics, such as ("eth1",). None:
+            those in the environment's UCX_NET_DEVICES, else all; UCX chooses.
         spot: This replica may vanish at any time: its copies do not count for `retain`.
         installs: This replica feeds an engine, and says by `installing` which version that uses:
             `wait_installed` waits for it, from now on. The same on all ranks. Whatever reads
@@ -181,14 +189,14 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     with ExitStack() as undo:
         # First: in a child that was forked beside a handle it refuses, and grpc would be at a loss.
         is_here = endpoint.startswith("memory:")
+        network = Network(fabric or datacenter, tuple(wan_devices))
         ways = choose_transport(
-            way, replica=place.replica, rank=place.rank, in_process=is_here, reason=reason
+            way, network, replica=place.replica, rank=place.rank, in_process=is_here, reason=reason
         )
         undo.callback(ways.close)
-        kv = connect_store(endpoint, timeout_s=timeout_s)
-        undo.callback(kv.close)
+        kv = undo.enter_context(closing(connect_store(endpoint, timeout_s=timeout_s)))
         pages = huge_pages_for(ways, is_wanted=huge_pages)
-        reading = Reading(ways, staging_bytes, (costs, costs) if costs else COSTS[way], pages)
+        reading = Reading(ways, staging_bytes, costs, pages)
         mailbox = Mailbox(ways, reading.forget)
         seat = Applicant(
             keys=Keys(model),

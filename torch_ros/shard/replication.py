@@ -265,9 +265,9 @@ class Replication:
 
     def _plan(self, feed: Feed, target: Layout) -> Supply:
         shard = self._shard
-        is_near = shard.reading.peers.is_near([agent for agent, _ in feed.manifests])
+        costs = shard.reading.peers.costs([agent for agent, _ in feed.manifests])
         with self.verification.as_published(feed):
-            plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, is_near=is_near)
+            plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, costs)
         return Supply(plan, feed)
 
     def _commit(self, call: GroupCall) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TorchRosError, TransferFailed, UsageError
 from torch_ros.p2p.transport import Peer, Transfer, Transport
@@ -167,9 +168,10 @@ class Peers:
         """
         return Word.unpack(int.from_bytes(self._ask(where, "word", deadline, still), "little"))
 
-    def is_near(self, agents: Iterable[str]) -> bool:
-        """Whether all of these, which are connected, are read by copying."""
-        return all(self._peers[agent].is_near for agent in agents)
+    def costs(self, agents: Iterable[str]) -> Costs:
+        """The costs of reads from these, which are connected: of the slowest."""
+        found = [self._peers[agent].costs for agent in agents]
+        return min(found, key=lambda each: (each.read_bytes_per_s, -each.descriptor_s))
 
     def prepare(
         self,

@@ -11,7 +11,7 @@ from itertools import groupby, zip_longest
 
 import numpy as np
 
-from torch_ros.costs import Costs
+from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
@@ -42,15 +42,15 @@ class Reading:
     """The reads of this process: its peers, plans, staging and prepared batches.
 
     One thread at a time. `staging_bytes` is the size of each device's buffer; `costs` are those
-    of memory that this process copies itself, and those of all other memory. Some reads stay
-    prepared, for the next ones into the same memory; more of them if it `streams`.
+    of all peers, if the user knows better than their ways. Some reads stay prepared, for the next
+    ones into the same memory; more of them if it `streams`.
     """
 
     def __init__(
         self,
         transport: Transport,
         staging_bytes: int,
-        costs: tuple[Costs, Costs],
+        costs: Costs | None,
         pages: HugePages,
         *,
         streams: bool = False,
@@ -58,27 +58,26 @@ class Reading:
         self._transport, self._pages, self._streams = transport, pages, streams
         self.peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
-        self._near_costs, self._far_costs = costs
+        self._costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
 
     def beside(self) -> Reading:
         """Another, for a thread of its own, and the reads of streams."""
-        costs = (self._near_costs, self._far_costs)
         size_bytes = self._staging.size_bytes
-        return Reading(self._transport, size_bytes, costs, self._pages, streams=True)
+        return Reading(self._transport, size_bytes, self._costs, self._pages, streams=True)
 
     def plan(
-        self, sources: Sequence[Layout], target: Layout, rank: int, *, is_near: bool = True
+        self, sources: Sequence[Layout], target: Layout, rank: int, costs: Costs = HOST_COSTS
     ) -> ReadPlan:
         """Plan how to fill `target` from `sources`. Plans are kept: layouts seldom change.
 
         Args:
-            is_near: The sources are read by copying.
+            costs: Of the sources' ways, by `peers`.
 
         Raises: ManifestMismatch, UsageError: See `weights.plan.plan`.
         """
-        costs = self._near_costs if is_near else self._far_costs
+        costs = self._costs or costs
         key = (costs, (target.digest, *(layout.digest for layout in sources)))
         if key not in self._plans:
             self._plans[key] = plan(
