@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import Holding
+from torch_ros.protocol.records import Holding, VersionRecord
 from torch_ros.shard.replication import Replication
 from torch_ros.store.txn import Put, Txn
 
@@ -43,10 +43,11 @@ def test_a_fleet_is_who_has_what_and_where(opened):
         (1, "trainer", "copy", "full", True),
     ]
     assert fleet.latest == trainer._shard.held
-    assert [(ref.version, is_there) for ref, is_there in fleet.versions.items()] == [
+    assert [(each.ref.version, each.is_offered) for each in fleet.versions] == [
         (2, True),
         (1, True),
     ]
+    assert {(each.tensor_count, each.size_bytes) for each in fleet.versions} == {(1, 16)}
     assert [each.datacenter for each in fleet.held] == ["west", "east", "west"]
     assert {each.replica for each in fleet.holders(fleet.held[-1].ref)} == {"spot", "trainer"}
     found = fleet.replicas["trainer"]
@@ -95,7 +96,7 @@ def test_an_engine_says_what_it_uses(opened):
 
 def test_an_empty_model_has_its_own_replica_only(opened):
     fleet = opened("alone").fleet()
-    assert (fleet.held, fleet.latest, dict(fleet.versions)) == ((), None, {})
+    assert (fleet.held, fleet.latest, fleet.versions) == ((), None, [])
     assert list(fleet.replicas) == ["alone"]
     assert list(fleet.runs.values()) == [1]
 
@@ -133,3 +134,18 @@ def test_full_is_not_offered_that_readers_are_not_given(opened):
         "trainer": True,
     }
     assert trainer.list() == {1: {"trainer"}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("ab/2/16", (2, 16)),
+        ("ab/0/0", (0, 0)),
+        ("", None),
+        ("ab", None),
+        ("ab/2", None),
+        ("a/x/1", None),
+    ],
+)
+def test_a_layout_says_how_much_there_is(layout, sizes):
+    assert VersionRecord("uid", layout).sizes == sizes

@@ -16,7 +16,7 @@ from torch_ros import errors
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
     from torch_ros.p2p.huge_pages import HugePageReport
-    from torch_ros.protocol.fleet import Fleet, Held, Replica
+    from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.records import Install
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
@@ -42,6 +42,7 @@ __all__ = [
     "Install",
     "Installed",
     "MadeTensor",
+    "Published",
     "ReadReport",
     "Replica",
     "ShardHandle",
@@ -64,6 +65,7 @@ _HOMES = {  # imported at their first use
     "Install": "torch_ros.protocol.records",
     "Installed": "torch_ros.shard.installs",
     "MadeTensor": "torch_ros.weights.transforms",
+    "Published": "torch_ros.protocol.fleet",
     "ReadReport": "torch_ros.shard.report",
     "Replica": "torch_ros.protocol.fleet",
     "ShardHandle": "torch_ros.shard.handle",

@@ -44,6 +44,22 @@ def fleet_ranges(keys: Keys) -> Ranges:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """A version that has a record.
+
+    Attributes:
+        is_offered: Somebody has all of it, for readers.
+        tensor_count, size_bytes: Of its tensors, without pickled objects; None: its first
+            publication has not ended.
+    """
+
+    ref: VersionRef
+    is_offered: bool
+    tensor_count: int | None
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """One holding of a version.
 
@@ -103,7 +119,7 @@ class Fleet:
 
     Attributes:
         runs: From the newest; the numbers by which they are ordered.
-        versions: Those that have a record, from the newest; True: somebody offers it.
+        versions: From the newest.
         held: All holdings, newest versions first, then by replica.
         replicas: By name, also those of which only a holding is left.
     """
@@ -111,7 +127,7 @@ class Fleet:
     model: str
     revision: int
     runs: Mapping[str, int]
-    versions: Mapping[VersionRef, bool]
+    versions: Sequence[Published]
     held: Sequence[Held]
     replicas: Mapping[str, Replica]
 
@@ -125,13 +141,13 @@ class Fleet:
         require_own(view, keys)
         records, numbers = _Records(view), run_numbers(view, keys)
         is_offered = {each.ref: each.holdings for run in offered(view, keys) for each in run}
-        refs = sorted(_refs(view, keys, numbers), key=lambda ref: ref.order, reverse=True)
+        versions = _versions(view, keys, numbers, is_offered.keys())
         held = _held(records, keys, numbers, is_offered)
         return cls(
             model=keys.model,
             revision=view.rev,
             runs=dict(sorted(numbers.items(), key=lambda run: (run[1], run[0]), reverse=True)),
-            versions={ref: ref in is_offered for ref in refs},
+            versions=sorted(versions, key=lambda each: each.ref.order, reverse=True),
             held=tuple(held),
             replicas={each.name: each for each in _replicas(view, records, keys, held)},
         )
@@ -139,17 +155,20 @@ class Fleet:
     @property
     def latest(self) -> VersionRef | None:
         """The newest version that can be read, of the newest run that has one."""
-        return next((ref for ref, is_there in self.versions.items() if is_there), None)
+        return next((each.ref for each in self.versions if each.is_offered), None)
 
     def holders(self, ref: VersionRef) -> tuple[Held, ...]:
         """The holdings of a version that readers are given."""
         return tuple(each for each in self.held if each.ref == ref and each.is_offered)
 
 
-def _refs(view: View, keys: Keys, numbers: Mapping[str, int]) -> Iterator[VersionRef]:
+def _versions(
+    view: View, keys: Keys, numbers: Mapping[str, int], there: Collection[VersionRef]
+) -> Iterator[Published]:
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     for _, (run, number), record, _ in found:
-        yield VersionRef(run, number, record.uid, numbers.get(run, 0))
+        ref = VersionRef(run, number, record.uid, numbers.get(run, 0))
+        yield Published(ref, ref in there, *(record.sizes or (None, None)))
 
 
 class _Records:

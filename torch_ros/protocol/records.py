@@ -6,6 +6,7 @@ Never pickle: whoever can write to etcd must not be able to run code here.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import zlib
 from collections.abc import Mapping
@@ -133,6 +134,12 @@ class VersionRecord(Record, frozen=True):
 
     uid: str  # of the content: the same number published again is another version
     layout: str = ""  # digest of the sharding-free content; empty until it was published once
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """How many tensors it has, and their bytes, as the layout says; None: nobody knows."""
+        found = re.fullmatch("[^/]*/([0-9]{1,18})/([0-9]{1,18})", self.layout)
+        return (int(found[1]), int(found[2])) if found else None
 
 
 def mark(uid: str, call: int) -> int:

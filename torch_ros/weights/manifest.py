@@ -7,6 +7,7 @@ cached by its digest. Manifests come from peers; `decode` returns only what late
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -251,12 +252,16 @@ class Logical(dict[str, LogicalTensor]):
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal tensors, however they are sharded; the sizes of objects do not count."""
+        """Equal for equal tensors, however they are sharded; the sizes of objects do not count.
+
+        It ends in the number of tensors and their bytes, for people who see the version's record.
+        """
         rows = [
             (fqn, dtype, () if dtype == OBJECT else shape)
             for fqn, (dtype, shape) in sorted(self.items())
         ]
-        return _digest(msgspec.msgpack.encode(rows))
+        sizes = [math.prod(shape) * item_bytes(dt) for dt, shape in self.values() if dt != OBJECT]
+        return f"{_digest(msgspec.msgpack.encode(rows))}/{len(sizes)}/{sum(sizes)}"
 
 
 def logical(layouts: Sequence[Layout]) -> Logical:
