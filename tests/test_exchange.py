@@ -2,6 +2,7 @@
 
 import random
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,42 @@ from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.transfer import mailbox as mailbox_module
+from torch_ros.transfer import posting
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.peers import Peers
-from torch_ros.transfer.posting import TRANSFER_BYTES, cut
+from torch_ros.transfer.posting import TRANSFER_BYTES, Watcher, cut, perform
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import local_chunks
+
+
+class Clock:
+    """Time that passes while somebody sleeps, by a little at least."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds + 5e-5
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "looks", "late_s"), [(5e-4, 11, 6e-5), (0.04, 150, 0.0013), (2.0, 550, 0.0051)]
+)
+def test_a_read_that_takes_long_is_looked_at_seldom(monkeypatch, lasts_s, looks, late_s):
+    clock, seen = Clock(), []
+
+    def is_done():
+        seen.append(clock.now_s)
+        return clock.now_s >= lasts_s
+
+    monkeypatch.setattr(posting, "time", clock)
+    read = SimpleNamespace(post=lambda: None, is_done=is_done, size_bytes=1)
+    perform([read], Deadline("read", 60), Watcher(), pause_s=0.0)
+    assert len(seen) <= looks
+    assert seen[-1] - lasts_s <= late_s
 
 
 def test_spans_are_cut_as_a_loop_would():

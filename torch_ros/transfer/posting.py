@@ -14,6 +14,8 @@ from torch_ros.weights.columns import distinct
 TRANSFER_BYTES = 32 << 20  # within one host a transfer is a copy, during which nothing else is done
 FLIGHT = 2  # transfers in flight at a time
 POLL_S = 0.0002
+# A read that takes long, as from a peer far away, is looked at after so much more of its time.
+SOON_S, POLL_SHARE, POLL_S_MAX = 0.001, 1 / 32, 0.005
 
 
 class Watcher:
@@ -55,11 +57,14 @@ def perform(
     """
     waiting = deque(transfers)
     flying: list[Transfer] = []
+    came_s = time.monotonic()
     while waiting or flying:
         while waiting and len(flying) < flight and watcher.may_post(waiting[0]):
             flying.append(waiting[0])
             waiting.popleft().post()
         done = [transfer for transfer in flying if transfer.is_done()]
+        if done:
+            came_s = time.monotonic()
         for transfer in done:
             flying.remove(transfer)
             watcher.landed(transfer)
@@ -68,9 +73,13 @@ def perform(
             deadline.check(f"{left} bytes are still to be read")
         watcher.still(flying)
         if not done and flying:
-            time.sleep(pause_s)
+            time.sleep(max(pause_s, longer_pause_s(time.monotonic() - came_s)))
         elif not done and waiting:
             watcher.blocked()
+
+
+def longer_pause_s(waited_s: float) -> float:
+    return min(waited_s * POLL_SHARE, POLL_S_MAX) if waited_s > SOON_S else 0.0
 
 
 def close_all(transfers: Sequence[Transfer]) -> None:
