@@ -91,7 +91,8 @@ class Burst:
             p.first_read[0] - self.came_s[p] for p in self.newcomers if p.first_read is not None
         ]
         size, count = cluster.model.bytes_total, len(self.newcomers)
-        sent = cluster.network.sent() - self.sent_before
+        sent = cluster.network.sent().copy()
+        sent[: len(self.sent_before)] -= self.sent_before  # copies came later
         of_heads = [sum(sent[n.number] for n in p.nodes) for p in (*self.trainers, *self.heads)]
         asked = cluster.etcd.requests
         return {

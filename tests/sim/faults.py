@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import farewell  # noqa: F401  # its scenes are among those that find faults, as are these:
+import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
+import farewell  # noqa: F401
 import installing  # noqa: F401
 import loans  # noqa: F401
 import msgspec
@@ -881,6 +882,83 @@ fault(
 fault("a copy is never released", (unpublish, "release"))(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
 )
+
+# Readers in other datacenters, and copies for them
+
+
+@fault("release drains the copy under far readers", (unpublish, "_reading"), scenario="taken back")
+def _(reading):
+    def faulty(view, readers):
+        near, far = reading(view, readers)
+        return (near + far, []) if "+" in readers.start else (near, far)
+
+    return faulty
+
+
+fault(
+    "who looks for a source is forgotten", (unpublish, "_is_filled_afar"), scenario="last of two"
+)(lambda _: lambda *_: False)
+
+
+@fault("who has not come to a copy is forgotten", (unpublish, "release"), scenario="slow to come")
+def _(rule):
+    def faulty(view, seat, ref, copy):
+        of_copy = lambda keys, run, version, _: keys.readers_of(run, version, copy)
+        with patch.object(Keys, "readers_of_any", of_copy):
+            return rule(view, seat, ref, copy)
+
+    return faulty
+
+
+@fault("near readers are not waited for", (unpublish, "_let_go"), scenario="near and far")
+def _(rule):
+    def faulty(view, seat, call, ref, keep, *, is_new):
+        found = unpublish._reading
+
+        def reading(*args):
+            near, far = found(*args)
+            return ([], near + far) if far else (near, far)
+
+        with patch.object(unpublish, "_reading", reading):
+            return rule(view, seat, call, ref, keep, is_new=is_new)
+
+    return faulty
+
+
+fault("a near reader may come unseen", (unpublish, "_let_go"), scenario="comes last")(
+    edited(guards=without(NoneNewer))
+)
+fault("far readers are left with nobody", (unpublish, "_copy_first"), scenario="taken back")(
+    lambda rule: lambda *args: None
+)
+
+
+fault("a second copy for far readers", (unpublish, "_has_copy"), scenario="second copy")(
+    lambda _: lambda *_: False
+)
+fault(
+    "a far reader is left because of somebody who leaves too",
+    (unpublish, "_let_go"),
+    scenario="last of two",
+)(edited(guards=not_on("holdings")))
+fault(
+    "a copy is made for all who read from afar",
+    (unpublish, "keeping"),
+    scenario="last of two",
+)(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False))
+fault(
+    "without memory for a copy an unpublish fails", (unpublish, "do_without"), scenario="no memory"
+)(lambda _: lambda *_, **__: Done(value=False))
+
+
+@fault("a peer's want of memory is not heard of", (unpublish, "copied"), scenario="no memory")
+def _(rule):
+    def faulty(view, seat, **kwargs):
+        with patch.object(unpublish, "find", lambda *_: None):
+            return rule(view, seat, **kwargs)
+
+    return faulty
+
 
 # What lingers at the end
 

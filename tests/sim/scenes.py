@@ -75,6 +75,7 @@ class Scene(World):
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
         self.uneven: set[Process] = set()  # whose reads land in no order
         self.failing: dict[Process, int] = {}  # how many of its next reads fail
+        self.crammed: set[Process] = set()  # whose hosts have no memory
         self.requests, self.loses_reply = 0, -1  # how many there were, and which is not answered
         self.losses: dict[Process, tuple] = {}  # which next request is not answered, and why
         self.edges: set[tuple[str, str]] = set()  # who has read from whom: (source, reader)
@@ -177,6 +178,9 @@ class Scene(World):
         if process in self.uneven:
             return self.random() * UNEVEN_S if self.random() < 0.3 else 0.0
         return self.slow_s.get(process, 0.0)
+
+    def available_bytes(self) -> float:
+        return 0 if self.current.process in self.crammed else super().available_bytes()
 
     def read_error(self) -> str:
         process = self.current.process

@@ -403,6 +403,9 @@ class World(Scheduler):
     def about_to_watch(self, watch: Watch) -> None:
         pass
 
+    def available_bytes(self) -> float:
+        return math.inf
+
     def read_error(self) -> str:
         return "the read failed" if self._strikes("read", 0.01) else ""
 
@@ -603,6 +606,7 @@ class World(Scheduler):
             "follow": follow,
             "Deadline": self.deadline,
             "HostCopy": Copy,
+            "available_bytes": self.available_bytes,
             "identify": identify,
             "_open_shards": set(),
             "_close_open_shards_at_exit": lambda: None,

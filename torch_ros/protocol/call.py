@@ -11,6 +11,7 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
+    BackendError,
     CallAborted,
     CallMismatch,
     Fenced,
@@ -32,11 +33,10 @@ from torch_ros.protocol.records import (
     VersionRef,
     mark,
 )
-from torch_ros.protocol.retention import keeping_ranges
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.versions import Spec, first_holders
-from torch_ros.store.loops import Step, looking_ahead, settle
+from torch_ros.store.loops import Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, View, one
@@ -319,22 +319,26 @@ class GroupCall(Attempt):
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
         return run(ended, self.seating.kv, deadline, check=self._ledger.check_open)
 
-    def unpublish(self, ref: VersionRef, copy: Callable[[str], ShardRecord]) -> None:
-        """Returns once nobody reads `ref` from this replica.
+    def unpublish(self, ref: VersionRef, copy: Callable[[Call], ShardRecord]) -> None:
+        """Returns once nobody reads `ref` from this replica who is to be waited for.
 
         Args:
-            copy: Makes this rank's part of the copy of that name in host memory, or says again
-                where it is.
+            copy: Makes this rank's part of the copy in host memory that this call tells of, or says
+                again where it is.
         """
+        told = ""
 
         def rule(view: View) -> Step[Call | Outcome]:
+            nonlocal told
             step = unpublish.unpublish(view, self.seat, self.number, self.asked, ref)
             self._ledger.look_around(view)
+            if isinstance(step, WaitAtMost) and not told:
+                told = step.wait.reason
+                log.info("%s: %s", self.asked, told)
             return step
 
         seat = self.seat
-        readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-        ranges = (*seat.own, one(seat.holding(ref)), *keeping_ranges(seat.keys, ref), readers)
+        ranges = unpublish.unpublish_ranges(seat, ref)
         next_ready = one(seat.keys.ready(seat.inst, self.number + 1, seat.rank))
         ahead: tuple[Range, ...] = ()
         if (kept := self._ledger.holds) is not None and kept.is_original:
@@ -360,9 +364,7 @@ class GroupCall(Attempt):
             kept = self._ledger.holds
             if kept is None:  # of other content than the peers', who have it copied
                 raise CallMismatch(seat.replica, self.number, self.asked, result.asked)
-            made = copy(result.copy)
-            steps = unpublish.copying(self.seat, kept, result.copy, self.number, made)
-            self.seating.run(steps, self.deadline)
+            _put_aside(self, kept, result, copy)
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
@@ -465,6 +467,23 @@ class GroupCall(Attempt):
 
     def _keep(self, view: View) -> None:
         self._seen = view
+
+
+def _put_aside(
+    call: GroupCall, kept: Kept, decided: Call, copy: Callable[[Call], ShardRecord]
+) -> None:
+    """Make this rank's part of a copy, and wait until all of it is offered; or do without."""
+    seat = call.seat
+    try:
+        made = copy(decided)
+    except (BackendError, RuntimeError, MemoryError, OSError) as error:
+        rule = partial(unpublish.do_without, seat=seat, number=call.number)
+        if not call.settle(seat.own, rule):
+            raise
+        log.warning("%s: waiting for readers in other datacenters: %s", call.asked, error)
+    else:
+        steps = unpublish.copying(seat, kept, decided.copy, call.number, made)
+        call.seating.run(steps, call.deadline)
 
 
 def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:

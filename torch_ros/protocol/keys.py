@@ -130,6 +130,10 @@ class Keys:
         """Covers all its incarnations."""
         return under(f"{self.root}/shards/{instance(replica, '')}")
 
+    def shards_of_copies(self, replica: str) -> Range:
+        """Of those in host memory, and of what lingers; covers all its incarnations."""
+        return under(f"{self._root}/shards/{_name(replica)}+")
+
     def shard(self, inst: str, rank: int) -> str:
         return f"{self.root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
 
@@ -296,6 +300,14 @@ def parse_rank(key: str) -> int | None:
     match key.split("/"):
         case ["", _, _, "shards" | "begun", _, rank] | ["", _, _, "ready", _, _, rank]:
             return _number(rank, RANK_DIGITS)
+    return None
+
+
+def parse_shard(key: str) -> str | None:
+    """The incarnation, or copy, one of whose `shards/` keys this is."""
+    match key.split("/"):
+        case ["", _, _, "shards", inst, rank] if _is_inst(inst):
+            return inst if _number(rank, RANK_DIGITS) is not None else None
     return None
 
 

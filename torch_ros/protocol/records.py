@@ -185,6 +185,7 @@ class Reader(Record, frozen=True):
     """`readers/<run>/<v>/<source>/<reader>/...`; believed by its key alone."""
 
     call: Number
+    is_far: bool = False  # a replica in another datacenter: it can go on from another source
 
 
 class Suspect(Record, frozen=True):
@@ -284,6 +285,7 @@ class Call(Record, frozen=True):
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
+    is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for
     outcome: Outcome | None = None
 
     def with_sources(self, *sources: str) -> Call:

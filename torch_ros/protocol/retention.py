@@ -20,6 +20,7 @@ class Keeping:
 
     is_needed: bool  # it is the last one that counts of a version that is retained
     guards: tuple[Guard, ...]  # under which the answer holds
+    is_elsewhere: bool = False  # somebody else has it, and counts
 
 
 def keeping_ranges(keys: Keys, ref: VersionRef) -> Ranges:
@@ -48,7 +49,7 @@ def keeping(
         is_own = k.is_of(where.inst, inst) if is_leaving else where.inst == inst
         is_other = not (is_own or where.inst in suspected or k.lingers(where.inst))
         if is_other and _counts(holding) and holding.uid == ref.uid:
-            return Keeping(is_needed=False, guards=(view.unchanged(key),))
+            return Keeping(is_needed=False, guards=(view.unchanged(key),), is_elsewhere=True)
     keepers = _keepers(view, keys)
     own = (Spec.parse(as_spec(text)) for text in retain)
     specs = [*retentions(view.within(keys.groups())), *own]

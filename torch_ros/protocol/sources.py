@@ -121,7 +121,11 @@ def claim_of(
     guards: list[Guard] = [view.unchanged(keys.holding_at(ref.run, ref.version, place))]
     if is_free:
         guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
-    return tuple(guards), Put(key, Reader(number).encode(), anchor)
+    return tuple(guards), Put(key, _reader(seat, number, place).encode(), anchor)
+
+
+def _reader(seat: Seat, number: int, place: str) -> Reader:
+    return Reader(number, is_far=place != k.place(seat.datacenter, k.inst_at(place)))
 
 
 def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
@@ -438,7 +442,10 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     unchanged = (held, seat.holding(ref), ready, key)
     txn = Txn(
         tuple(map(view.unchanged, unchanged)),
-        (Put(key, Reader(call.number).encode(), seat.lease_id), Get(keys.shards(source))),
+        (
+            Put(key, _reader(seat, call.number, place).encode(), seat.lease_id),
+            Get(keys.shards(source)),
+        ),
     )
     return Act(txn, lambda reply: learn(shards_in(reply)))
 

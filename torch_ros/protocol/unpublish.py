@@ -7,22 +7,43 @@ import msgspec
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.calls import conclude
-from torch_ros.protocol.legible import keyed, nobody
+from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import (
     Call,
     Decisions,
     Holding,
     Kept,
     Outcome,
+    Reader,
     RunRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
 )
-from torch_ros.protocol.retention import keeping, keeping_ranges
-from torch_ros.protocol.seat import Seat, calls_of, find, holding_put, own_group, recall, recorded
+from torch_ros.protocol.retention import Keeping, keeping, keeping_ranges
+from torch_ros.protocol.seat import (
+    Seat,
+    calls_of,
+    find,
+    group_txn,
+    holding_put,
+    own_group,
+    recall,
+    recorded,
+)
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost, settle
-from torch_ros.store.txn import Delete, Op, Put, Steps, Txn, View, one
+from torch_ros.store.txn import Delete, Op, Put, Range, Ranges, Steps, Txn, View, one
+
+
+def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    keys = seat.keys
+    return (
+        *seat.own,
+        one(seat.holding(ref)),
+        *keeping_ranges(keys, ref),
+        keys.readers_of_any(ref.run, ref.version, seat.inst),
+        keys.shards_of_copies(seat.replica),
+    )
 
 
 def unpublish(
@@ -30,45 +51,105 @@ def unpublish(
 ) -> Step[Call | Outcome]:
     """Take the holding out of what is offered, wait for its readers, delete it (I2, I4).
 
+    Those in other datacenters are not waited for if somebody else has the version (I14).
+
     Returns the call when the group has ended it, when it is another one than asked for, or when a
     copy has to be made first (`copied`). One that has ended may be of other content: a rank that
     could not unpublish while its peers went on without etcd holds what nobody offers any more.
     """
     own_group(view, seat)
-    readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-    reading = [reader for _, (_, reader, _), _ in keyed(view.within(readers), k.parse_reader)]
-    own_key = seat.holding(ref)
     call = recall(view, seat, number)
     if call is not None and (call.asked != asked or call.outcome is not None):
         return Done(call)
-    fresh = call is None
+    is_new = call is None
     call = call or Call(number, "unpublish", asked, seat.rank, ref)
-    holding = Holding.at(view, own_key)
+    holding = Holding.at(view, seat.holding(ref))
     if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
         return conclude(view, seat, call, Outcome())
     keep = keeping(view, seat.keys, ref, seat.inst)
-    is_last = keep.is_needed and not seat.spot
-    if is_last and not call.copy:
-        call = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, number))
-        return recorded(view, seat, call)
+    if not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
+        return recorded(view, seat, with_copy)
     if call.copy and view.get(seat.copy_holding(ref, call.copy)) is None:
         return Done(call)
     if call.by != seat.rank:
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
-    if is_last:
+    if keep.is_needed and not seat.spot:
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
         return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref)))
-    guards = (view.unchanged(own_key), *(() if seat.spot else keep.guards))
+    return _let_go(view, seat, call, ref, keep, is_new=is_new)
+
+
+def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
+    """The call with a copy to be made: for those who retain it, or who read it from afar."""
+    if keep.is_elsewhere or seat.spot:
+        return None
+    with_copy = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, call.number))
+    if keep.is_needed:
+        return msgspec.structs.replace(with_copy, is_optional=False)
+    readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
+    is_wanted = _reading(view, readers)[1] or _is_filled_afar(view, seat, ref)
+    if not is_wanted or call.is_optional or _has_copy(view, seat):
+        return None
+    return msgspec.structs.replace(with_copy, is_optional=True)
+
+
+def _let_go(
+    view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping, *, is_new: bool
+) -> Step[Call | Outcome]:
+    """Delete the holding when nobody is waited for any more."""
+    own_key, keys = seat.holding(ref), seat.keys
+    readers = keys.readers_of_any(ref.run, ref.version, seat.inst)
+    near, far = _reading(view, readers)
+    awaited = near if keep.is_elsewhere else near + far
+    is_guarded = keep.is_elsewhere or not seat.spot
+    guards = (view.unchanged(own_key), *(keep.guards if is_guarded else ()))
     gone = (Delete(one(own_key)),)
-    if not reading:
+    if not awaited:  # who comes meanwhile may be near
         return conclude(view, seat, call, Outcome(), (*guards, nobody(view, readers)), gone)
-    if fresh or holding.state != "draining":
+    holding = Holding.at(view, own_key)
+    assert holding is not None
+    if is_new or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (holding_put(view, seat, ref, draining),))
-    who = sorted({*map(k.replica_of, reading)})
-    reason = f"version {ref.version} is still read by {', '.join(who)} ({len(reading)} records)"
-    wait = Wait(reason, (*seat.own, readers))
-    return WaitAtMost(wait, seat.drain_s, conclude(view, seat, call, Outcome(), guards, gone))
+    who = sorted({*map(k.replica_of, awaited)})
+    reason = f"version {ref.version} is still read by {', '.join(who)} ({len(awaited)} records)"
+    watched: Ranges = (*seat.own, readers)
+    if far and awaited != near:
+        why = "another copy is there" if _has_copy(view, seat) else "no copy could be made"
+        reason = f"{reason}, also in other datacenters: {why}"
+        watched = unpublish_ranges(seat, ref)
+    return WaitAtMost(
+        Wait(reason, watched), seat.drain_s, conclude(view, seat, call, Outcome(), guards, gone)
+    )
+
+
+def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
+    """This rank cannot make its part of a copy; False: it is one that is needed."""
+    own_group(view, seat)
+    call = find(view, seat, number)
+    if call is None or call.outcome is not None or not call.copy:
+        return Done(value=True)
+    if not call.is_optional:
+        return Done(value=False)
+    return Act(group_txn(view, seat, msgspec.structs.replace(call, copy="")), lambda _: True)
+
+
+def _reading(view: View, readers: Range) -> tuple[list[str], list[str]]:
+    """Who reads: those to be waited for; and those in other datacenters, one for each record.
+
+    The latter go on from another source when they find that theirs has gone.
+    """
+    there, near, far = [*view.within(readers)], list[str](), list[str]()
+    left = {key for key, _, it, _ in readable(there, k.parse_reader, Reader) if it.is_far}
+    for key, (_, reader, _), _ in keyed(there, k.parse_reader):
+        (far if key in left else near).append(reader)
+    return near, far
+
+
+def _has_copy(view: View, seat: Seat) -> bool:
+    """Whether this incarnation has put a copy aside before, which is still read or retained."""
+    found = keyed(view.within(seat.keys.shards_of_copies(seat.replica)), k.parse_shard)
+    return any(k.is_of(inst, seat.inst) and not k.lingers(inst) for _, inst, _ in found)
 
 
 def copied(
@@ -83,10 +164,14 @@ def copied(
     record, unpublishing = VersionRecord.at(view, version), find(view, seat, call)
     if record is not None and record.uid != ref.uid:
         return Done(value=False)
+    own = keys.shard(copy, seat.rank)
     is_over = unpublishing is not None and unpublishing.outcome is not None
     if is_over and unpublishing is not None and unpublishing.copy == copy:
         return Done(value=False)
-    own = keys.shard(copy, seat.rank)
+    if unpublishing is not None and unpublishing.is_optional and not unpublishing.copy:
+        # A peer has no memory for its part. As long as this part is shown, no other copy is made.
+        shown = view.get(own) is not None
+        return Act(Txn(ops=(Delete(one(own)),)), lambda _: False) if shown else Done(value=False)
     if view.get(own) is None:
         put = Put(own, shard.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
@@ -121,7 +206,7 @@ def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) ->
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
-    """Give a copy up that is not needed any more (I4). Every rank runs this.
+    """Give a copy up that is not needed any more (I4), nor read from afar. Every rank runs this.
 
     It returns when the copy is not offered and nobody reads it.
     """
@@ -132,20 +217,36 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     if entry is None:
         return Done(None)
     holding, keep = Holding.decode(entry.value, key), keeping(view, keys, ref, copy)
-    if keep.is_needed and holding.state == "full":
-        return Wait("", (one(seat.group), *keeping_ranges(keys, ref)))
-    state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
+    readers = keys.readers_of(ref.run, ref.version, copy)
+    near, far = _reading(view, readers)
+    _, left = _reading(view, keys.readers_of_any(ref.run, ref.version, seat.inst))
+    is_read_afar = bool(far or left or (not keep.is_elsewhere and _is_filled_afar(view, seat, ref)))
+    is_needed = keep.is_needed or is_read_afar
+    wait = Wait("", releasing_ranges(seat, ref, copy))
+    if is_needed and holding.state == "full":
+        return wait
+    state: Literal["full", "draining"] = "full" if is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
         woken = wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
         return Act(Txn((view.unchanged(key), *keep.guards), (put, *woken)), None)
-    readers = keys.readers_of(ref.run, ref.version, copy)
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
     guards = (view.unchanged(key), *keep.guards)
-    if not any(True for _ in keyed(view.within(readers), k.parse_reader)):
+    if not near:
         return Act(Txn((*guards, nobody(view, readers)), gone), lambda _: None)
-    wait = Wait("", (one(seat.group), *keeping_ranges(keys, ref), readers))
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
+
+
+def _is_filled_afar(view: View, seat: Seat, ref: VersionRef) -> bool:
+    """Whether somebody in another datacenter reads the version; also one who looks for a source."""
+    there = view.within(seat.keys.holdings_of(ref.run, ref.version))
+    return any(
+        where.datacenter != seat.datacenter
+        and holding.uid == ref.uid
+        and holding.state == "filling"
+        and not holding.is_original
+        for _, where, holding, _ in readable(there, k.parse_holding, Holding)
+    )
 
 
 def wake(view: View, version: str) -> tuple[Put, ...]:
@@ -155,7 +256,16 @@ def wake(view: View, version: str) -> tuple[Put, ...]:
 
 def releasing(seat: Seat, ref: VersionRef, copy: str) -> Steps[None]:
     """`release`, to its end."""
-    readers = seat.keys.readers_of(ref.run, ref.version, copy)
-    own = one(seat.copy_holding(ref, copy))
     rule = partial(release, seat=seat, ref=ref, copy=copy)
-    return settle("release", (*seat.own, own, *keeping_ranges(seat.keys, ref), readers), rule)
+    return settle("release", (*seat.own, *releasing_ranges(seat, ref, copy)), rule)
+
+
+def releasing_ranges(seat: Seat, ref: VersionRef, copy: str) -> Ranges:
+    keys = seat.keys
+    return (
+        one(seat.group),
+        one(seat.copy_holding(ref, copy)),
+        *keeping_ranges(keys, ref),
+        keys.readers_of(ref.run, ref.version, copy),
+        keys.readers_of_any(ref.run, ref.version, seat.inst),
+    )

@@ -22,7 +22,7 @@ from torch_ros.protocol.closing import Leaving
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Kind, ShardRecord, VersionRef
+from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing
@@ -338,10 +338,7 @@ class Shard:
 
     def _unpublication(self, held: VersionRef, asked: str, deadline: Deadline) -> GroupTask[None]:
         """Stop offering `held`; ends once nobody reads it."""
-
-        def perform(call: GroupCall) -> None:
-            call.unpublish(held, lambda _: self.copy_to_host(call.number))
-
+        perform = partial(GroupCall.unpublish, ref=held, copy=self.copy_to_host)
         return GroupTask("unpublish", asked, deadline, perform)
 
     def unpublish_first(
@@ -360,11 +357,16 @@ class Shard:
                 self.refuse(asked, error)
             raise
 
-    def copy_to_host(self, number: int) -> ShardRecord:
-        """Copy this rank's part of the held version to host memory, in call `number`."""
+    def copy_to_host(self, call: Call) -> ShardRecord:
+        """Copy this rank's part of the held version to host memory.
+
+        Raises:
+            MemoryError: There is too little of it for a copy that is not needed.
+        """
         registered = self.tensors.registered
         assert registered is not None
-        return self.copies.make(number, registered, self.digests)
+        is_optional = call.is_optional
+        return self.copies.make(call.number, registered, self.digests, is_optional=is_optional)
 
     def _copy_without_store(self) -> None:
         """Copy a retained version that may be nowhere else. It is offered when etcd is back."""
@@ -372,7 +374,7 @@ class Shard:
         if number is None or self.tensors.registered is None:
             return
         try:
-            self.copy_to_host(number)
+            self.copies.make(number, self.tensors.registered, self.digests)
         except (BackendError, RuntimeError, MemoryError) as error:
             version = held.version if held else None
             log.warning("version %s may be lost, it cannot be copied: %s", version, error)

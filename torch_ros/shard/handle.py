@@ -292,7 +292,9 @@ class ShardHandle:
 
         If this is the last copy of a retained version, it is copied to host memory first, by all
         ranks, and so waits for all. While etcd is away, it is copied if it may be the last,
-        and offered when etcd is back.
+        and offered when etcd is back. Likewise if nobody else has the version and somebody in
+        another datacenter reads it: that one goes on from the copy, and is not waited for. Only
+        where another such copy is read still, or memory is short, it is.
 
         Raises:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and

@@ -22,6 +22,7 @@ from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Install, Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
+from torch_ros.shard.room import available_bytes
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS
@@ -85,6 +86,16 @@ class HostCopy:
         self._memory.close()
 
 
+def _require_room(size_bytes: int, world_size: int) -> None:
+    """Raises: MemoryError: All ranks may be on this host, and it has too little for their parts."""
+    needed = size_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    there = available_bytes()
+    if needed > there:
+        raise MemoryError(
+            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free"
+        )
+
+
 class Copies:
     def __init__(self, group: Group, transport: Transport, pages: HugePages) -> None:
         self._group, self._transport, self._pages = group, transport, pages
@@ -99,9 +110,17 @@ class Copies:
     def made(self) -> list[HostCopy]:
         return list(self._copies.values())
 
-    def make(self, number: int, registered: Registered, digests: Digests) -> ShardRecord:
-        """This rank's part of a copy of the held version, which call `number` gives up."""
+    def make(
+        self, number: int, registered: Registered, digests: Digests, *, is_optional: bool = False
+    ) -> ShardRecord:
+        """This rank's part of a copy of the held version, which call `number` gives up.
+
+        Raises:
+            MemoryError: It is optional, and memory is short.
+        """
         if number not in self._copies:
+            if is_optional:
+                _require_room(registered.bytes_total, self._group.seat.world_size)
             kept = self._group.ledger.holds
             assert kept is not None
             layout, memory = registered.layout, registered.memory

@@ -119,7 +119,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             replicas copies it to host memory first, where it stays until another replica has it
             or it is no longer retained.
         datacenter: A version is read from another one only where nobody in this one has it, or is
-            reading it: so it crosses a slow link once. The others read from those here.
+            reading it: so it crosses a slow link once. The others read from those here. No
+            `unpublish` waits for that link: it copies to host memory what somebody else still
+            reads across it, and nobody else has.
         fabric: Processes with one name reach each other as UCX likes: by RDMA, shared memory, TCP;
             on one host they copy. All others are reached over TCP alone. None: the datacenter.
         wan_devices: The network devices for TCP to and from other fabrics, such as ("eth1",). None:
