@@ -132,7 +132,7 @@ class Keys:
 
     def shards_of_copies(self, replica: str) -> Range:
         """Of those in host memory, and of what lingers; covers all its incarnations."""
-        return under(f"{self._root}/shards/{_name(replica)}+")
+        return under(f"{self.root}/shards/{_name(replica)}+")
 
     def shard(self, inst: str, rank: int) -> str:
         return f"{self.root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
