@@ -14,12 +14,16 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "p2p": {"numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
+    "cli": {"store", "protocol", "face", "msgspec", "rich"},
     "dcp": {"shard", "transfer", "weights", "torch"},
     "integrations": {"face", "torch"},
     "integrations/vllm": {"face", "integrations", "torch"},
 }
 ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import
-FACE = {"__init__"}  # the public face may name everything; "face" in an arrow is `import torch_ros`
+FACE = {
+    "__init__",
+    "__main__",
+}  # the public face may name everything; "face" in an arrow is `import torch_ros`
 DOORS = {
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",

@@ -29,10 +29,13 @@ OPTIONS = {
 TLS_OPTIONS = ("ca", "cert", "key")
 
 
-def connect(endpoint: str, *, timeout_s: float) -> KV:
+def connect(endpoint: str, *, timeout_s: float, starts: bool = True) -> KV:
     """The store at `endpoint`; it has answered, and knows the user if there is one.
 
     `docs/OPERATIONS.md` ("Endpoints") has the forms of `endpoint`.
+
+    Args:
+        starts: "local" is started if it does not run.
 
     Raises:
         UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no
@@ -42,6 +45,8 @@ def connect(endpoint: str, *, timeout_s: float) -> KV:
             as etcd does; or nobody listened there for all of `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
+    if not starts and endpoint == "local" and local.running() is None:
+        raise StoreUnavailable("local", 0.0, "no etcd of this user runs on this host")
     kv = _open(endpoint, timeout_s)
     # The one on this host has just answered; however slow it is, nobody else is meant.
     answer_s = timeout_s if endpoint == "local" else ANSWER_S_MAX

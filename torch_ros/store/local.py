@@ -89,6 +89,11 @@ def ensure(timeout_s: float = START_S) -> str:
         time.sleep(POLL_S)
 
 
+def running() -> Running | None:
+    """This user's etcd on this host, if there is one; nothing is started."""
+    return find(_place())
+
+
 def find(directory: Path) -> Running | None:
     running = _read_state(directory)
     if running and _is_alive(running, directory) and _is_healthy(running.host):

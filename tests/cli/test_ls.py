@@ -1,0 +1,192 @@
+"""`torch-ros ls`, in this process over a store in memory, and as a process over a real etcd."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from torch_ros.cli import ls, main
+from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
+from torch_ros.protocol.keys import EVERY_MODEL, Keys
+from torch_ros.protocol.records import SchemaRecord, VersionRef
+from torch_ros.store.txn import Put, Read, Txn
+
+ONE, TWO = VersionRef("run-a", 1, "u1", 1), VersionRef("run-a", 2, "u2", 1)
+
+
+def held(replica, ref=TWO, state="full", **more):
+    kind = more.pop("kind", "replica")
+    options = {"is_offered": state == "full", "is_relay": False, "spot": False, **more}
+    return Held(ref, replica, f"{replica}@0", "default", kind, state, world_size=2, **options)
+
+
+def fleet(*there, versions=(TWO, ONE), names=()):
+    published = [Published(ref, any(h.ref == ref for h in there), 3, 3 << 30) for ref in versions]
+    names = {*names, *(each.replica for each in there)}
+    replicas = {
+        name: Replica(name, f"{name}@0", "complete", "default", False, "run-a", 2)
+        for name in sorted(names)
+    }
+    return Fleet("policy", 7, {"run-a": 1}, published, there, replicas)
+
+
+def test_a_model_is_a_line():
+    both = fleet(held("trainer", kind="original"), held("r0"), held("r1", state="filling"))
+    [row] = ls.models([both])
+    assert row == ("policy", "run-a", "2", "3.0 GiB", "2", "1", "3", "")
+    [row] = ls.models([fleet(held("trainer"), held("spot", spot=True))])
+    assert row[-1] == "! only copy"
+    [row] = ls.models([fleet(versions=(), names=["r0"])])
+    assert row == ("policy", "run-a", "-", "-", "0", "-", "1", "")
+
+
+def test_a_version_is_a_line_for_each_holding():
+    rows = ls.versions(
+        fleet(
+            held("trainer", kind="original", readers=("r0",)),
+            held("r0", state="filling", is_relay=True, sources=("trainer",)),
+            versions=(TWO, ONE),
+        )
+    )
+    assert rows == [
+        ("2", "full", "3.0 GiB", "trainer", "2", "default", "original", "(read by r0)"),
+        ("", "filling", "3.0 GiB", "r0", "2", "default", "relay", "trainer"),
+        ("1", "gone", "3.0 GiB", "-", "-", "-", "-", ""),
+    ]
+    assert ls.versions(fleet(held("trainer")), 1) == [rows[2]]
+
+
+def test_a_source_of_many_names_a_few():
+    many = tuple(f"r{number}" for number in range(500))
+    [row] = ls.versions(fleet(held("trainer", readers=many), versions=[TWO]))
+    assert row[-1] == "(read by r0, r1, r2 and 497 more)"
+
+
+def test_full_is_never_said_of_what_no_reader_is_given():
+    [row] = ls.versions(fleet(held("r0", is_offered=False), versions=[TWO]))
+    assert row[1] == "full, not offered"
+
+
+def test_who_is_behind_is_named():
+    assert ls.behind(fleet(held("trainer"), held("old", ONE))) == ["old: holds 1"]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 60, "5242880.0 TiB"),
+    ],
+)
+def test_sizes_are_for_people(size_bytes, text):
+    assert ls.size(size_bytes) == text
+
+
+@pytest.fixture
+def asked(endpoint, capsys):
+    def ask(*arguments):
+        code = main.main(["--endpoint", endpoint, *arguments])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+def published(handle, version):
+    handle.register({"w": torch.full((4,), float(version))})
+    handle.publish(version)
+
+
+def test_it_shows_what_is_there_and_writes_nothing(opened, asked):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    published(trainer, 7)
+    rollout.register({"w": torch.empty(4)})
+    rollout.replicate()
+    kv = trainer._shard.group.kv
+    before = kv.read(Read((EVERY_MODEL,)), timeout_s=5).entries
+    code, out, err = asked("ls")
+    assert (code, err) == (0, "")
+    [line] = [line for line in out.splitlines() if line.startswith(trainer.model)]
+    assert line.split() == [
+        trainer.model,
+        trainer.fleet().latest.run,
+        "7",
+        "16",
+        "B",
+        "2",
+        "0",
+        "2",
+    ]
+    code, out, _ = asked("ls", trainer.model)
+    assert (code, [line.split()[:1] for line in out.splitlines()[1:]]) == (0, [["7"], ["full"]])
+    assert asked("ls", trainer.model, "7")[1] == out
+    code, out, _ = asked("--json", "ls", trainer.model)
+    [found] = json.loads(out)["models"]
+    assert (code, json.loads(out)["schema"], found["model"]) == (0, 1, trainer.model)
+    assert {each["replica"] for each in found["held"]} == {"trainer", "rollout"}
+    assert kv.read(Read((EVERY_MODEL,)), timeout_s=5).entries == before
+
+
+def test_what_is_not_there_is_said_with_what_may_be_meant(opened, asked):
+    trainer = opened("trainer")
+    published(trainer, 7)
+    code, _, err = asked("ls", trainer.model[:-1])
+    assert (code, f"did you mean {trainer.model!r}?" in err) == (2, True)
+    code, _, err = asked("ls", trainer.model, "8")
+    assert (code, "has no version 8; it has 7" in err) == (2, True)
+
+
+def test_a_model_of_another_release_does_not_hide_the_others(opened, asked):
+    trainer = opened("trainer")
+    other = Put(Keys("m-other").schema(), SchemaRecord(99, "9.9.9").encode())
+    trainer._shard.group.kv.commit(Txn((), (other,)), timeout_s=5)
+    code, out, err = asked("ls")
+    assert (code, trainer.model in out, "release 9.9.9" in err) == (1, True, True)
+    assert asked("ls", "m-other")[0] == 3
+
+
+def start(*arguments, **options):
+    command = [sys.executable, "-m", "torch_ros", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_an_etcd_that_is_not_there_is_an_exit_code(tmp_path):
+    found = start("ls", env=os.environ | {"TORCH_ROS_LOCAL_DIR": str(tmp_path / "none")})
+    assert (found.returncode, found.stdout) == (3, "")
+    assert "no etcd of this user runs on this host" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert start("--endpoint", "redis://here", "ls").returncode == 2
+    assert start("lss").returncode == 2
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_a_process_imports_no_torch_and_survives_pipes_and_ctrl_c(opened, endpoint):
+    published(opened("trainer"), 7)
+    heard = start("--endpoint", endpoint, "ls", env=os.environ | {"COLUMNS": "40"})
+    assert (heard.returncode, heard.stderr) == (0, "")
+    code = (
+        "import sys; from torch_ros.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit('torch' in sys.modules or 'nixl' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "--endpoint", endpoint, "ls"]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+    piped = f"{sys.executable} -m torch_ros --endpoint '{endpoint}' ls | head -0"
+    found = subprocess.run(piped, shell=True, capture_output=True, text=True, timeout=60)
+    assert found.stderr == ""
+    away = subprocess.Popen(
+        [sys.executable, "-m", "torch_ros", "--endpoint", "etcd://127.0.0.1:9", "ls"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(2)
+    away.send_signal(signal.SIGINT)
+    _, err = away.communicate(timeout=30)
+    assert (away.returncode, "Traceback" in err) == (130, False)

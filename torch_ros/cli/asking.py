@@ -1,0 +1,46 @@
+"""Ask etcd on behalf of a command: no seat, no lease, no write."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from torch_ros.errors import UsageError
+from torch_ros.protocol.fleet import Fleet, fleet_ranges
+from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.store.kv import KV
+from torch_ros.store.txn import Get, Read, Txn
+
+ANSWER_S = 10.0
+
+
+def models(kv: KV) -> list[str]:
+    """The names under which there are records. Keys alone are read."""
+    reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=ANSWER_S)
+    [found] = reply.results
+    assert not isinstance(found, int)
+    return sorted({name for key in found if (name := parse_model(key)) is not None})
+
+
+def fleet(kv: KV, model: str) -> Fleet:
+    keys = Keys(model)
+    return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=ANSWER_S), keys)
+
+
+def fleet_of(kv: KV, model: str) -> Fleet:
+    """The fleet of a model that has records.
+
+    Raises:
+        UsageError: It has none; names the one that may be meant.
+    """
+    found = fleet(kv, model)
+    if found.replicas or found.versions:
+        return found
+    there = models(kv)
+    if model in there:
+        return found
+    raise UsageError(f"no model {model!r} in {kv.endpoint}{_meant(model, there)}")
+
+
+def _meant(model: str, there: Sequence[str]) -> str:
+    if near := get_close_matches(model, there, 1):
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(map(repr, there))}" if there else ", and no other model either"

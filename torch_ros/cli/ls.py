@@ -1,0 +1,87 @@
+"""`torch-ros ls`: who has which version. Pure: rows of text out of fleets."""
+
+from collections.abc import Iterable, Sequence
+
+from torch_ros.protocol.fleet import Fleet, Held, Published
+
+Rows = list[Sequence[str]]
+MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "")
+VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "READS FROM")
+NAMES_MAX = 3  # in one cell
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def models(fleets: Iterable[Fleet]) -> Rows:
+    """A line for each model: its newest version that can be read."""
+    return [_model(fleet) for fleet in fleets]
+
+
+def _model(fleet: Fleet) -> Sequence[str]:
+    ref, alive = fleet.latest, _alive(fleet)
+    if ref is None:
+        return (fleet.model, next(iter(fleet.runs), "-"), "-", "-", "0", "-", alive, "")
+    newest = next(each for each in fleet.versions if each.ref == ref)
+    holders = fleet.holders(ref)
+    reading = sum(each.ref == ref and each.state == "filling" for each in fleet.held)
+    alone = "! only copy" if len({each.replica for each in holders if not each.spot}) < 2 else ""
+    row = (fleet.model, ref.run, str(ref.version), size(newest.size_bytes))
+    return (*row, str(len(holders)), str(reading), alive, alone)
+
+
+def _alive(fleet: Fleet) -> str:
+    return str(sum(each.state == "complete" for each in fleet.replicas.values()))
+
+
+def versions(fleet: Fleet, only: int | None = None) -> Rows:
+    """A line for each holding, newest versions first; and one for a version that nobody holds."""
+    rows: Rows = []
+    for published in fleet.versions:
+        if only is not None and published.ref.version != only:
+            continue
+        there = [each for each in fleet.held if each.ref == published.ref]
+        number = str(published.ref.version)
+        if not there:
+            rows.append((number, "gone", size(published.size_bytes), *("-",) * 4, ""))
+        for each in there:
+            rows.append((number, *_holding(published, each)))
+            number = ""
+    return rows
+
+
+def _holding(published: Published, each: Held) -> Sequence[str]:
+    full = "full" if each.is_offered else "full, not offered"
+    state = full if each.state == "full" else each.state
+    ranks, sources = str(each.world_size), some(each.sources)
+    reads = sources or (f"(read by {some(each.readers)})" if each.readers else "")
+    kind = "relay" if each.state == "filling" and each.is_relay else each.kind
+    how = f"{kind}, spot" if each.spot else kind
+    return (state, size(published.size_bytes), each.replica, ranks, each.datacenter, how, reads)
+
+
+def behind(fleet: Fleet) -> list[str]:
+    """The replicas that are not complete, or that use or hold something older, in words."""
+    found = []
+    held = {each.replica: each.ref for each in reversed(fleet.held) if each.state != "filling"}
+    for replica in fleet.replicas.values():
+        ref = held.get(replica.name)
+        if replica.state not in {"complete", "gone"}:
+            found.append(f"{replica.name}: {replica.state}, of {replica.world_size} ranks")
+        elif fleet.latest is not None and ref is not None and ref.order < fleet.latest.order:
+            where = "" if ref.run == fleet.latest.run else f" of run {ref.run}"
+            found.append(f"{replica.name}: holds {ref.version}{where}")
+    return found
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - NAMES_MAX
+    return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def size(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return "-"
+    value, unit = float(size_bytes), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {UNITS[unit]}" if unit else f"{size_bytes} B"

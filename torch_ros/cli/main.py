@@ -1,0 +1,140 @@
+"""`torch-ros`: the arguments, the exit codes, and tables on a terminal."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import msgspec
+
+from torch_ros import __version__, environment
+from torch_ros.cli import asking, ls
+from torch_ros.errors import (
+    AccessDenied,
+    BackendError,
+    NotAvailable,
+    StoreUnavailable,
+    TorchRosError,
+    UsageError,
+)
+from torch_ros.store.endpoint import connect
+from torch_ros.store.kv import KV
+
+FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+SCHEMA = 1  # of what --json prints
+WIDTH = 80  # of tables that are piped
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    asked = _parser().parse_args(arguments)
+    try:
+        code = _run(asked)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `torch-ros ls | head`: nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UsageError as error:
+        return _say(error, USAGE)
+    except (NotAvailable, BackendError) as error:
+        return _say(error, UNREACHABLE)
+    except TorchRosError as error:
+        return _say(error, NOT_FINE)
+    return code
+
+
+def _say(error: Exception, code: int) -> int:
+    sys.stderr.write(f"torch-ros: {error}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "torch-ros",
+        description="Who has which version of a model's weights. Reads etcd, and writes nothing.",
+        epilog="Exit codes: 0 fine, 1 not fine, 2 usage, 3 etcd cannot be used.",
+    )
+    parser.add_argument("--version", action="version", version=f"torch-ros {__version__}")
+    parser.add_argument(
+        "--endpoint",
+        default=environment.value(environment.ENDPOINT) or "local",
+        help=f"as for torch_ros.open; by default ${environment.ENDPOINT}, or the etcd of this host",
+    )
+    parser.add_argument("--json", action="store_true", help="values, for programs")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    listed = commands.add_parser("ls", help="models; or the versions of one, and who has them")
+    listed.add_argument("model", nargs="?")
+    listed.add_argument("number", nargs="?", type=int, metavar="version")
+    return parser
+
+
+def _run(asked: argparse.Namespace) -> int:
+    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+        return _list(kv, asked, sys.stdout)
+
+
+def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
+    if asked.model is None:
+        return _list_models(kv, out, is_json=asked.json)
+    fleet = asking.fleet_of(kv, asked.model)
+    if asked.json:
+        return _print_json({"models": [asdict(fleet)]}, out)
+    rows = ls.versions(fleet, asked.number)
+    if asked.number is not None and not rows:
+        there = ", ".join(str(each.ref.version) for each in fleet.versions) or "none"
+        raise UsageError(f"model {asked.model!r} has no version {asked.number}; it has {there}")
+    _print_table(ls.VERSIONS, rows, out, f"no version of model {asked.model!r}")
+    if asked.number is None:
+        out.writelines(f"{line}\n" for line in ls.behind(fleet))
+    return FINE
+
+
+def _list_models(kv: KV, out: TextIO, *, is_json: bool) -> int:
+    """All that can be read; a model of another release does not hide the others."""
+    fleets, code = [], FINE
+    for model in asking.models(kv):
+        try:
+            fleets.append(asking.fleet(kv, model))
+        except BackendError as error:
+            if isinstance(error, StoreUnavailable | AccessDenied):
+                raise
+            code = _say(error, NOT_FINE)
+    if is_json:
+        _print_json({"models": [asdict(fleet) for fleet in fleets]}, out)
+    else:
+        _print_table(ls.MODELS, ls.models(fleets), out, f"no model in {kv.endpoint}")
+    return code
+
+
+def _print_json(values: dict[str, Any], out: TextIO) -> int:
+    text = msgspec.json.encode({"schema": SCHEMA, **values}, enc_hook=str).decode()
+    out.write(f"{text}\n")
+    return FINE
+
+
+def _print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO, nothing: str
+) -> int:
+    if not rows:
+        out.write(f"{nothing}\n")
+        return FINE
+    try:
+        from rich.console import Console  # noqa: PLC0415  # --json does without
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+    except ImportError as error:
+        found = "tables take rich, which is not installed"
+        raise UsageError(f"{found}: pip install 'torch-ros[cli]', or use --json") from error
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(file=out, width=None if out.isatty() else WIDTH, highlight=False).print(table)
+    return FINE
