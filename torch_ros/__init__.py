@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_ros import errors
+from torch_ros.release import RELEASE
 
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch_ros.weights.chunked import Chunked
     from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
 
-__version__ = "0.1.0"
+__version__ = RELEASE
 __all__ = [
     "Borrowed",
     "Cast",

@@ -14,7 +14,7 @@ from torch_ros.cli import ls, main
 from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import SchemaRecord, VersionRef
-from torch_ros.store.txn import Put, Read, Txn
+from torch_ros.store.txn import Delete, Put, Read, Txn, one
 
 ONE, TWO = VersionRef("run-a", 1, "u1", 1), VersionRef("run-a", 2, "u2", 1)
 
@@ -146,11 +146,13 @@ def test_what_is_not_there_is_said_with_what_may_be_meant(opened, asked):
 
 def test_a_model_of_another_release_does_not_hide_the_others(opened, asked):
     trainer = opened("trainer")
-    other = Put(Keys("m-other").schema(), SchemaRecord(99, "9.9.9").encode())
-    trainer._shard.group.kv.commit(Txn((), (other,)), timeout_s=5)
+    name, kv = f"{trainer.model}-other", trainer._shard.group.kv
+    kv.commit(Txn((), (Put(Keys(name).schema(), SchemaRecord(99, "9").encode()),)), timeout_s=5)
     code, out, err = asked("ls")
-    assert (code, trainer.model in out, "release 9.9.9" in err) == (1, True, True)
-    assert asked("ls", "m-other")[0] == 3
+    is_hidden = asked("ls", name)[0]
+    kv.commit(Txn((), (Delete(one(Keys(name).schema())),)), timeout_s=5)
+    assert (code, trainer.model in out, "release 9" in err) == (1, True, True)
+    assert is_hidden == 3
 
 
 def start(*arguments, **options):

@@ -9,7 +9,18 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/OPERATIONS.md", "docs/DISTRIBUTED.md")
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("apt", "etcdctl", "examples", "make", "pip", "py-spy", "python", "torchrun", ".")
+PROGRAMS = (
+    "apt",
+    "etcdctl",
+    "examples",
+    "make",
+    "pip",
+    "py-spy",
+    "python",
+    "torch-ros",
+    "torchrun",
+    ".",
+)
 
 RUN = {  # the beginning of a command: the test that runs it, and words by which it does
     "P=": ("tests/test_operations.py", "A rollout does not update"),
@@ -18,6 +29,8 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "etcdctl alarm list": ("tests/test_operations.py", "A rollout does not update"),
     "etcdctl alarm disarm": ("tests/test_operations.py", "etcdctl alarm disarm"),
     "etcdctl lease": ("tests/test_operations.py", "A rollout does not update"),
+    "torch-ros": ("tests/cli/test_ls.py", '"ls"'),
+    "python -m torch_ros": ("tests/cli/test_ls.py", '"-m", "torch_ros"'),
     "python -m torch_ros.store.local": ("tests/test_operations.py", "The local etcd"),
     "export ETCDCTL_ENDPOINTS=$(": ("tests/test_operations.py", "The local etcd"),
     "export ETCDCTL_": ("tests/test_operations.py", "An etcd of your own"),
@@ -30,6 +43,7 @@ NOT_RUN = {  # the beginning of a command: why no test runs it
     "make test": "CI runs it: it is the tests",
     "make docs": "CI runs it",
     "make bench": "takes minutes of an idle machine, and tells figures, not right from wrong",
+    "pip install -e '.[cli]'": "CI installs the clone with this extra, and more",
     "pip install -e '.[local]'": "CI installs the clone with this extra, and more",
     "apt install": "needs root; a machine of CI has it done",
     ". .venv/bin/activate": "changes the shell of the reader; venv's own",

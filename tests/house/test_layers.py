@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
-GROUND = {"errors", "deadline", "spans", "environment", "arguments", "costs"}
+GROUND = {"errors", "deadline", "spans", "environment", "arguments", "costs", "release"}
 ARROWS = {  # folder -> what it may import besides itself, the ground and the standard library
     "store": {"msgspec"},
     "store/distributed": {"store", "torch"},
@@ -14,7 +14,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "p2p": {"numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
-    "cli": {"store", "protocol", "face", "msgspec", "rich"},
+    "cli": {"store", "protocol", "msgspec", "rich"},
     "dcp": {"shard", "transfer", "weights", "torch"},
     "integrations": {"face", "torch"},
     "integrations/vllm": {"face", "integrations", "torch"},

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from torch_ros import __version__, environment
+from torch_ros import environment
 from torch_ros.cli import asking, ls
 from torch_ros.errors import (
     AccessDenied,
@@ -20,6 +20,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.release import RELEASE
 from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Who has which version of a model's weights. Reads etcd, and writes nothing.",
         epilog="Exit codes: 0 fine, 1 not fine, 2 usage, 3 etcd cannot be used.",
     )
-    parser.add_argument("--version", action="version", version=f"torch-ros {__version__}")
+    parser.add_argument("--version", action="version", version=f"torch-ros {RELEASE}")
     parser.add_argument(
         "--endpoint",
         default=environment.value(environment.ENDPOINT) or "local",
@@ -129,7 +130,7 @@ def _print_table(
         from rich.text import Text  # noqa: PLC0415
     except ImportError as error:
         found = "tables take rich, which is not installed"
-        raise UsageError(f"{found}: pip install 'torch-ros[cli]', or use --json") from error
+        raise UsageError(f"{found}: install torch-ros with the extra cli, or use --json") from error
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:

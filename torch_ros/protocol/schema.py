@@ -4,10 +4,10 @@ No release reads another one's format. This says so by name, before a record tha
 else is believed.
 """
 
-from torch_ros import __version__
 from torch_ros.errors import BackendError
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
+from torch_ros.release import RELEASE
 from torch_ros.store.txn import Guard, Put, View
 
 SCHEMA = 1  # changes with the keys and records of docs/PROTOCOL.md
@@ -23,7 +23,7 @@ def require_own(view: View, keys: Keys) -> bool:
     if there is not None and there.number != SCHEMA:
         raise BackendError(
             f"model {keys.model!r} is served by release {there.release} of torch_ros (format "
-            f"{there.number}), and this is release {__version__} (format {SCHEMA}); use one "
+            f"{there.number}), and this is release {RELEASE} (format {SCHEMA}); use one "
             "release for all processes of a model, or another name for it; when no process of "
             f"that release runs any more: etcdctl del --prefix {keys.root}/"
         )
@@ -38,5 +38,5 @@ def put_own(view: View, keys: Keys) -> tuple[tuple[Put, ...], tuple[Guard, ...]]
     """
     if require_own(view, keys):
         return (), ()
-    record = SchemaRecord(SCHEMA, __version__)
+    record = SchemaRecord(SCHEMA, RELEASE)
     return (Put(keys.schema(), record.encode()),), (view.unchanged(keys.schema()),)
