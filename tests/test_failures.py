@@ -106,6 +106,14 @@ def same(tensors, others):
     return all(torch.equal(tensors[fqn], others[fqn]) for fqn in others)
 
 
+def batches_of(monkeypatch, size_bytes):
+    """They are small, whatever the way, and in flight one at a time."""
+    for name in ("BATCH_BYTES", "STEP_BYTES"):
+        monkeypatch.setattr(batches, name, size_bytes)
+    for name in ("FLIGHT", "STEPS_FLIGHT"):
+        monkeypatch.setattr(reading, name, 1)
+
+
 class Stop:
     """Stops a reader once some of its chunks have landed, until it is told to go on."""
 
@@ -119,7 +127,7 @@ class Stop:
                 self.reached.set()
                 assert self.go_on.wait(15)
 
-        monkeypatch.setattr(batches, "BATCH_BYTES", 4000)  # a batch for each tensor
+        batches_of(monkeypatch, 4000)  # one for each tensor
         monkeypatch.setattr(Progress, "add", stopping)
 
 
@@ -234,7 +242,7 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
 
 
 def test_sources_take_turns(opened, monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_BYTES", 8000)  # two tensors each
+    batches_of(monkeypatch, 8000)  # two tensors each
     _, tensors = publisher(opened)
     early = [reader(opened, name)[0] for name in ("first", "second")]
     assert [handle.replicate() for handle in early] == [1, 1]
@@ -319,7 +327,7 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
     rows = list(pool.map(lambda rank: cut(opened, "rows", 0, rank, 2), range(2)))
     one, got = cut(opened, "one", 0, 0, 1)
     stops = [Stop(monkeypatch, handle, 5) for handle, _ in columns]
-    monkeypatch.setattr(batches, "BATCH_BYTES", 1)  # a batch for each tensor
+    batches_of(monkeypatch, 1)  # one for each tensor
 
     def begin(*handles):
         return [pool.submit(handle.replicate) for handle in handles]
@@ -354,7 +362,7 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
 def in_blocks(monkeypatch, size_bytes):
     for module in (manifest, batches):
         monkeypatch.setattr(module, "BLOCK_BYTES", size_bytes)
-    monkeypatch.setattr(batches, "BATCH_BYTES", size_bytes)
+    batches_of(monkeypatch, size_bytes)
 
 
 def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0, costs=None):

@@ -635,7 +635,8 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
 
 
 def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_BYTES", 4096)  # so that a batch is not all of it
+    for name in ("BATCH_BYTES", "STEP_BYTES"):  # so that a batch is not all of it
+        monkeypatch.setattr(batches, name, 4096)
     shared, between = torch.randn(1000), torch.randn(3000)
     publisher(opened, {"embed": shared, "between": between, "head": shared})
     tied, apart = opened("tied"), opened("apart")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.transfer import batches
+from torch_ros.transfer import batches, reading
 from torch_ros.transfer import meter as meter_module
 from torch_ros.transfer.meter import Meter
 
@@ -88,7 +88,10 @@ def publish_and_read(on_progress):
 
 
 def test_open_takes_the_function(monkeypatch):
-    monkeypatch.setattr(batches, "BATCH_BYTES", 4000)
+    for name in ("BATCH_BYTES", "STEP_BYTES"):
+        monkeypatch.setattr(batches, name, 4000)
+    for name in ("FLIGHT", "STEPS_FLIGHT"):
+        monkeypatch.setattr(reading, name, 1)
     seen = []
     assert publish_and_read(lambda *numbers: seen.append(numbers)) == 1
     assert seen == [(4000 * n, 16_000) for n in (1, 2, 3, 4)]

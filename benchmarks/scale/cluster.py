@@ -63,7 +63,7 @@ class Model:
     near_rtt_s: float = 50e-6  # between two processes
     far_rtt_s: float = 0.04
     detect_s: float = 0.1  # until a reader knows that its source has died
-    ticks: int = 4  # for a step over a NIC
+    ticks: int = 1  # for a step over a NIC
 
 
 class Clock(Scheduler):
@@ -316,7 +316,7 @@ class Cluster:
     def __init__(self, model: Model, *, seed: int = 0, step_bytes: float | None = None) -> None:
         self.model, self.seed = model, seed
         self.clock = Clock(seed)
-        step = step_bytes or batches.BATCH_BYTES
+        step = step_bytes or batches.STEP_BYTES
         self.network = Network(step, step / model.nic / model.ticks)
         self.etcd = Etcd(self.clock, model)
         self.registered = plane.registered(model.bytes_total)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.transfer.stall import POLL_S_MAX, POLL_S_MIN
+from torch_ros.transfer.stall import EAGER_S, POLL_S_MAX, POLL_S_MIN
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -22,9 +22,20 @@ FREE = 0  # the link that never is the bottleneck
 PLACES = ("owner", "source", "reader", "out", "into", "way")
 # More columns. The rate of one connection at most. In bytes of the flow: all, those that came,
 # those that its source was seen to have, and the end of its next step. In bytes of its transfer:
-# those that it began with, and all. The pause of its reader if its source has no more, and the time
-# at which that reader looks again.
-AMOUNTS = ("most", "share", "done", "seen", "next", "begins", "total", "pause_s", "looks_s")
+# those that it began with, and all. If its source has no more: since when its reader waits, its
+# pause, and the time at which it looks again.
+AMOUNTS = (
+    "most",
+    "share",
+    "done",
+    "seen",
+    "next",
+    "begins",
+    "total",
+    "since_s",
+    "pause_s",
+    "looks_s",
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +152,7 @@ class Network:
                 *(self._count, source.number, transfer.reader.number),
                 *(source.out, transfer.reader.into, way),
                 *(0.0 if source.is_dead else most, share, 0.0, -1.0, -1.0),
-                *(begins, transfer.bytes_total, POLL_S_MIN, self.now_s),
+                *(begins, transfer.bytes_total, self.now_s, POLL_S_MIN, self.now_s),
             ))  # fmt: skip
 
     def stop(self, transfer: Transfer) -> None:
@@ -253,7 +264,9 @@ class Network:
         has_more = table["seen"][rows] > before
         pause_s = table["pause_s"][rows]
         table["looks_s"][rows] = self.now_s + np.where(has_more, 0.0, pause_s)
-        longer_s = np.minimum(2 * pause_s, POLL_S_MAX)
+        table["since_s"][rows[has_more]] = self.now_s
+        is_eager = self.now_s - table["since_s"][rows] < EAGER_S
+        longer_s = np.minimum(np.where(is_eager, 1, 2) * pause_s, POLL_S_MAX)
         table["pause_s"][rows] = np.where(has_more, POLL_S_MIN, longer_s)
 
     def _rates(self, wanted: Floats) -> Floats:

@@ -29,13 +29,14 @@ WORKS = """## How it works
   and 1/20,000 s of etcd's time for a write and 1/60,000 s for a read. Another datacenter is 40 ms
   away. Watches tell as soon as a change is made.
 - `benchmarks/scale/network.py` shares NICs (25 GB/s each way, 50 GB for each rank, as in the
-  TensorHub paper) and links between datacenters max-min fairly, in ticks of a fourth of a step.
-  Relays pass on whole steps of 64 MiB, and who waits for a relay asks as seldom as the library
-  does: after 0.2 ms, then twice as long each time, 10 ms at most.
+  TensorHub paper) and links between datacenters max-min fairly, in ticks of a step.
+  Relays pass on whole steps of 4 MiB, and who waits for a relay asks as seldom as the library
+  does between hosts: after 0.2 ms, and after 2 s of that twice as long each time, 10 ms at most.
 - A process that dies is missed by its readers 0.1 s later, and by etcd when its lease has ended.
 
-The model leaves out: what connecting takes, kernels' and processors' time, incast and congestion,
-loss, pauses of RDMA's flow control, other traffic, GPUs that are busy, digests. A fluid model
+The model leaves out: what connecting takes, the way of a question about a position, kernels' and
+processors' time, incast and congestion, loss, pauses of RDMA's flow control, other traffic, GPUs
+that are busy, digests. A fluid model
 flatters: 1.06 and 1.12 are the same, 4 and 1.1 are not.
 
 The same release and N make the same `results.json`, byte for byte; `make test` runs the scenarios

@@ -22,7 +22,7 @@ from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
-from torch_ros.transfer.stall import POLL_S_MAX, POLL_S_MIN, STALL_S, SourceWait
+from torch_ros.transfer.stall import EAGER_S, POLL_S_MAX, POLL_S_MIN, STALL_S, SourceWait
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout, Manifest
 
@@ -105,17 +105,23 @@ class Peers:
         self._waits: dict[str, float] = {}  # by agent: since when it waits for that peer
 
     def state(
-        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+        self,
+        card: bytes,
+        deadline: Deadline,
+        still: Callable[[], None] = lambda: None,
+        *,
+        serves: bool = False,
     ) -> PeerState:
         where, clock = Card.decode(card), self._cluster.clock
         box = self._cluster.boxes[where.agent]
         rtt_s = self._cluster.rtt_s(box.process.datacenter, self._process.datacenter)
-        clock.sleep(QUESTIONS * rtt_s)
+        clock.sleep(rtt_s)
         if box.process.is_dead:
             clock.sleep(self._cluster.model.detect_s)
             raise TransferFailed(where.agent, "it is gone")
-        if not box.mark:
-            self._wait_for(box, QUESTIONS * rtt_s)
+        if serves and not box.mark:
+            self._wait_for(box, rtt_s)
+        clock.sleep((QUESTIONS - 1) * rtt_s)
         return PeerState(where.agent, 0, box.word, box.manifest)
 
     def _wait_for(self, box: Mailbox, asking_s: float) -> None:
@@ -141,6 +147,9 @@ class Peers:
 
     def costs(self, agents: Sequence[str]) -> Costs:
         return NIXL_COSTS
+
+    def is_near(self, agents: Sequence[str]) -> bool:
+        return False
 
     def forget(self, agent: str) -> None:
         pass
@@ -234,11 +243,13 @@ class Reading:
 
 def asked_at(began_s: float, now_s: float, asking_s: float) -> float:
     """The time at which a `SourceWait` since `began_s` asks next; a question takes `asking_s`."""
-    pause_s = POLL_S_MIN
-    while began_s < now_s:
-        began_s += pause_s + asking_s
-        pause_s = min(2 * pause_s, POLL_S_MAX)
-    return began_s
+    pause_s, still_s = POLL_S_MIN, 0.0
+    while still_s < now_s - began_s:
+        is_eager = still_s < EAGER_S
+        still_s += pause_s + asking_s
+        if not is_eager:
+            pause_s = min(2 * pause_s, POLL_S_MAX)
+    return began_s + still_s
 
 
 def agent_of(node: Node) -> str:

@@ -1,7 +1,7 @@
 """The library as it is, and as it might be: each a context in which scenarios run.
 
 An alteration patches the library itself, so that all of it meets the change. Add one, and run it
-beside the present: `python benchmarks/scale/scale.py --rules today,"polls of 1 ms" --only burst`.
+beside the present: `scale.py --rules today,"steps of 64 MiB" --only burst`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +19,18 @@ MIB = 1 << 20
 
 @contextmanager
 def steps_of(size_bytes: int) -> Iterator[None]:
-    """Relays pass on `size_bytes` at a time; several sources take turns by 64 MiB as before."""
-    with patch.object(batches, "BATCH_BYTES", size_bytes):
+    """Relays pass on `size_bytes` at a time."""
+    with patch.object(batches, "STEP_BYTES", size_bytes):
         yield
 
 
 @contextmanager
-def polls_of(seconds: float) -> Iterator[None]:
-    """A reader that waits for a relay asks at least every `seconds`."""
+def eager_for(seconds: float) -> Iterator[None]:
+    """A reader that waits for a relay asks ever more seldom after `seconds`."""
     with (
-        patch.object(stall, "POLL_S_MAX", seconds),
-        patch.object(network, "POLL_S_MAX", seconds),
-        patch.object(plane, "POLL_S_MAX", seconds),
+        patch.object(stall, "EAGER_S", seconds),
+        patch.object(network, "EAGER_S", seconds),
+        patch.object(plane, "EAGER_S", seconds),
     ):
         yield
 
@@ -43,7 +43,7 @@ def both(*all_: AbstractContextManager[None]) -> Iterator[None]:
 
 RULES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     TODAY: nullcontext,
-    "polls of 1 ms": lambda: polls_of(0.001),
-    "steps of 4 MiB": lambda: steps_of(4 * MIB),
-    "steps of 4 MiB and polls of 1 ms": lambda: both(steps_of(4 * MIB), polls_of(0.001)),
+    "steps of 64 MiB": lambda: steps_of(64 * MIB),
+    "polls that back off": lambda: eager_for(0.0),
+    "both": lambda: both(steps_of(64 * MIB), eager_for(0.0)),
 }

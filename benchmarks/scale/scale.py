@@ -5,7 +5,7 @@ The same release, seed and N make the same `results.json`, byte for byte.
 
     python benchmarks/scale/scale.py                     all scenarios, N to 1,000
     python benchmarks/scale/scale.py --n 10000           bursts of 10,000, beside what is there
-    python benchmarks/scale/scale.py --n 200 --only burst,deaths --rules today,"polls of 1 ms"
+    python benchmarks/scale/scale.py --n 200 --only burst,deaths --rules today,"steps of 64 MiB"
                                                          prints rows, and writes nothing
 """
 

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -635,7 +636,21 @@ fault("a failed call leaves its reader records", (calls, "withdraw"))(
 
 @fault("the word is not asked for after the bytes have landed", (reading.ReadPass, "_end"), hole=2)
 def _(end):
-    return lambda self, batch: end(self, dataclasses.replace(batch, needs={}))
+    return lambda self, batches: end(self, unasked(batches))
+
+
+def unasked(batches):
+    return [dataclasses.replace(batch, needs={}) for batch in batches]
+
+
+@fault(
+    "of batches that end together only the ranks of the first are asked",
+    (reading.ReadPass, "_end"),
+    hole=2,
+    scenario="end together",
+)
+def _(end):
+    return lambda self, batches: end(self, [*batches[:1], *unasked(batches[1:])])
 
 
 @fault(
@@ -645,10 +660,8 @@ def _(end):
     scenario="second source",
 )
 def _(end):
-    def faulty(self, batch):
-        if batch.supply:
-            batch = dataclasses.replace(batch, needs={})
-        end(self, batch)
+    def faulty(self, batches):
+        end(self, unasked(batches) if batches[0].supply else batches)
 
     return faulty
 
@@ -660,10 +673,11 @@ def _(end):
     scenario="staged landing",
 )
 def _(end):
-    def faulty(self, batch):
-        for rank in batch.needs:
-            self._sources[batch.supply].ask(rank)
-        end(self, dataclasses.replace(batch, needs={}))
+    def faulty(self, batches):
+        for batch in batches:
+            for rank in batch.needs:
+                self._sources[batch.supply].ask(rank)
+        end(self, unasked(batches))
 
     return faulty
 
@@ -682,9 +696,9 @@ fault(
     scenario="moved",
 )
 def _(shown):
-    def faulty(self, card, *others):
+    def faulty(self, card, *others, **more):
         known = {agent: dict(read) for agent, read in self._manifests.items() if read}
-        now = shown(self, card, *others)
+        now = shown(self, card, *others, **more)
         if now.manifest is None or now.agent not in known:
             return now
         return dataclasses.replace(now, manifest=next(iter(known[now.agent].values())))
@@ -740,13 +754,14 @@ def _(tell):
     scenario="other version",
 )
 def _(landed):
-    def faulty(self, read):
-        batch = self._batch_of[read]
-        if self._left[batch] == 1:
-            done = self._progress.done.copy()
-            self._progress.add(self._phase.blocks[batch.blocks], 0)
-            self._progress.done[:] = done
-        landed(self, read)
+    def faulty(self, reads):
+        ends = Counter(self._batch_of[read] for read in reads)
+        for batch, count in ends.items():
+            if self._left[batch] == count:
+                done = self._progress.done.copy()
+                self._progress.add(self._phase.blocks[batch.blocks], 0)
+                self._progress.done[:] = done
+        landed(self, reads)
 
     return faulty
 

@@ -437,6 +437,33 @@ def second_source(scene: Scene) -> None:
     late_landing(scene, ("t", "u", "v"), lost="u")
 
 
+def end_together(scene: Scene) -> None:
+    """Of batches that end together, each counts by the words of the ranks that it came from."""
+
+    def read(me: Process) -> None:
+        scene.until("t", "u")
+        scene.uneven.add(me)
+        replicate(me)
+        scene.checks.returned(me, 1)
+        scene.reach("read")
+
+    def train(me: Process) -> None:
+        name = me.start.replica
+        scene.until(*(["t"] if name == "u" else []))
+        publish(me, 1)
+        scene.reach(name)
+        if name == "t" and me.rank == 1:  # its peer comes to that much later
+            _await_reader(me)
+            scene.sleep(scene.random())
+            unpublish(me)
+        scene.until("read")
+
+    scene.start("t", train, drain_s=0.1)
+    scene.start("u", train, size=1)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def copied_over(scene: Scene) -> None:
     """What counts already is not written over with what may not count."""
     scene.shapes = SHAPES[-1]
@@ -1391,7 +1418,7 @@ def other_version(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1, content=7)
         _await_reader(me)
-        scene.sleep(6 * 0.5)  # three to reach the source; two for the first batch, of many
+        scene.sleep(5.5 * 0.5)  # three to reach the source; two for the first batches, of many
         [reader] = scene.start_named("r").processes
         scene._cut(reader, 2 * TTL_S)
         scene.end_lease(reader)
@@ -2450,6 +2477,7 @@ SCENES = {
     "comes back": comes_back,
     "staged landing": staged_landing,
     "second source": second_source,
+    "end together": end_together,
     "copied over": copied_over,
     "ready before": ready_before,
     "not whole": not_whole,

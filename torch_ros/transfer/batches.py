@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torch_ros.p2p.transport import Transfer
@@ -22,6 +23,7 @@ from torch_ros.weights.plan import DirectSpans, ReadPlan, Route
 from torch_ros.weights.staging import StagedCopy
 
 BATCH_BYTES = 64 << 20  # read between two questions whether it counts
+STEP_BYTES = 4 << 20  # the same, across a network: it is what each hop of a chain adds
 
 
 def sources_max(bytes_total: int) -> int:
@@ -37,6 +39,16 @@ class Batch:
     transfers: Sequence[Transfer]
     staged: Sequence[StagedGroup]
     is_repeated: bool  # some staged blocks are there already, and may be read from
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the chunks of a plan lie, as `ReadPlan.bind` wants it: the same for all batches."""
+
+    source_addresses: Sequence[npt.NDArray[np.uint64]]
+    target_addresses: npt.NDArray[np.uint64]
+    source_devices: Sequence[Ints]
+    target_devices: Ints
 
 
 def close_batches(batches: Sequence[Batch]) -> None:
@@ -80,12 +92,15 @@ class Preparation:
         target, plan, feed = self._target, supply.plan, supply.feed
         direct, block = _by_block(plan.direct, target)
         staged = plan.staged
+        is_near = self._peers.is_near([state.agent for state in feed.states])
+        most = BATCH_BYTES if is_near else STEP_BYTES
+        places = self._places(feed)
         bytes_of = np.zeros(target.total, np.int64)
         np.add.at(bytes_of, block, direct.size_bytes)
         chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
         np.add.at(bytes_of, target.starts[chunk_of_piece], [piece.size_bytes for piece in staged])
         numbers = np.full(target.total, -1, np.int64)
-        numbers[missing] = _as_one(sum_before(bytes_of[missing]) // BATCH_BYTES, leaders)
+        numbers[missing] = _as_one(sum_before(bytes_of[missing]) // most, leaders)
         # Both are sorted by target chunk, so each batch is a slice of the missing blocks.
         spans = np.flatnonzero(numbers[block] >= 0)
         span_numbers = numbers[block[spans]]
@@ -98,7 +113,7 @@ class Preparation:
             some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
             only = direct.take(mine)
             pieces = [staged[row] for row in some.tolist()]
-            transfers = self._direct(replace(plan, direct=only, staged=()), feed)
+            transfers = self._direct(replace(plan, direct=only, staged=()), feed, places)
             yield Batch(
                 index,
                 missing[numbers[missing] == number],
@@ -108,16 +123,23 @@ class Preparation:
                 bool(is_partly_there[chunk_of_piece[some]].any()),
             )
 
-    def _direct(self, plan: ReadPlan, feed: Feed) -> list[Transfer]:
+    def _places(self, feed: Feed) -> _Places:
+        manifests, memory = [manifest for _, manifest in feed.manifests], self._memory
+        return _Places(
+            [np.array(manifest.addresses, np.uint64) for manifest in manifests],
+            np.array([chunk.data_ptr() for chunk in memory], np.uint64),
+            [np.array(manifest.devices, np.int64) for manifest in manifests],
+            np.array([chunk.get_device() for chunk in memory], np.int64),
+        )
+
+    def _direct(self, plan: ReadPlan, feed: Feed, at: _Places) -> list[Transfer]:
         if not plan.span_count:
             return []
-        manifests = [manifest for _, manifest in feed.manifests]
-        memory = self._memory
         routes = plan.bind(
-            [manifest.addresses for manifest in manifests],
-            [chunk.data_ptr() for chunk in memory],
-            source_devices=[manifest.devices for manifest in manifests],
-            target_devices=[chunk.get_device() for chunk in memory],
+            at.source_addresses,
+            at.target_addresses,
+            source_devices=at.source_devices,
+            target_devices=at.target_devices,
         )
         return self._along(routes, feed)
 

@@ -114,15 +114,20 @@ def _attend(
     """Return what a rank shows as soon as it serves the source's content."""
     replica, mark = source.replica, source.mark
     silence = SourceWait(replica, deadline, source.is_there, source.has_other)
-    patience, torn = (SourceWait(replica, deadline, source.is_there) for _ in range(2))
+    torn = SourceWait(replica, deadline, source.is_there)
+    patience: SourceWait | None = None
     mute = f"rank {rank} of {replica!r} does not answer"
     while True:
         silence.reset()
         try:
-            state = peers.state(card, deadline, partial(silence.look, mute))
+            look = partial(silence.look, mute)
+            state = peers.state(card, deadline, look, serves=True)
         except TransferFailed as error:
             peers.forget(error.agent)
             raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
+        if patience is None:
+            is_eager = not peers.is_near([state.agent])
+            patience = SourceWait(replica, deadline, source.is_there, is_eager=is_eager)
         if state.word.mark == mark and state.manifest is not None:
             return state
         if state.word.mark != mark and (source.is_full or state.word.mark):
@@ -148,7 +153,9 @@ class Following:
         self._peers, self._progress, self._deadline = peers, progress, deadline
         self.feed, self._bytes_total = supply.feed, supply.plan.bytes_read
         source = supply.feed.source
-        self._patience = SourceWait(source.replica, deadline, source.is_there)
+        self.is_near = peers.is_near([state.agent for state in supply.feed.states])
+        there, is_eager = source.is_there, not self.is_near
+        self._patience = SourceWait(source.replica, deadline, there, is_eager=is_eager)
         self.silence = SourceWait(
             source.replica, deadline, source.is_there, source.has_other, limit_s
         )

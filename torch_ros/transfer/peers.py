@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.costs import Costs
+from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TorchRosError, TransferFailed, UsageError
 from torch_ros.p2p.transport import Peer, Transfer, Transport
@@ -117,12 +117,20 @@ class Peers:
         self._mailboxes: dict[tuple[str, int], PeerMailbox] = {}
 
     def state(
-        self, card: bytes, deadline: Deadline, still: Callable[[], None] = lambda: None
+        self,
+        card: bytes,
+        deadline: Deadline,
+        still: Callable[[], None] = lambda: None,
+        *,
+        serves: bool = False,
     ) -> PeerState:
         """Connect to the process behind `card`, if need be, and see what it shows now.
 
         The state has no manifest if the process shows none, or rewrote it while it was read.
         `still` is called while an answer is waited for.
+
+        Args:
+            serves: Nothing more is asked of a process that serves nothing.
 
         Raises:
             TransferFailed: The process is gone, or shows what cannot be read.
@@ -133,6 +141,8 @@ class Peers:
         # The word first: a process shows something before it serves it, and nothing says in which
         # order the bytes of one read are fetched.
         word = self.word(where, deadline, still)
+        if serves and not word.mark:
+            return PeerState(*mailbox, word, None, "it serves nothing")
         box = self._ask(where, "whole", deadline, still)
         length = int.from_bytes(box[WORD_BYTES : 2 * WORD_BYTES], "little")
         content = box[HEADER_BYTES : HEADER_BYTES + length]
@@ -172,6 +182,10 @@ class Peers:
         """The costs of reads from these, which are connected: of the slowest."""
         found = [self._peers[agent].costs for agent in agents]
         return min(found, key=lambda each: (each.read_bytes_per_s, -each.descriptor_s))
+
+    def is_near(self, agents: Iterable[str]) -> bool:
+        """Whether all of these, which are connected, are read by copying: on this host."""
+        return all(self._peers[agent].costs == HOST_COSTS for agent in agents)
 
     def prepare(
         self,

@@ -31,8 +31,8 @@ class Watcher:
         """Return whether the bytes that this transfer reads are there."""
         return True
 
-    def landed(self, transfer: Transfer) -> None:
-        """All bytes of this transfer have landed."""
+    def landed(self, transfers: Sequence[Transfer]) -> None:
+        """All bytes of these transfers have landed."""
 
     def blocked(self) -> None:
         """Nothing is in flight and the next transfer may not be posted yet: wait a little."""
@@ -58,6 +58,7 @@ def perform(
     waiting = deque(transfers)
     flying: list[Transfer] = []
     came_s = time.monotonic()
+    left = sum(transfer.size_bytes for transfer in transfers)
     while waiting or flying:
         while waiting and len(flying) < flight and watcher.may_post(waiting[0]):
             flying.append(waiting[0])
@@ -67,8 +68,9 @@ def perform(
             came_s = time.monotonic()
         for transfer in done:
             flying.remove(transfer)
-            watcher.landed(transfer)
-        left = sum(transfer.size_bytes for transfer in (*waiting, *flying))
+        if done:
+            left -= sum(transfer.size_bytes for transfer in done)
+            watcher.landed(done)
         if left:
             deadline.check(f"{left} bytes are still to be read")
         watcher.still(flying)

@@ -16,7 +16,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
-from torch_ros.transfer.batches import Batch, Preparation, close_batches
+from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
 from torch_ros.transfer.feed import Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
@@ -30,10 +30,11 @@ PLANS_MAX = 8  # kept; a plan of 70,000 chunks is some 10 MB
 # Prepared batches are kept for the reads that an unchanged job needs at every step: in a burst each
 # other rollout is a source at times. A span takes about half a KiB, and to prepare it takes ten
 # times as long as to post it again.
-PREPARED_MAX, PREPARED_SPANS_MAX = 16, 200_000
+PREPARED_MAX, PREPARED_SPANS_MAX, PREPARED_BATCHES_MAX = 16, 200_000, 20_000
 STREAMED_MAX = 1024  # instead of 16: a stream makes a read of each buffer that it fills
 # A slow source has the time of everything in flight at this speed: its word is answered behind it.
 SLOW_BYTES_PER_S = 20e6
+STEPS_FLIGHT = FLIGHT * TRANSFER_BYTES // STEP_BYTES  # transfers in flight that are short
 
 _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
 
@@ -151,9 +152,11 @@ class Reading:
         return self._prepared[key][1]
 
     def _keeps_too_much(self) -> bool:
-        kept = [supply.plan.span_count for all_, _ in self._prepared.values() for supply in all_]
+        kept = self._prepared.values()
+        spans = sum(supply.plan.span_count for all_, _ in kept for supply in all_)
+        batches = sum(len(each) for _, each in kept)
         most = STREAMED_MAX if self._streams else PREPARED_MAX
-        return len(self._prepared) > most or sum(kept) > PREPARED_SPANS_MAX
+        return len(kept) > most or spans > PREPARED_SPANS_MAX or batches > PREPARED_BATCHES_MAX
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""
@@ -200,7 +203,7 @@ class ReadPass(Watcher):
                 waiting = []
                 while not self._sources[batch.supply].has(batch.needs):
                     self.blocked()
-                self._end(batch)
+                self._end([batch])
         self._post(waiting)
 
     def lost(self, error: TransferFailed) -> SourceLost:
@@ -212,19 +215,22 @@ class ReadPass(Watcher):
         )
 
     def _post(self, batches: Sequence[Batch]) -> None:
-        flight = FLIGHT * len(self._sources)
+        flight = sum(FLIGHT if source.is_near else STEPS_FLIGHT for source in self._sources)
         perform(_in_turns(batches), self._deadline, self, flight=flight)
 
     def may_post(self, transfer: Transfer) -> bool:
         batch = self._batch_of[transfer]
         return self._sources[batch.supply].has(batch.needs)
 
-    def landed(self, transfer: Transfer) -> None:
-        batch = self._batch_of[transfer]
-        self._sources[batch.supply].silence.reset()
-        self._left[batch] -= 1
-        if not self._left[batch]:
-            self._end(batch)
+    def landed(self, transfers: Sequence[Transfer]) -> None:
+        ended: list[Batch] = []
+        for batch in (self._batch_of[transfer] for transfer in transfers):
+            self._sources[batch.supply].silence.reset()
+            self._left[batch] -= 1
+            if not self._left[batch]:
+                ended.append(batch)
+        for supply in sorted({batch.supply for batch in ended}):
+            self._end([batch for batch in ended if batch.supply == supply])
 
     def blocked(self) -> None:
         """Wait for the relays: the next blocks are not there yet."""
@@ -240,16 +246,19 @@ class ReadPass(Watcher):
             else:
                 source.silence.reset()
 
-    def _end(self, batch: Batch) -> None:
-        """Read the staged part of a batch whose other bytes have landed; count it if it counts."""
-        source = self._sources[batch.supply]
-        bytes_read = sum(transfer.size_bytes for transfer in batch.transfers)
-        if batch.staged:
-            bytes_read += self._read_staged(batch)
-        for rank in batch.needs:
+    def _end(self, batches: Sequence[Batch]) -> None:
+        """Read the staged parts of batches of one source; count them if they count.
+
+        All their other bytes have landed.
+        """
+        source = self._sources[batches[0].supply]
+        bytes_read = sum(each.size_bytes for batch in batches for each in batch.transfers)
+        bytes_read += sum(self._read_staged(batch) for batch in batches if batch.staged)
+        for rank in sorted({rank for batch in batches for rank in batch.needs}):
             source.ask(rank)
         source.feed.source.check()
-        self._progress.add(self._phase.blocks[batch.blocks], bytes_read)
+        blocks = np.concatenate([batch.blocks for batch in batches])
+        self._progress.add(self._phase.blocks[blocks], bytes_read)
         self._counted(bytes_read)
 
     def _read_staged(self, batch: Batch) -> int:

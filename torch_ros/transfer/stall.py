@@ -7,6 +7,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost
 
 POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
+EAGER_S = 2.0  # of a wait for a relay on another host, in which questions do not grow rarer
 STALL_S = 1.0  # without progress, until the store is asked whether the source is there at all
 SILENCE_S = 4.0  # without an answer, until another source is better
 BLINK_S = 0.1  # of a wait counts at most: this process may have been stopped meanwhile
@@ -19,6 +20,8 @@ class SourceWait:
         is_there: Asked every `STALL_S` while nothing comes.
         has_other: Asked then too, after `limit_s`, with how long that is. None: the source answers,
             and is not left.
+        is_eager: For `EAGER_S` it is asked without pauses that grow: over many hosts a chain waits
+            at each hop for the next question. On one host those that copy need the processors.
     """
 
     def __init__(
@@ -28,7 +31,10 @@ class SourceWait:
         is_there: Callable[[], bool],
         has_other: Callable[[float], bool] | None = None,
         limit_s: float = SILENCE_S,
+        *,
+        is_eager: bool = False,
     ) -> None:
+        self._eager_s = EAGER_S if is_eager else 0.0
         self._replica, self._deadline, self._limit_s = replica, deadline, limit_s
         self._is_there, self._has_other = is_there, has_other
         self.reset()
@@ -59,7 +65,8 @@ class SourceWait:
         self._looked_s = time.monotonic()
 
     def wait(self, reason: str) -> None:
-        """Look, then sleep: each time a little longer."""
+        """Look, then sleep: at last each time a little longer."""
         self.look(reason)
         time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, POLL_S_MAX)
+        if self.still_s >= self._eager_s:
+            self._pause_s = min(2 * self._pause_s, POLL_S_MAX)

@@ -28,7 +28,7 @@ OBJECT = "object"  # dtype of a pickled object; its shape is (size_bytes,)
 Depth = Literal["off", "sampled", "full"]  # of digests: how much of the content they cover
 
 # All processes of a model use the same size: positions in the protocol count blocks.
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 4 << 20
 
 # torch refuses more dimensions in most of its operations.
 DIMENSIONS_MAX = 64
