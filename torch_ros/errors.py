@@ -33,6 +33,8 @@ therefore positional and plain (str, int, float), which makes Python keep them a
 message is built from them in ``__str__``.
 """
 
+from typing import Self
+
 
 def reason(error: BaseException) -> BaseException:
     """Why `dcp.save` or `dcp.load` failed: the error of the lowest rank that raised one.
@@ -225,6 +227,8 @@ class SourceLost(PeerError):
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
+    is_orderly = False  # it has only stopped serving: nothing failed
+
     _message = (
         "lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
         "{self.bytes_total} bytes, and no other replica has the version; call again later"
@@ -233,6 +237,10 @@ class SourceLost(PeerError):
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what
         self.bytes_done, self.bytes_total = bytes_done, bytes_total
+
+    def orderly(self) -> Self:
+        self.is_orderly = True
+        return self
 
 
 class CorruptWeights(PeerError):

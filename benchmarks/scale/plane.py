@@ -20,6 +20,7 @@ from torch_ros.p2p.regions import Region
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.pace import PACE_S
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
 from torch_ros.transfer.stall import EAGER_S, POLL_S_MAX, POLL_S_MIN, STALL_S, SourceWait
@@ -54,7 +55,7 @@ class Mailbox:
         self._shown = Manifest(known.layout, tuple(known.addresses), tuple(known.devices), b"")
         self.manifest: Manifest | None = self._shown
         self.regions: tuple[Region, ...] = ()
-        self.mark = 0
+        self.mark = self._mark_shown = 0
         self.transfer: Transfer | None = None  # into this process's memory
         self.waiting: list[tuple[Actor, int]] = []  # for this process to serve something
 
@@ -66,8 +67,8 @@ class Mailbox:
     def serve(self, mark: int, position: int) -> None:
         network = self.cluster.network
         # Bytes that came before a source was lost are there still.
-        before = network.shown(self.node) if mark == self.mark else 0.0
-        self.mark = mark
+        before = network.shown(self.node) if mark == self._mark_shown else 0.0
+        self.mark = self._mark_shown = mark
         network.show(self.node, 1.0 if position == ALL_BLOCKS else before)
         for actor, token in self.waiting:
             self.cluster.clock.wake(actor, token, "served")
@@ -76,7 +77,6 @@ class Mailbox:
     def void(self) -> None:
         if self.mark:
             self.mark = 0
-            self.cluster.network.show(self.node, 0.0)
             self.cluster.network.lose(self.node, "it does not serve it any more")
 
     def show(self, *_: Any) -> Manifest:
@@ -213,6 +213,8 @@ class Reading:
         size, begins = cluster.registered.bytes_total, network.shown(own.node)
         own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
         network.start(transfer)
+        [node, *others] = sources
+        pace = None if others else sources[node].pace
         waits = {
             source.replica: SourceWait(source.replica, deadline, source.is_there)
             for source in sources.values()
@@ -221,8 +223,11 @@ class Reading:
         try:
             while not ended:
                 before = network.shown(own.node)
-                clock.park("reads", clock.now_s + STALL_S)
+                clock.park("reads", clock.now_s + (PACE_S if pace else STALL_S))
                 next(iter(sources.values())).check()
+                shown = [int(network.shown(each) * size) for each in (own.node, node)]
+                if pace and not ended and pace.is_behind(clock.now_s, *shown):
+                    sources[node].fell_behind(pace.rate)
                 for replica, wait in waits.items():
                     if network.shown(own.node) != before:
                         wait.reset()

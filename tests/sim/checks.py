@@ -571,6 +571,8 @@ class Checks:
             demand(born == "filling" or may_be_full, f"I1: {key} begins as {born}")
             if born == "filling" and new.is_original:
                 self._newest(key)
+        elif old.is_relay and not new.is_relay:
+            self.world.saw("stepped aside")
         elif new.state != old.state:
             step = (old.state, new.state)
             self.world.saw(f"{step[0]} to {step[1]}")

@@ -26,6 +26,7 @@ import numpy as np
 import seeding  # noqa: F401
 import stragglers  # noqa: F401
 
+from torch_ros import errors
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import call as call_module
@@ -70,7 +71,7 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import batches, feed, mailbox, peers, reading, registered
+from torch_ros.transfer import batches, feed, mailbox, pace, peers, reading, registered
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.copy_buffers import CopyBuffers
 from torch_ros.weights import manifest
@@ -557,6 +558,45 @@ fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario
 fault("who was lost is a reader still", (sources, "_candidates"), scenario="place of the dead")(
     lambda rule: lambda view, seat, ref, lost=(): rule(view, seat, ref)
 )
+
+
+@fault("a slow source is left for a far one", (sources, "another"), scenario="slow seed")
+def _(another):
+    def faulty(*args, **options):
+        with patch.object(sources, "distance", lambda *_: 0):
+            return another(*args, **options)
+
+    return faulty
+
+
+fault("who is slow relays on", (sources, "step_aside"), scenario="slow relay")(
+    lambda _: lambda *_, **__: Done(value=False)
+)
+
+
+@fault("nobody need relay", (sources, "step_aside"), scenario="last relay")
+def _(step_aside):
+    def faulty(view, seat, call):
+        key = seat.holding(call.ref)
+        own = records.Holding.at(view, key)
+        if own is None or own.state != "filling" or not own.is_relay:
+            return step_aside(view, seat, call)
+        put = Put(
+            key, msgspec.structs.replace(own, is_relay=False).encode(), view.get(key).lease_id
+        )
+        return Act(Txn((view.unchanged(key),), (put,)), lambda _: True)
+
+    return faulty
+
+
+fault("who is slow is suspected", (errors.SourceLost, "orderly"), scenario="slow relay")(
+    lambda _: lambda lost: lost
+)
+
+
+@fault("who waits for its own source is slow", (pace.Pace, "is_behind"), scenario="slow for all")
+def _(is_behind):
+    return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 
 
 @fault("a suspicion is a verdict", (sources, "_candidates"), hole=22, scenario="flaky")

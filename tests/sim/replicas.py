@@ -219,7 +219,8 @@ class Process:
         world, hindered_s = self.world, self.hindered_s
         self.closing_s, most_s = world.now_s, self.start.linger_s
         # Drawn apart, so that each seed stays much what it was.
-        if Random(f"leaves/{world.seed}/{self.number}").random() < 0.2:
+        draw = Random(f"leaves/{world.seed}/{self.number}").random()
+        if draw < 0.2 and self.start.script is None:
             most_s = self.start.linger_s = 4.0
             self.handle.leave(within_s=most_s)
             world.saw("left")

@@ -71,6 +71,7 @@ class Scene(World):
         self.step_s, self.haste, self.read_s = 0.001, 0.0, 0.0
         self.steps_of_trouble = 1_000_000
         self.many = (32, 8, 8)
+        self.is_judged = False
         self.shapes = self.shape
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
         self.uneven: set[Process] = set()  # whose reads land in no order
@@ -2137,7 +2138,7 @@ def drains_at_the_end(scene: Scene) -> None:
 
     def slow(me: Process) -> None:  # it begins before the end
         scene.until("has 1")
-        scene.slow_s[me] = 1.5
+        scene.slow_s[me] = 1.2
         replicate(me, 1)
         demand(me.handle.last_read.reroutes == 0, "I6: a reader was not let finish")
         scene.sleep(10)

@@ -39,7 +39,7 @@ from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
-from torch_ros.transfer import reading
+from torch_ros.transfer import pace, reading
 from torch_ros.transfer.card import Card
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.weights import manifest
@@ -105,11 +105,13 @@ EVENTS = (
     "stream: SourceLost",
     "streamed",
     "some left out",
+    "stepped aside",
     "unpublish: DeadlineExceeded",
     "unpublished with a copy",
     "update: CallAborted",
 )
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
+JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
 GAPS = 0.04  # of the starts: their ranks lack a cell
 STORY = 60  # steps that a failure shows
 STEPS_MAX = 60_000
@@ -178,6 +180,7 @@ class World(Scheduler):
         self.is_retaining = rng.random() < 0.5
         self.is_lending = seed % 7 == 6  # the others stay what they were
         self.is_installing = seed % 7 == 3
+        self.is_judged = seed % 2 == 1  # whoever is slow
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self._populate()
@@ -625,6 +628,8 @@ class World(Scheduler):
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
                 stack.enter_context(patch.object(module, name, most))
+            for name, value in JUDGED.items() if self.is_judged else ():
+                stack.enter_context(patch.object(pace, name, value))
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
@@ -17,11 +18,18 @@ from torch_ros.protocol.sources import Source
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.txn import Delete, Put, Ranges, Txn, View, one
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
 RETRY_S = 0.5  # between tries to read from a source that failed before
+
+
+class _TooLittle(SourceLost):
+    """A source is left that is not lost, for the one at `place`."""
+
+    place = ""
 
 
 class ClaimedSources:
@@ -30,6 +38,8 @@ class ClaimedSources:
     def __init__(self, call: GroupCall) -> None:
         self.call = call
         self._tried = Counter[str]()  # how often each was lost
+        self._judged: set[str] = set()  # sources that gave too little
+        self._has_left = False  # one of them
 
     def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
         """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
@@ -52,11 +62,14 @@ class ClaimedSources:
                 place = next(left, "")
                 if not place:
                     raise  # a peer's, who gave up
-                self._tried[inst_at(place)] += 1
                 places.remove(place)
                 attached.pop(place, None)
                 self._detach(inst_at(place), lost)
-                places = places or [self._elsewhere(lost)]
+                if isinstance(lost, _TooLittle):
+                    places = [lost.place]
+                else:
+                    self._tried[inst_at(place)] += 1
+                    places = places or [self._elsewhere(lost)]
                 self.call.reroutes += 1
                 log.warning(
                     "%s: lost %r (%s); going on from %s with what there is",
@@ -83,8 +96,9 @@ class ClaimedSources:
         claim = seat.keys.reader_group(ref.run, ref.version, inst, seat.inst)
         gone = (Delete(one(mine)), Delete(one(claim)))
         timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
+        insts = [] if lost.is_orderly else [inst]
         try:
-            suspect(call.seating, [inst], lost.what, gone, timeout_s=timeout_s)
+            suspect(call.seating, insts, lost.what, gone, timeout_s=timeout_s)
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
             log.info("%s: %s was not told: %s", call.asked, inst, error)
 
@@ -118,7 +132,36 @@ class ClaimedSources:
         )
         return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
 
-    def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:
+    def fell_behind(self, source: Source) -> bool:
+        """Whether to pass nothing on: this rank gets much less than a near relay that it reads.
+
+        Raises:
+            SourceLost: It is left for another near one, once; the next time it was not the source.
+        """
+        call = self.call
+        if source.inst in self._judged:
+            return False
+        self._judged.add(source.inst)
+        ranges = sources.source_ranges(call.seat, call.ref)
+        if not self._has_left:
+            rule = partial(
+                sources.another,
+                seat=call.seat,
+                call=call.decided,
+                source=source,
+                tried=self._tried,
+            )
+            if place := self._glance(ranges, rule, unknown=""):
+                self._has_left = True
+                what = "it gets much more than it gives"
+                left = _TooLittle(replica_of(source.inst), what, 0, 0).orderly()
+                left.place = place
+                raise left
+            return False
+        aside = partial(sources.step_aside, seat=call.seat, call=call.decided)
+        return self._glance(ranges, aside, unknown=False)
+
+    def _glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
         """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
         call, deadline = self.call, self.call.deadline
         within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
@@ -142,8 +185,9 @@ def suspect(
     timeout_s: float = CLEAN_UP_S,
 ) -> None:
     """Let this replica and others prefer other sources for a while."""
-    seat = seating.seat
-    lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
+    seat, lease_id = seating.seat, 0
+    if insts:
+        lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
     puts = (
         Put(seat.keys.suspect(inst, seat.inst), Suspect(reason).encode(), lease_id)
         for inst in sorted(set(insts))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
@@ -422,7 +424,7 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     held, source = keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry, own = view.get(held), view.get(seat.holding(ref))
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
-    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0)
+    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0).orderly()
     if entry is None:
         raise left
     try:
@@ -493,9 +495,52 @@ def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> boo
             # that are filling are younger than their readers then.
             is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
             is_same = source.is_full or is_born_then or k.lingers(where.inst)
+            is_same &= holding.state != "filling" or holding.is_relay
             if is_same and holding.mark == source.mark:
                 return True
     return False
+
+
+def another(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+) -> Step[str]:
+    """Where a near source is that comes before `source`, which gives too little; "": nowhere.
+
+    As if `source` were lost, so the order of births holds; but nobody goes far away for speed.
+    """
+    ref = _version_read(view, seat, call)
+    candidates = _candidates(view, seat, ref, {*tried, source.inst})
+    suspected = suspects(view, seat.keys)
+    before = {
+        inst: found
+        for inst, found in candidates.items()
+        if not (found.distance or tried.get(inst) or inst in suspected or inst == source.inst)
+        if found.holding.state == "full" or found.entry.create_rev < source.born
+    }
+    best = _best(before, suspected) if before else ""
+    return Done(k.place(before[best].holding.datacenter, best) if best else "")
+
+
+def step_aside(view: View, seat: Seat, call: Call) -> Step[bool]:
+    """Relay nothing in this call any more; False: too few of those that fill here would.
+
+    A seed has no near source, and is never told to.
+    """
+    ref = _version_read(view, seat, call)
+    key, rests = seat.holding(ref), {True: 0, False: 0}
+    entry = view.get(key)
+    if entry is None:
+        return Done(value=False)
+    for holding, _ in seen_holdings(view, seat, ref).values():
+        if holding.state == "filling" and not distance(holding.datacenter, seat):
+            rests[not holding.is_relay] += 1
+    own = Holding.decode(entry.value, key)
+    if own.state != "filling" or not own.is_relay:
+        return Done(value=True)
+    if rests[True] + 1 > rests[False] - 1:
+        return Done(value=False)
+    put = Put(key, msgspec.structs.replace(own, is_relay=False).encode(), entry.lease_id)
+    return Act(Txn((view.unchanged(seat.group), view.unchanged(key)), (put,)), lambda _: True)
 
 
 def has_other(

@@ -26,6 +26,7 @@ from torch_ros.store.txn import View
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
+from torch_ros.transfer.pace import Pace
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
@@ -172,6 +173,9 @@ class Replication:
         self.progress: Progress | None = None  # of the tensors that are registered for it
         self.source = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
+        self._rate = (
+            0.0  # at which a near relay got the version that gave too little of it; bytes/s
+        )
         self._should_be_fast = False  # all of the source is there, on this host
 
     def perform(self, call: GroupCall) -> ReadReport:
@@ -188,6 +192,8 @@ class Replication:
             shard.word.serve_held()
             return self._report(call)
         self._watch.lap("decide")
+        if self.progress is not None:
+            self.progress.speak()  # it is a relay by this decision
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
@@ -234,6 +240,9 @@ class Replication:
                 self._target.vet()
 
     def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
+        is_near = source.datacenter == self._shard.group.seat.datacenter
+        # A full one shows no rate; another may have.
+        pace = Pace(self._rate) if is_near and (self._rate or not source.is_full) else None
         return connect(
             self._shard.reading.peers,
             [shard.card for shard in source.shards],
@@ -244,9 +253,16 @@ class Replication:
                 is_there=partial(claimed.is_there, source),
                 has_other=partial(claimed.has_other, source),
                 check=self._shard.group.ledger.check,
+                pace=pace,
+                fell_behind=partial(self._fell_behind, claimed, source),
             ),
             self._deadline,
         )
+
+    def _fell_behind(self, claimed: ClaimedSources, source: Source, rate: float) -> None:
+        self._rate = rate
+        if claimed.fell_behind(source) and self.progress is not None:
+            self.progress.hush()
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
         self.source = ", ".join(feed.source.replica for feed in feeds)

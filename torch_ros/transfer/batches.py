@@ -40,6 +40,12 @@ class Batch:
     staged: Sequence[StagedGroup]
     is_repeated: bool  # some staged blocks are there already, and may be read from
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that are read for it."""
+        staged = (transfer for group in self.staged for transfer in group.transfers)
+        return sum(transfer.size_bytes for transfer in (*self.transfers, *staged))
+
 
 @dataclass(frozen=True, slots=True)
 class _Places:

@@ -14,6 +14,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.pace import Pace
 from torch_ros.transfer.peers import Peers, PeerState
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.stall import SourceWait
@@ -43,11 +44,21 @@ class Progress(Arrivals):
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
         super().__init__(target.layout.blocks.total)
         self._mailbox, self.target, self._mark = mailbox, target, 0
+        self._is_hushed = False
 
     def serve(self, mark: int) -> None:
         """Tell readers from now on, under this mark."""
         self._mark = mark
         self._tell()
+
+    def hush(self) -> None:
+        """Pass nothing on before all of it is there: readers go elsewhere."""
+        self._is_hushed = True
+        self._mailbox.void()
+
+    def speak(self) -> None:
+        """Tell readers again what is there, from the next `serve` on."""
+        self._is_hushed = False
 
     def add(self, blocks: Ints, bytes_read: int) -> None:
         super().add(blocks, bytes_read)
@@ -63,6 +74,8 @@ class Progress(Arrivals):
             is_open = np.isin(overlaps, overlaps[~told]) & (overlaps >= 0)
             told = told & ~is_open
         is_all = bool(told.all())
+        if self._is_hushed and not is_all:
+            return
         self._mailbox.serve(self._mark, ALL_BLOCKS if is_all else int(np.argmin(told)))
 
 
@@ -76,6 +89,8 @@ class FeedSource:
     is_there: Callable[[], bool]  # asks the store whether the source is still there
     has_other: Callable[[float], bool]  # asks whom to read from, if it is mute for so long
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
+    pace: Pace | None = None  # of a near source, if it can be judged
+    fell_behind: Callable[[float], None] = lambda _: None  # told its rate then
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +146,8 @@ def _attend(
         if state.word.mark == mark and state.manifest is not None:
             return state
         if state.word.mark != mark and (source.is_full or state.word.mark):
-            raise SourceLost(replica, f"rank {rank} does not serve it any more", 0, 0)
+            what = f"rank {rank} does not serve it any more"
+            raise SourceLost(replica, what, 0, 0).orderly()
         if state.word.mark != mark:
             torn.reset()
         elif torn.still_s > TORN_S:
@@ -175,7 +191,7 @@ class Following:
         word = self._peers.word(self.feed.states[rank], self._deadline, self.look)
         self.silence.reset()
         if word.mark != self.feed.source.mark:
-            raise self.lost(rank, "it does not serve it any more")
+            raise self.lost(rank, "it does not serve it any more").orderly()
         self._positions[rank] = word.position
 
     def wait_for_more(self) -> None:
@@ -199,7 +215,8 @@ class Following:
         except SourceLost as lost:
             for state in self.feed.states:
                 self._peers.leave(state.agent)
-            raise SourceLost(lost.replica, lost.what, *self._so_far()) from lost
+            again = SourceLost(lost.replica, lost.what, *self._so_far())
+            raise (again.orderly() if lost.is_orderly else again) from lost
 
     def lost(self, rank: int, reason: str) -> SourceLost:
         return SourceLost(self.feed.source.replica, f"rank {rank}: {reason}", *self._so_far())

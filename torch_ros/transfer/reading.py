@@ -5,7 +5,8 @@ The steps are those of docs/PROTOCOL.md#reading.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
 
@@ -188,10 +189,13 @@ class ReadPass(Watcher):
         in_flight = min(FLIGHT * TRANSFER_BYTES, sum(tensor.nbytes for tensor in phase.memory))
         limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
         self._sources = [Following(peers, each, progress, deadline, limit_s) for each in supplies]
+        self._landed = self._shown = 0
+        self._unseen: deque[Batch] = deque()  # that the source was not seen to have yet
         self._batch_of: dict[Transfer, Batch] = {}
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
+        self._unseen.extend(batches)
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
         waiting: list[Batch] = []
@@ -260,6 +264,18 @@ class ReadPass(Watcher):
         blocks = np.concatenate([batch.blocks for batch in batches])
         self._progress.add(self._phase.blocks[blocks], bytes_read)
         self._counted(bytes_read)
+        self._landed += bytes_read
+        self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Compare what has landed with what the source got meanwhile, if that is a near relay."""
+        source = self._sources[0]
+        if len(self._sources) > 1 or (pace := source.feed.source.pace) is None:
+            return
+        while self._unseen and source.has(self._unseen[0].needs):
+            self._shown += self._unseen.popleft().size_bytes
+        if pace.is_behind(time.monotonic(), self._landed, self._shown):
+            source.feed.source.fell_behind(pace.rate)
 
     def _read_staged(self, batch: Batch) -> int:
         source = self._sources[batch.supply]

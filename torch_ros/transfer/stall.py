@@ -59,7 +59,7 @@ class SourceWait:
             return
         self._ask_s = self.still_s + STALL_S
         if not self._is_there():
-            raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0)
+            raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0).orderly()
         if self._has_other and self.still_s > self._limit_s and self._has_other(self.still_s):
             raise SourceLost(self._replica, f"{reason}, for {self.still_s:.0f} s", 0, 0)
         self._looked_s = time.monotonic()
