@@ -30,15 +30,15 @@ from harness import etcd_at
 from report import Row, machine, table
 
 from torch_ros.deadline import Deadline
-from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.claimed import ClaimedSources
+from torch_ros.protocol.forerunners import decided_next, next_version
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
-from torch_ros.protocol.records import Outcome, ShardRecord, VersionRef
-from torch_ros.protocol.seat import own_group
-from torch_ros.protocol.versions import Spec, newer, newer_ranges
+from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.seat import Seat, own_group
+from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Step
@@ -158,11 +158,14 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     def ask(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
-        offer = newer(view, group.seat.keys, LATEST, held)
-        return Done(offer.ref if offer else None)
+        return Done(next_version(view, group.seat, LATEST, held, may_fetch=None).ref)
+
+    def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+        found = next_version(view, seat, LATEST, held, may_fetch=None)
+        return decided_next(view, seat, call, found)
 
     def decide(call: GroupCall) -> VersionRef | None:
-        call.decide(ranges, partial(calls.update, spec=LATEST, held=held))
+        call.decide(ranges, effects)
         return call.decided.ref
 
     if group.seat.world_size == 1:

@@ -52,6 +52,12 @@ def demand(holds: object, why: str) -> None:
         raise Broken(why)
 
 
+def _replica(inst: str) -> str:
+    """Whose group's record it is that a holding of that name hangs on."""
+    name = k.replica_of(inst)
+    return name if k.is_forerunner(inst) else name.partition("+")[0]
+
+
 def told_at_once(check: Callable) -> Callable:
     """What production code may catch on its way still ends the run."""
 
@@ -191,7 +197,10 @@ class Checks:
                 not is_late or world.now_s < process.suspended_until_s + 1,
                 f"I7: {process} is sent to {peer}, dead since {peer.died_s}",
             )
-        demand(start is not process.start, f"{process} reads from itself")
+        is_ahead = k.is_forerunner(source.inst)
+        demand(is_ahead or start is not process.start, f"{process} reads from itself")
+        if is_ahead:
+            world.saw("fetched ahead, and taken")
 
     @told_at_once
     def _crosses(self, process: Process, call, source, tried) -> None:
@@ -222,7 +231,7 @@ class Checks:
     def _acyclic(self, process: Process, inst: str, born: int, goal: tuple, depth=0) -> None:
         """Nobody reads, by whatever detour, from itself. A holding made anew is another one."""
         demand((inst, born) != goal and depth < 50, f"{process} reads from {inst}, in a cycle")
-        if "+" in inst or not self._is_born(inst, born):
+        if "+" in inst or k.is_forerunner(inst) or not self._is_born(inst, born):
             return
         for peer in self.starts[inst].processes:
             for reader_born, *source in peer.reads_from:
@@ -536,8 +545,8 @@ class Checks:
             demand(is_there, f"I7: {key} is there, and its group is not")
 
     def _is_seated(self, inst: str) -> bool:
-        replica = k.replica_of(inst).partition("+")[0]
-        group = self.groups.get(self.world.keys.group(replica))
+        group = self.groups.get(self.world.keys.group(_replica(inst)))
+        replica = _replica(inst)
         return (
             group is not None
             and group.left is None
@@ -546,8 +555,7 @@ class Checks:
 
     def _anchored(self, key: str, inst: str, entry) -> None:
         """I3: a group's records live as long as its own record."""
-        replica = k.replica_of(inst).partition("+")[0]
-        group = self.world.store._entries.get(self.world.keys.group(replica))
+        group = self.world.store._entries.get(self.world.keys.group(_replica(inst)))
         if group is None or not self._is_seated(inst):
             return
         demand(
@@ -583,12 +591,40 @@ class Checks:
             demand(step in allowed, f"I5: {key} goes from {old.state} to {new.state}")
         if new.state == "full":
             self._covers(key, inst, new)
+        if k.is_forerunner(inst):
+            self._changed_ahead(key, inst, new)
+            return
         if old is None and k.lingers(inst):
             self.world.saw("lingers")
         is_of_tensors = "+" not in inst or k.lingers(inst)
         if is_of_tensors and not (new.is_original and new.state == "filling"):
             for process in self.starts[k.owner_of(inst)].processes:
                 self._compare_with(process, new, key)
+
+    def _changed_ahead(self, key: str, inst: str, new: Holding) -> None:
+        """I15, I1: one forerunner of a datacenter fills a version; what it offers is that."""
+        filling = [
+            other
+            for other, holding in self.holdings.items()
+            if holding.state == new.state == "filling"
+            and k.is_forerunner(k.parse_holding(other).inst)
+            if other.rpartition("/")[0] == key.rpartition("/")[0]
+        ]
+        demand(len(filling) < 2, f"I15: forerunners of one datacenter fill {filling}")
+        if new.state != "full":
+            return
+        self.world.saw("fetched ahead")
+        for process in self.starts[inst].processes:
+            ahead = process.handle and process.handle._shard.forerunner
+            if ahead is None or ahead._room is None or process.is_gone:
+                continue
+            group = ahead._shard.group
+            if group.state != "seated" or group.seat.inst != inst:
+                continue
+            chunks = (c.tensor for t in ahead._room.state.tensors for c in t.chunks)
+            cells = [cell for chunk in chunks for cell in chunk.flatten().tolist()]
+            good = cells == process.expected(self.truth[new.uid]).tolist()
+            demand(good, f"I1: {key} is full, and {process} has fetched {cells}")
 
     def _covers(self, key: str, inst: str, holding: Holding) -> None:
         """I9: who holds a version shows every element of it."""
@@ -610,6 +646,8 @@ class Checks:
         if handle is None:
             return None
         mailboxes = [handle._shard.mailbox, *(copy.mailbox for copy in handle._shard.copies.made)]
+        ahead = handle._shard.forerunner
+        mailboxes += [ahead._shard.mailbox] if ahead and ahead._shard else []
         shown = next((each.manifest for each in mailboxes if each.card == shard.card), None)
         return shown and shown.layout
 
@@ -792,7 +830,8 @@ class Checks:
         for key, holding in self.holdings.items():
             inst = k.parse_holding(key).inst
             start = self.starts[k.owner_of(inst)]
-            if holding.state != "full" or "+" in inst or not start.is_intact:
+            is_copy = "+" in inst or k.is_forerunner(inst)
+            if holding.state != "full" or is_copy or not start.is_intact:
                 continue
             for process in start.processes:
                 group = process.handle._shard.group

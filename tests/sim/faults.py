@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
+import ahead  # noqa: F401
 import farewell  # noqa: F401
 import installing  # noqa: F401
 import loans  # noqa: F401
@@ -33,6 +34,7 @@ from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
     closing,
+    forerunners,
     installs,
     ledger,
     membership,
@@ -49,7 +51,16 @@ from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
-from torch_ros.shard import beginnings, borrowing, filling, manifests, reads, replication, word
+from torch_ros.shard import (
+    beginnings,
+    borrowing,
+    filling,
+    forerunner,
+    manifests,
+    reads,
+    replication,
+    word,
+)
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
 from torch_ros.store import loops, memory
@@ -413,7 +424,7 @@ fault(
     hole=18,
     scenario="few, not whole",
 )(lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec))
-fault("a glimpse of an older version is enough", (versions, "_newest_record"))(
+fault("a glimpse of an older version is enough", (versions, "newest_record"))(
     lambda newest: (
         lambda view, keys: min(
             (ref for ref, _ in versions._records(view, keys)), key=lambda r: r.order, default=None
@@ -656,6 +667,65 @@ def _(rule):
 )
 def _(silence_s):
     return math.inf
+
+
+fault(
+    "forerunners do not look at each other", (forerunners, "_is_fetching"), scenario="ordered twice"
+)(lambda rule: lambda near: False)
+fault("forerunners may overtake each other", (replication, "fetch"), scenario="ordered twice")(
+    edited(without(NoneNewer))
+)
+fault("a forerunner's copy is never spare", (forerunners, "await_spare"), scenario="fetched ahead")(
+    lambda rule: lambda view, seat, ref: Wait("", (one(seat.group),))
+)
+fault(
+    "a forerunner's copy is spare at once", (forerunners, "await_spare"), scenario="fetched ahead"
+)(lambda rule: lambda view, seat, ref: Done(None))
+fault("a stuck seed is waited for", (forerunner, "STUCK_S"), scenario="seed ahead is stuck")(
+    lambda limit_s: math.inf
+)
+fault(
+    "no rank's memory is asked for",
+    (forerunner.Forerunner, "_require_room"),
+    scenario="no memory ahead",
+)(lambda rule: lambda self, size_bytes: None)
+fault(
+    "a rank without memory keeps it to itself",
+    (forerunner, "GroupTask"),
+    scenario="no memory ahead",
+)(
+    lambda made: (
+        lambda kind, asked, deadline, perform: (
+            made(kind, asked, deadline, perform)
+            if kind == "replicate"
+            else made(kind, asked, deadline, lambda call: call.decide((), forerunner.recorded))
+        )
+    )
+)
+
+
+@fault(
+    "an update waits for what it has ordered",
+    (forerunner.Forerunner, "fetch"),
+    scenario="often asked",
+)
+def _(order):
+    def faulty(self, ref, deadline):
+        order(self, ref, deadline)
+        while not self.is_idle and not self._is_closed:
+            forerunner.time.sleep(0.5)
+
+    return faulty
+
+
+@fault("what is here is passed by", (replication, "next_version"), scenario="newest here")
+def _(rule):
+    def faulty(view, seat, spec, held, *, may_fetch):
+        found = rule(view, seat, spec, held, may_fetch=may_fetch)
+        newest = versions.newer(view, seat.keys, spec, held) if found.ref else None
+        return dataclasses.replace(found, ref=newest.ref if newest else None)
+
+    return faulty
 
 
 @fault("far sources are claimed with the decision", (calls, "free_sources"), scenario="busy source")

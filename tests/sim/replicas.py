@@ -65,6 +65,8 @@ class Start:
     digests: str = "off"
     borrow_bytes: int = 0  # more: it publishes copies
     installs: bool = False
+    seeding: str = "foreground"
+    seeding_bytes: int | None = None
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -253,6 +255,8 @@ class Process:
                 digests=start.digests,
                 borrow_bytes=start.borrow_bytes,
                 installs=start.installs,
+                seeding=start.seeding,
+                seeding_bytes=start.seeding_bytes,
                 costs=CHEAP_COPIES,
             )
         except TorchRosError as error:
@@ -311,6 +315,12 @@ class Process:
             self.handle.unpublish(timeout_s=30)
             assert self.handle.version is None, "I2: unpublish returned, and a version is held"
             self.scribble_if_free()
+
+    @property
+    def forerunner(self):
+        """The shard of its forerunner, if that is open."""
+        ahead = self.handle and self.handle._shard.forerunner
+        return ahead and ahead._shard
 
     # Calls
 
@@ -532,6 +542,7 @@ class Process:
             kind = "install" if self.start.installs else "update"
             self._insist(Task(kind, "latest", timeout_s=60), PROBE)
         world.meet("has the probe", self)
+        self._await_release()
         self._insist(Task("unpublish", timeout_s=120), None)
         world.meet("has nothing", self)
         if self.start.retain:
@@ -544,6 +555,15 @@ class Process:
         assert not left, (
             f"I6: {self} keeps {len(self.handle._shard.copies)} copies that nobody retains"
         )
+
+    def _await_release(self) -> None:
+        """A copy that was fetched is let go of when a replica has the version."""
+        ahead, world = self.handle._shard.forerunner, self.world
+        until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
+        while ahead and ahead._room and world.now_s < until_s and self.handle.version == PROBE:
+            world.sleep(4.0)
+        is_kept = ahead and ahead._room and self.start.is_intact and self.handle.version == PROBE
+        assert not is_kept, f"I15: {self} keeps a copy that nobody needs"
 
     def _insist(self, task: Task, wanted: int | None) -> None:
         """What a program does that wants to get on: it calls again."""

@@ -17,6 +17,7 @@ from torch_ros.costs import HOST_COSTS
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import voucher
 from torch_ros.p2p.voucher import LetGo, Neighbour
+from torch_ros.protocol import keys as k
 from torch_ros.spans import HOST
 
 LOOK_S = 1.0  # a reader looks again after that, so that its deadlines count
@@ -27,9 +28,11 @@ ABSENT = "it is gone"
 class Wire:
     """A process's endpoint."""
 
-    def __init__(self, world, process) -> None:
+    def __init__(self, world, process, replica: str) -> None:
         self.world, self.process = world, process
         self.agent = f"agent-{process.number}"
+        if k.is_forerunner(k.instance(replica, "")):
+            self.agent = f"forerunner-{process.number}-{world.number()}"
         self.registrations: dict[int, list] = {}
         self._keys = itertools.count(1)
         self.is_closed = False

@@ -33,6 +33,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import group, sources, versions
+from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
 from torch_ros.shard.host_copies import HostCopy
@@ -75,6 +76,8 @@ EVENTS = (
     "closed",
     "copied to host memory",
     "draining to full",
+    "fetched ahead",
+    "fetched ahead, and taken",
     "fenced for good",
     "filling to full",
     "full to draining",
@@ -221,7 +224,7 @@ class World(Scheduler):
     def start_of(self, replica: str, nonce: str) -> Start:
         """Whose group record that is: its creator is about to say so."""
         creator = self.current.process.start
-        if creator.replica == replica:
+        if replica in {creator.replica, k.forerunner_of(creator.replica)}:
             return creator
         return self.checks.starts[f"{replica}@{nonce}"]
 
@@ -250,6 +253,8 @@ class World(Scheduler):
             if self.is_lending and is_trainer:
                 apart = Random(f"{self.seed}/{made.number}/lends")
                 made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
+            if Random(f"{self.seed}/{made.number}/ahead").random() < 0.5 and not is_trainer:
+                made.seeding = "host" if self.is_in_datacenters and not made.loads else made.seeding
             if Random(f"{self.seed}/{made.number}/gap").random() < GAPS:
                 made.sharding = "gap"
         if self.is_in_datacenters:
@@ -489,7 +494,9 @@ class World(Scheduler):
         if victim.handle is not None:
             self.tell(victim, "loses its lease")
             victim.hindered_s += TTL_S
-            self.store.expire(victim.handle._shard.group.session.lease_id)
+            ahead = victim.forerunner
+            of = ahead if ahead is not None and self.random() < 0.5 else victim.handle._shard
+            self.store.expire(of.group.session.lease_id)
             self.store_changed("a lease ends")
 
     def _kill_one(self, victim: Process) -> None:
@@ -614,7 +621,9 @@ class World(Scheduler):
             "_open_shards": set(),
             "_close_open_shards_at_exit": lambda: None,
             "mark_written": lambda _: None,
-            "choose_transport": lambda *_, **__: Wire(world, world.current.process),
+            "choose_transport": lambda *_, replica, **__: Wire(
+                world, world.current.process, replica
+            ),
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,

@@ -1,5 +1,6 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, View, one
 
 T = TypeVar("T")
+Effects = Callable[[View, Seat, Call], Step[Call]]
+"""What a decision writes besides itself."""
 log = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
@@ -103,7 +106,7 @@ class GroupCall(Attempt):
     def decide(
         self,
         ranges: Ranges,
-        effects: Callable[[View, Seat, Call], Step[Call]],
+        effects: Effects,
         ahead: Ranges = (),
     ) -> None:
         """Decide what the group does in this call: the first rank that asks does.
@@ -202,14 +205,16 @@ class GroupCall(Attempt):
         Args:
             avoided: Sources whose bytes were wrong: others come first.
         """
-        tries = 0
+        tries = itertools.count()
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-            nonlocal tries
-            tries += 1
-            most = sources_max if tries == 1 else 0
+            most = 0 if next(tries) else sources_max
             return calls.replicate(view, seat, call, spec, is_relay=is_relay, sources_max=most)
 
+        self.decide_and_claim(effects, avoided)
+
+    def decide_and_claim(self, effects: Effects, avoided: Collection[str] = ()) -> None:
+        """Decide which version, by this rule, and claim a source of it."""
         while not self.has_ended:
             self.decide(calls.replicate_ranges(self.seat), effects)
             if self.has_ended or self.decided.sources:

@@ -1,6 +1,6 @@
 """The rules of a group's calls. Pure: a view in, a step out; no clock, no client, no retry.
 
-I1 to I14 are the invariants of docs/PROTOCOL.md#invariants, which tells these rules in words.
+I1 to I15 are the invariants of docs/PROTOCOL.md#invariants, which tells these rules in words.
 """
 
 import itertools
@@ -49,7 +49,6 @@ from torch_ros.protocol.sources import claim_of, free_sources
 from torch_ros.protocol.versions import (
     Spec,
     first_holders,
-    newer,
     published,
     resolve,
     shows_all,
@@ -333,13 +332,6 @@ def filling(
         is_relay=is_relay,
         spot=seat.spot,
     )
-
-
-def update(view: View, seat: Seat, call: Call, spec: Spec, held: VersionRef) -> Step[Call]:
-    """Whether to go to another version; written down, so that all ranks do the same (I3)."""
-    offer = newer(view, seat.keys, spec, held)
-    ref = offer.ref if offer else None
-    return recorded(view, seat, msgspec.structs.replace(call, ref=ref, outcome=Outcome()))
 
 
 # A rank's part in a call, and the call's end

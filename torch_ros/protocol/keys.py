@@ -18,6 +18,7 @@ VERSION_MAX = 2**63 - 1
 RANK_DIGITS = 6
 LINGERS = "linger"
 STREAMS = "stream"
+AHEAD = "+host"
 
 
 def instance(replica: str, nonce: str) -> str:
@@ -77,6 +78,15 @@ def family(nonce: str) -> str:
 
 def replica_of(inst: str) -> str:
     return unquote(inst.partition("@")[0])
+
+
+def forerunner_of(replica: str) -> str:
+    """The name of the replica that fetches versions for this one; nobody else may have it."""
+    return f"{replica}{AHEAD}"
+
+
+def is_forerunner(inst: str) -> bool:
+    return replica_of(inst).endswith(AHEAD)
 
 
 @lru_cache(4096)

@@ -139,8 +139,17 @@ def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str
     free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
     near = [i for i in free if not candidates[i].distance]
     near.sort(key=lambda inst: candidates[inst].entry.create_rev)
+    if own := _own_copy(candidates, seat):
+        return [k.place(seat.datacenter, own)] if own in near else []
     chosen = near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
     return [k.place(candidates[inst].holding.datacenter, inst) for inst in chosen]
+
+
+def _own_copy(candidates: Mapping[str, _Candidate], seat: Seat) -> str:
+    """The copy that this replica's forerunner has in the same processes; "": there is none."""
+    name = k.forerunner_of(seat.replica)
+    full = (i for i, found in candidates.items() if found.holding.state == "full")
+    return next((inst for inst in full if k.replica_of(inst) == name), "")
 
 
 def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
@@ -287,6 +296,8 @@ def _predicted(
     """The source that no other newcomer should choose now; else the best."""
     suspected = suspects(view, seat.keys)
     unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
+    if own := _own_copy(unsuspected, seat):
+        return own
     if _is_whole(view, seat, ref):
         choice = _by_count(view, seat, ref, unsuspected)
     else:

@@ -152,10 +152,21 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     raise VersionNotFound(keys.model, str(spec.absolute), reason)
 
 
-def _newest_record(view: View, keys: Keys) -> VersionRef | None:
+def newest_record(view: View, keys: Keys) -> VersionRef | None:
     """The newest version that was ever published in full: none above it can be available."""
     refs = (ref for ref, record in _records(view, keys) if record.layout)
     return max(refs, key=lambda ref: ref.order, default=None)
+
+
+def newer_refs(
+    view: View, keys: Keys, held: VersionRef, newest: VersionRef | None = None
+) -> list[VersionRef]:
+    """What was published in full after `held`, in the run of `newest` and not after it."""
+    run = newest.run if newest else held.run
+    refs = [ref for ref, record in _records(view, keys) if record.layout and ref.run == run]
+    found = [ref for ref in refs if ref.order > held.order or ref == newest]
+    found = [ref for ref in found if newest is None or ref.order <= newest.order]
+    return sorted(found, key=lambda ref: ref.order, reverse=True)
 
 
 def _not_yet(spec: Spec) -> str:
@@ -167,7 +178,7 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
 
     The run of the newest record is the one that counts if anything of it is available.
     """
-    newest = _newest_record(view, keys)
+    newest = newest_record(view, keys)
     if newest is None or spec.back:
         return None
     number = newest.version if spec.absolute is None else spec.absolute
@@ -230,7 +241,7 @@ def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVers
     """What `spec` means now, if that is newer than `held` (absolute: another). Never waits."""
     if spec.absolute == held.version:
         return None
-    if spec.absolute is None and _newest_record(view, keys) == held:
+    if spec.absolute is None and newest_record(view, keys) == held:
         return None
     offer = resolve(view, keys, spec)
     if isinstance(offer, Wait):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from torch_ros import arguments
 from torch_ros.deadline import Deadline
@@ -62,6 +62,17 @@ class Settings:
     borrow_bytes: int
 
 
+class RunsAhead(Protocol):
+    """A replica's forerunner."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it would begin now with what it is told to fetch."""
+
+    def fetch(self, ref: VersionRef, deadline: Deadline) -> None:
+        """Have a version fetched, by all ranks. Does not wait for it."""
+
+
 class Shard:
     """A seat, the tensors that are shown from it, and the replica's calls, one at a time.
 
@@ -79,7 +90,7 @@ class Shard:
         pages: HugePages,
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
-        self.mailbox, self.reading = mailbox, reading
+        self.mailbox, self.reading, self.transport = mailbox, reading, transport
         self.word = OwnWord(group, mailbox)
         self.tensors = Tensors(mailbox, pages)
         self.manifests = Manifests(group, mailbox, reading.peers)
@@ -87,9 +98,9 @@ class Shard:
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
         self.last_read: ReadReport | None = None
+        self.forerunner: RunsAhead | None = None
         self.intake = Intake(group.ledger)
         self.is_closed = False
-        self.transport = transport
         self.before_end: list[Callable[[], object]] = []  # done first when it closes
         self._lock = threading.RLock()
         self._ending = threading.Lock()

@@ -348,12 +348,18 @@ class ShardHandle:
         (drained), then replicate. A relative version never goes back to an older one; an absolute
         one goes wherever it says.
 
+        Opened with `seeding="host"`: goes to the newest version that a replica of this datacenter
+        has. If none is newer than what is held, it has the newest one fetched here, unless that is
+        under way, and returns False.
+
         Returns:
             Whether this replica now holds another version than before. False costs one read of
-            etcd; with several ranks, and one write that tells the others.
+            etcd; with several ranks, and one write that tells the others. With `seeding="host"`,
+            one read more while something newer is elsewhere.
 
-        Raises as `replicate` does. Once the old version was given up, the handle holds nothing,
-        and a later `update` replicates.
+        Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
+        fetched: then nothing is given up. Once the old version was given up, the handle holds
+        nothing, and a later `update` replicates.
         """
         shard = self._shard
         deadline = shard.deadline(f"update {version}", timeout_s)

@@ -1,9 +1,11 @@
 """`open`: check what the caller asks for, take the seat, and make the handle."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
 
 from torch_ros import arguments, environment
 from torch_ros.costs import Costs
@@ -11,14 +13,15 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.keys import AHEAD, Keys, forerunner_of
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.core import Settings, Shard
+from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.host_copies import shard_of
-from torch_ros.shard.identity import identify
+from torch_ros.shard.identity import Identity, identify
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.meter import OnProgress
@@ -28,6 +31,7 @@ from torch_ros.weights.manifest import Depth
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "local"
+Seeding = Literal["foreground", "host"]
 
 
 def _several(name: str, value: object) -> None:
@@ -65,6 +69,8 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "borrow_bytes": arguments.whole(0, 1 << 50),
     "huge_pages": arguments.yes_or_no,
     "on_progress": arguments.optional(_function),
+    "seeding": arguments.one_of(get_args(Seeding)),
+    "seeding_bytes": arguments.optional(arguments.whole(0, 1 << 50)),
 }
 
 
@@ -95,6 +101,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     huge_pages: bool = True,
     borrow_bytes: int = 0,
     on_progress: OnProgress | None = None,
+    seeding: Seeding = "foreground",
+    seeding_bytes: int | None = None,
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
 
@@ -170,6 +178,14 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             of a read, by the thread that reads. Its exceptions are logged. None: a read of more
             than a second draws a bar if stderr is a terminal, on the first rank of each host;
             not if the environment has TORCH_ROS_PROGRESS=0.
+        seeding: How a newer version comes into a datacenter that does not have it. "foreground":
+            an `update` reads it, however slow the link is, with nothing held meanwhile. "host":
+            `update` has it fetched into host memory, in the background and by one replica of the
+            datacenter, and returns False until it is there; this replica goes on with what it has.
+            Then replicas go to it, and the copy is let go of when one of them has it. Takes a
+            copy of the shard, in host memory and for that long.
+        seeding_bytes: How much host memory such a copy may take in this process. With less than
+            the shard has, an `update` that would fetch is a UsageError. None: what the host has.
 
     Raises:
         UsageError: Bad arguments, or ranks that disagree about them; or this process was forked
@@ -187,39 +203,88 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
+    if place.replica.endswith(AHEAD):
+        raise UsageError(f"replica {place.replica!r}: names that end in {AHEAD!r} are taken")
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
-    with ExitStack() as undo:
-        # First: in a child that was forked beside a handle it refuses, and grpc would be at a loss.
-        is_here = endpoint.startswith("memory:")
-        network = Network(fabric or datacenter, tuple(wan_devices))
-        ways = choose_transport(
-            way, network, replica=place.replica, rank=place.rank, in_process=is_here, reason=reason
-        )
-        undo.callback(ways.close)
-        kv = undo.enter_context(closing(connect_store(endpoint, timeout_s=timeout_s)))
-        pages = huge_pages_for(ways, is_wanted=huge_pages)
-        reading = Reading(ways, staging_bytes, costs, pages)
-        mailbox = Mailbox(ways, reading.forget)
-        seat = Applicant(
-            keys=Keys(model),
-            replica=place.replica,
-            rank=place.rank,
-            world_size=place.world_size,
-            shared_nonce=place.nonce or "",
-            run=run,
-            datacenter=datacenter,
-            spot=spot,
-            retain=retained,
-            ttl_s=ttl_s,
-            drain_s=drain_s,
-            shard=shard_of(mailbox, Install() if installs else None),
-        )
-        group = Group.join(kv, seat, deadline)
-        undo.callback(group.close)
-        handle = ShardHandle(Shard(model, group, ways, mailbox, reading, chosen, pages))
-        undo.pop_all()
-    log.info("opened %s at %s, run %r", handle, kv.endpoint, group.seat.run)
-    return handle
+    network = Network(fabric or datacenter, tuple(wan_devices))
+    means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
+    applicant = partial(
+        Applicant,
+        keys=Keys(model),
+        rank=place.rank,
+        world_size=place.world_size,
+        run=run,
+        datacenter=datacenter,
+        ttl_s=ttl_s,
+        drain_s=drain_s,
+    )
+    own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
+    install = Install() if installs else None
+    shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
+
+    def ahead(nonce: str, deadline: Deadline, on_progress: OnProgress) -> Shard:
+        name = replace(place, replica=forerunner_of(place.replica))
+        settings = replace(chosen, relay=True, on_progress=on_progress)
+        # Spot: nobody counts on a copy that is let go of when it has been used.
+        there = partial(applicant, shared_nonce=nonce, spot=True)
+        there = partial(there, run=shard.group.seat.run, datacenter=shard.group.seat.datacenter)
+        return means.shard(name, there, settings, deadline)
+
+    if seeding == "host":
+        shard.forerunner = Forerunner(shard, ahead, seeding_bytes)
+    return ShardHandle(shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """The things that all seats of one `open` are made with."""
+
+    model: str
+    endpoint: str
+    timeout_s: float
+    way: str
+    network: Network
+    reason: str
+    staging_bytes: int
+    costs: Costs | None
+
+    def shard(
+        self,
+        place: Identity,
+        applicant: Callable[..., Applicant],
+        settings: Settings,
+        deadline: Deadline,
+        install: Install | None = None,
+        *,
+        huge_pages: bool = False,
+    ) -> Shard:
+        """Take a seat, with all that belongs to it."""
+        name = place.replica
+        with ExitStack() as undo:
+            # First: in a child that was forked beside a handle it refuses, and grpc would be at a
+            # loss.
+            is_here = self.endpoint.startswith("memory:")
+            ways = choose_transport(
+                self.way,
+                self.network,
+                replica=name,
+                rank=place.rank,
+                in_process=is_here,
+                reason=self.reason,
+            )
+            undo.callback(ways.close)
+            kv = undo.enter_context(closing(connect_store(self.endpoint, timeout_s=self.timeout_s)))
+            pages = huge_pages_for(ways, is_wanted=huge_pages)
+            reading = Reading(ways, self.staging_bytes, self.costs, pages)
+            mailbox = Mailbox(ways, reading.forget)
+            group = Group.join(
+                kv, applicant(replica=name, shard=shard_of(mailbox, install)), deadline
+            )
+            undo.callback(group.close)
+            shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
+            undo.pop_all()
+        log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
+        return shard
 
 
 def _chosen(transport: str | None) -> tuple[str, str]:

@@ -7,17 +7,24 @@ from contextlib import closing
 from functools import partial
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import BackendError, CorruptWeights, SeatLost, SourceLost, UsageError
-from torch_ros.protocol import calls
+from torch_ros.errors import (
+    BackendError,
+    CorruptWeights,
+    SeatLost,
+    SourceLost,
+    UsageError,
+    VersionNotFound,
+)
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
+from torch_ros.protocol.forerunners import Next, decided_next, fetch, next_of, next_version
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
-from torch_ros.protocol.records import VersionRef
-from torch_ros.protocol.seat import own_group
+from torch_ros.protocol.records import Call, VersionRef
+from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.sources import Source
-from torch_ros.protocol.versions import Spec, newer, newer_ranges
+from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
@@ -86,33 +93,47 @@ def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
     shard.intake.begins(deadline)
     shard.begin("update", deadline.what, deadline)
     held = shard.held
-    newest = find_newer(shard, version, held, deadline) if held else None
-    if held is not None and newest is None:
+    found = find_newer(shard, version, held, deadline) if held else Next()
+    if held is not None and (found.ref is None or found.is_fetched):
+        if found.ref is not None and shard.forerunner is not None:
+            shard.forerunner.fetch(found.ref, deadline)
         shard.intake.ends(held, deadline)
         return False
     shard.unpublish_first(deadline.what, deadline, may_forget=False)
-    replicate(shard, version, newest, deadline)
+    if shard.forerunner is None or found.ref is None:
+        replicate(shard, version, found.ref, deadline)
+        return True
+    try:  # the one that is here, and not a newer one that is far
+        replicate(shard, found.ref.version, None, deadline)
+    except VersionNotFound:
+        replicate(shard, version, held, deadline)
     return True
 
 
-def find_newer(
-    shard: Shard, version: int | str, held: VersionRef, deadline: Deadline
-) -> VersionRef | None:
-    """The version to go to from `held`, the same on all ranks; None: there is none."""
+def find_newer(shard: Shard, version: int | str, held: VersionRef, deadline: Deadline) -> Next:
+    """What to do about versions newer than `held`, the same on all ranks."""
     group, spec = shard.group, Spec.parse(version)
-    ranges = newer_ranges(group.seat.keys)
+    ranges, forerunner = newer_ranges(group.seat.keys), shard.forerunner
 
-    def search(call: GroupCall) -> VersionRef | None:
-        call.decide(ranges, partial(calls.update, spec=spec, held=held))
-        return call.decided.ref
+    def find(view: View, seat: Seat) -> Next:
+        # An install has entered a version that it has to bring.
+        has_none = forerunner is None or shard.intake.refs is not None
+        may_fetch = None if has_none or forerunner is None else forerunner.is_idle
+        return next_version(view, seat, spec, held, may_fetch=may_fetch)
+
+    def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+        return decided_next(view, seat, call, find(view, seat))
+
+    def search(call: GroupCall) -> Next:
+        call.decide(ranges, effects)
+        return next_of(call.decided)
 
     if not shard.is_alone:
         return shard.make(GroupTask("update", deadline.what, deadline, search))
 
-    def rule(view: View) -> Step[VersionRef | None]:
+    def rule(view: View) -> Step[Next]:
         own_group(view, group.seat)
-        found = newer(view, group.seat.keys, spec, held)
-        return Done(found.ref if found else None)
+        return Done(find(view, group.seat))
 
     # Nobody could decide otherwise: one read, nothing written.
     while True:
@@ -181,13 +202,17 @@ class Replication:
     def perform(self, call: GroupCall) -> ReadReport:
         self._target.prepare()
         self._book_lost_time()
-        shard = self._shard
         call.decide_to_read(
             self._spec,
-            is_relay=self._terms.is_relayed and shard.settings.relay,
+            is_relay=self._terms.is_relayed and self._shard.settings.relay,
             sources_max=sources_max(self._target.bytes_total),
             avoided=self._avoided,
         )
+        return self.read(call)
+
+    def read(self, call: GroupCall) -> ReadReport:
+        """Do what was decided."""
+        shard = self._shard
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
             return self._report(call)
@@ -327,3 +352,22 @@ class Replication:
                 speed / 1e9,
             )
         return report
+
+
+class Fetching(Replication):
+    """A forerunner's: of one version, unless that is in its datacenter already, or coming."""
+
+    def __init__(self, shard: Shard, wanted: VersionRef, deadline: Deadline) -> None:
+        spec = Spec(wanted.version)
+        super().__init__(shard, spec, SourceTerms(), Target(shard), deadline)
+        self._wanted = wanted
+
+    def fetch(self, call: GroupCall) -> bool:
+        """Whether it was fetched."""
+        self._target.prepare()
+        self._book_lost_time()
+        call.decide_and_claim(partial(fetch, wanted=self._wanted))
+        if call.decided.ref is None:
+            return False
+        self.read(call)
+        return True

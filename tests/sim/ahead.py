@@ -1,0 +1,244 @@
+"""Scenes of versions that are fetched into a datacenter while its replicas go on: I15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from checks import demand
+from replicas import TTL_S, Process
+from scenes import SCENES, Scene, publish, puts, replicate, unpublish
+from seeding import crossings
+
+from torch_ros.errors import UsageError
+from torch_ros.shard.forerunner import STUCK_S
+
+POLL_S = 0.5
+AT_ONCE_S = 2.0  # what an update takes that finds nothing, or orders; the world is a slow one
+
+
+def _poll(
+    me: Process, wanted: int, limit_s: float = 400.0, *, enough: int = 1 << 30
+) -> list[float]:
+    """Update until a version is there. How long each update took that brought nothing.
+
+    Args:
+        enough: After so many the link is a fast one.
+    """
+    scene, handle, took_s = me.world, me.handle, []
+    until_s = scene.now_s + limit_s
+    while handle.version != wanted:
+        began_s, held = scene.now_s, handle.version
+        is_new = handle.update(timeout_s=100)
+        demand(is_new == (handle.version != held), f"{me}: update said {is_new}")
+        scene.checks.returned(me, handle.version)
+        if not is_new:
+            took_s.append(scene.now_s - began_s)
+            if len(took_s) > enough:
+                scene.slow_s[me] = 0.0
+            scene.sleep(POLL_S)
+        demand(scene.now_s < until_s, f"I6: {me} never gets version {wanted}")
+    return took_s
+
+
+def _released(me: Process) -> None:
+    ahead = me.handle._shard.forerunner
+    me.world.when(lambda: ahead._room is None, f"the copy of {me} let go of", 2 * TTL_S)
+
+
+def _train(me: Process, names: tuple[str, ...], *, versions: int = 2) -> None:
+    scene = me.world
+    for version in range(1, versions + 1):
+        if version > 1:
+            unpublish(me)
+        publish(me, version, version)
+        scene.reach(f"{version}")
+        scene.until(*(f"{name} has {version}" for name in names))
+    scene.until(*names)
+
+
+def _stay(me: Process, names: tuple[str, ...]) -> None:
+    me.world.reach(me.start.replica)
+    me.world.until(*names)
+
+
+def _first(me: Process) -> None:
+    """All of the rollouts begin with version 1."""
+    me.world.until("1")
+    replicate(me)
+    me.world.reach(f"{me.start.replica} has 1")
+    me.world.until("2")
+
+
+def _play(scene: Scene, follow: Callable, *, count: int = 3, size: int = 0, **options) -> None:
+    names = tuple(f"r{number}" for number in range(count))
+    size = size or 1 + scene.seed % 2
+    scene.start("t", partial(_train, names=names), size=1, datacenter="west")
+    for name in names:
+        made = {"datacenter": "east", "seeding": "host", **options}
+        scene.start(name, partial(follow, names=names), size=size, **made)
+    scene.play()
+
+
+def fetched(scene: Scene) -> None:
+    """A version crosses once, while all replicas go on, and nobody keeps a copy of it."""
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        scene.slow_s[me] = 0.5
+        took_s = _poll(me, 2)
+        demand(max(took_s, default=0) < AT_ONCE_S, f"I15: {me} waited for its forerunner: {took_s}")
+        scene.slow_s[me] = 0.0
+        scene.reach(f"{me.start.replica} has 2")
+        _released(me)
+        _stay(me, names)
+
+    _play(scene, follow)
+    demand(crossings(scene) == 2, f"I13, I15: {crossings(scene)} replicas read from afar")
+
+
+def often_asked(scene: Scene) -> None:
+    """A fetch that takes longer than the calls that a group remembers is none of these."""
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        scene.slow_s[me] = 15.0
+        took_s = _poll(me, 2, enough=100)
+        demand(len(took_s) > 100, f"it came within {len(took_s)} updates")
+        demand(max(took_s) < AT_ONCE_S, f"I15: {me} waited for its forerunner: {max(took_s)}")
+        scene.reach(f"{me.start.replica} has 2")
+        _stay(me, names)
+
+    _play(scene, follow, count=1, size=4)
+
+
+def ordered_twice(scene: Scene) -> None:
+    """Replicas that order at the same moment make one seed."""
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        began = f"{me.start.replica} orders"
+        others = [f"{name} orders" for name in names]
+        # All have decided from views in which nobody fetches; then all announce it.
+        scene.hold(began, me, _fills_ahead, lambda: {*others} <= scene.reached)
+        _poll(me, 2)
+        scene.reach(f"{me.start.replica} has 2")
+        scene.reached.update(others)
+        _released(me)
+        _stay(me, names)
+
+    _play(scene, follow, count=2, size=1)
+    demand(crossings(scene) == 2, f"I15: {crossings(scene)} replicas read from afar")
+
+
+def _fills_ahead(what: object) -> bool:
+    is_put = puts("/holdings/")(what)
+    return is_put and any("%2Bhost@" in getattr(op, "key", "") for op in what.txn.ops)
+
+
+def _seed_of(scene: Scene) -> Process:
+    [process] = scene.start_named("r0").processes
+    return process
+
+
+def _seed_fetches(scene: Scene) -> bool:
+    there = scene.store._entries
+    return any("/readers/" in key and "/r0%2Bhost@" in key for key in there)
+
+
+def seed_fails(scene: Scene, *, is_killed: bool) -> None:
+    """A datacenter whose seed is dead, or stuck, is another's to fetch for."""
+
+    def follow(me: Process, names) -> None:
+        if me.start.replica == "r0":
+            _lead(me)
+            return
+        _first(me)
+        scene.when(lambda: _seed_fetches(scene), "the seed fetching")
+        if is_killed:
+            scene.at(scene.now_s, scene.kill_process, _seed_of(scene))
+        _poll(me, 2, 2 * TTL_S + 5 if is_killed else STUCK_S + 30)
+        scene.reach("r0 has 2")
+        scene.reach(f"{me.start.replica} has 2")
+        scene.reach("r0")
+        _stay(me, names)
+
+    def _lead(me: Process) -> None:
+        _first(me)
+        scene.slow_s[me] = 1000.0
+        demand(not me.handle.update(timeout_s=100), "it went to what is far")
+        scene.until("r0 has 2")
+
+    _play(scene, follow, count=2, size=1)
+
+
+def no_memory(scene: Scene) -> None:
+    """An update of which one rank has no memory for a copy fails on all, and all go on."""
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        if me.rank:
+            me.handle._shard.forerunner._bytes_max = 1
+        try:
+            me.handle.update(timeout_s=100)
+        except UsageError as error:
+            demand("seeding='host'" in str(error), f"{error}")
+        else:
+            demand(False, f"I15: {me} has its forerunner fetch what no peer has memory for")
+        demand(me.handle.version == 1, f"{me} has given up what it held")
+        scene.reach(f"{me} failed")
+        scene.until("r0.1/0 failed", "r0.1/1 failed")
+        me.handle._shard.forerunner._bytes_max = None
+        _poll(me, 2)
+        scene.reach("r0 has 2")
+        _stay(me, names)
+
+    _play(scene, follow, count=1, size=2)
+
+
+def newest_here(scene: Scene) -> None:
+    """An update goes to what is here, and not to something newer that is far."""
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        scene.slow_s[me] = 0.3
+        demand(not me.handle.update(timeout_s=100), "it went to what is far")
+        ahead = me.handle._shard.forerunner
+        scene.when(lambda: ahead._shard and ahead._shard.group.ledger.held, "a copy", 300.0)
+        scene.slow_s[me] = 0.0
+        scene.reach("fetched")
+        scene.until("3")
+        demand(me.handle.update(timeout_s=100) and me.handle.version == 2, "it had 2 at hand")
+        scene.reach("r0 has 2")
+        scene.reach("r0 has 3") if me.handle.update(timeout_s=100) else None
+        _poll(me, 3)
+        scene.reach("r0")
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.reach("1")
+        scene.until("r0 has 1")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.reach("2")
+        scene.until("fetched")
+        unpublish(me)
+        publish(me, 3, 3)
+        scene.reach("3")
+        scene.until("r0")
+
+    scene.start("t", train, size=1, datacenter="west")
+    options = {"datacenter": "east", "seeding": "host"}
+    scene.start("r0", partial(follow, names=("r0",)), size=1 + scene.seed % 2, **options)
+    scene.play()
+
+
+SCENES |= {
+    "fetched ahead": fetched,
+    "often asked": often_asked,
+    "ordered twice": ordered_twice,
+    "seed ahead dies": partial(seed_fails, is_killed=True),
+    "seed ahead is stuck": partial(seed_fails, is_killed=False),
+    "no memory ahead": no_memory,
+    "newest here": newest_here,
+}

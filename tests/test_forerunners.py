@@ -1,0 +1,167 @@
+"""Versions that are fetched into host memory while their replicas go on with what they have."""
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.errors import ClosedError, UsageError
+from torch_ros.shard.replication import Replication
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def opened():
+    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
+
+    def open_(replica, datacenter, tensors=None, **options):
+        options = {"transport": "memory", "timeout_s": WAIT_S, **options}
+        handle = torch_ros.open(
+            "m", endpoint=endpoint, replica=replica, datacenter=datacenter, **options
+        )
+        handles.append(handle)
+        handle.register(tensors or {"w": torch.zeros(8)})
+        return handle
+
+    yield open_
+    for handle in reversed(handles):
+        handle.close(linger_s=0.0)
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """Closed: no forerunner reads anything."""
+    is_open = threading.Event()
+    is_open.set()
+    fetch = Replication._fetch
+
+    def fetched(self, claimed, meter, sources):
+        while self._shard.group.seat.spot and not is_open.wait(0.01):
+            self._deadline.check("the link is down")
+        fetch(self, claimed, meter, sources)
+
+    monkeypatch.setattr(Replication, "_fetch", fetched)
+    return is_open
+
+
+def go_on(trainer, version, tensor):
+    trainer.unpublish()
+    tensor.fill_(version)
+    trainer.publish(version)
+
+
+def until(holds):
+    limit_s = time.monotonic() + WAIT_S
+    while not (found := holds()):
+        assert time.monotonic() < limit_s, "it never came"
+        time.sleep(0.01)
+    return found
+
+
+def test_a_version_is_fetched_while_a_replica_goes_on(opened, link):
+    weights, mine = torch.ones(8), torch.zeros(8)
+    trainer, rollout = (
+        opened("t", "west", {"w": weights}),
+        opened("r", "east", {"w": mine}, seeding="host"),
+    )
+    other = opened("s", "east", seeding="host")
+    trainer.publish(1)
+    assert rollout.update()
+    assert other.update()
+    link.clear()
+    go_on(trainer, 2, weights)
+    assert [rollout.update() for _ in range(100)] == [False] * 100  # more calls than a group keeps
+    assert not other.update()
+    assert mine.tolist() == [1.0] * 8
+    link.set()
+    until(rollout.update)
+    assert mine.tolist() == [2.0] * 8
+    assert rollout.last_read.source == "r+host"
+    until(other.update)
+    assert other.last_read.source in {"r", "r+host"}
+    until(lambda: rollout.list()[2] == {"t", "r", "s"})
+
+
+def test_all_ranks_fetch_their_parts(opened, link):
+    weights = torch.arange(8.0)
+    trainer = opened("t", "west", {"w": weights})
+    trainer.publish(1)
+    parts = [torch.zeros(8), torch.zeros(8)]
+    options = {"world_size": 2, "seeding": "host"}
+    with ThreadPoolExecutor(2) as ranks:
+        seats = [
+            ranks.submit(opened, "r", "east", {"w": part}, rank=rank, **options)
+            for rank, part in enumerate(parts)
+        ]
+        handles = [seat.result() for seat in seats]
+
+        def update():
+            found = {each.result() for each in [ranks.submit(h.update) for h in handles]}
+            assert len(found) == 1
+            return found.pop()
+
+        assert update()
+        link.clear()
+        go_on(trainer, 2, weights)
+        assert [update() for _ in range(70)] == [False] * 70
+        link.set()
+        until(update)
+        assert [part.tolist() for part in parts] == [[2.0] * 8] * 2
+
+
+def test_without_memory_for_a_copy_nothing_is_given_up(opened):
+    weights, mine = torch.ones(8), torch.zeros(8)
+    trainer = opened("t", "west", {"w": weights})
+    rollout = opened("r", "east", {"w": mine}, seeding="host", seeding_bytes=31)
+    trainer.publish(1)
+    rollout.update()
+    go_on(trainer, 2, weights)
+    with pytest.raises(
+        UsageError, match="needs 32 bytes of host memory .* seeding_bytes allows 31"
+    ):
+        rollout.update()
+    assert rollout.version == 1
+
+
+def test_a_close_ends_what_is_fetched(opened, link):
+    weights = torch.ones(8)
+    trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    rollout.update()
+    link.clear()
+    go_on(trainer, 2, weights)
+    rollout.update()
+    rollout.close(linger_s=0.0)
+    until(lambda: trainer.list() == {2: {"t"}})
+    with pytest.raises(ClosedError):
+        rollout.update()
+    trainer.unpublish(timeout_s=WAIT_S)  # nobody reads
+
+
+def test_a_fetch_that_is_stuck_is_given_up(opened, link, monkeypatch):
+    monkeypatch.setattr("torch_ros.shard.forerunner.STUCK_S", 0.2)
+    weights = torch.ones(8)
+    trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    rollout.update()
+    link.clear()
+    go_on(trainer, 2, weights)
+    rollout.update()
+    ahead = rollout._shard.forerunner
+    until(lambda: ahead._room is not None)
+    until(lambda: ahead._rests_until_s)
+    assert ahead._room is None
+    assert not ahead.is_idle  # others have their turn
+    monkeypatch.setattr(ahead, "_rests_until_s", 0.0)
+    link.set()
+    until(rollout.update)
+
+
+def test_the_name_of_a_forerunner_is_taken(opened):
+    with pytest.raises(UsageError, match=r"names that end in '\+host' are taken"):
+        opened("r+host", "east")

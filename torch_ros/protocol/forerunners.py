@@ -1,0 +1,152 @@
+"""Versions that are fetched into a datacenter ahead of their use (docs/PROTOCOL.md#forerunners)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from torch_ros.errors import VersionNotFound
+from torch_ros.protocol import calls
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.legible import readable
+from torch_ros.protocol.records import Call, Holding, Outcome, VersionRef
+from torch_ros.protocol.seat import Seat, own_group, recorded
+from torch_ros.protocol.versions import (
+    HOLDERS_MAX,
+    Spec,
+    first_holders,
+    newer,
+    newer_refs,
+    newest_record,
+    resolve,
+)
+from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.txn import NoneNewer, Range, Ranges, Sample, Unseen, View, one, whole
+
+FETCHED = "ahead"  # said by an update: the version is not gone to, but fetched by the forerunner
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What a replica does about versions that are newer than the one it holds."""
+
+    ref: VersionRef | None = None  # it goes to this one; None: it stays where it is
+    is_fetched: bool = False  # not by itself, but its forerunner fetches it
+
+
+def next_version(
+    view: View, seat: Seat, spec: Spec, held: VersionRef, *, may_fetch: bool | None
+) -> Next:
+    """The newest version above `held` that is here; else whether one is to be fetched.
+
+    Args:
+        may_fetch: Whether this replica's forerunner is idle; None: it has none, and goes itself.
+    """
+    keys = seat.keys
+    if may_fetch is None or spec.absolute is not None:
+        found = newer(view, keys, spec, held)
+        return Next(found.ref if found else None)
+    newest = newest_record(view, keys)
+    if newest is not None and newest != held:
+        firsts = [_first(seat, ref) for ref in newer_refs(view, keys, held, newest)]
+        if not all(map(view.has, firsts)):
+            raise Unseen(first_holders(keys, newest.run, newest.version), *firsts)
+    offer = newer(view, keys, spec, held)
+    if offer is None:
+        return Next()
+    there = {ref: _near(view, seat, ref) for ref in newer_refs(view, keys, held, offer.ref)}
+    for ref, near in there.items():
+        if any(holding.state == "full" for holding in near.values()):
+            return Next(ref)
+        if not view.shows(_range(seat, ref)):
+            raise Unseen(*_of_holdings(view, seat), _range(seat, ref))
+    is_coming = any(map(_is_fetching, there.values()))
+    return Next() if is_coming or not may_fetch else Next(offer.ref, is_fetched=True)
+
+
+def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
+    """The holdings of this content in the own datacenter, as far as they were seen."""
+    found = view.seen(_range(seat, ref))
+    return {
+        where.inst: holding
+        for _, where, holding, _ in readable(found, k.parse_holding, Holding)
+        if holding.uid == ref.uid and where.datacenter == holding.datacenter
+    }
+
+
+def _range(seat: Seat, ref: VersionRef) -> Range:
+    return seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
+
+
+def _first(seat: Seat, ref: VersionRef) -> Sample:
+    """Those that are full first."""
+    return Sample(_range(seat, ref), HOLDERS_MAX, is_oldest=True)
+
+
+def _of_holdings(view: View, seat: Seat) -> list[Range | Sample]:
+    """The holdings that were asked for already, to be asked for again beside others."""
+    return [asked for asked in view.asked if whole((asked,))[0].start in seat.keys.holdings()]
+
+
+def _is_fetching(near: Mapping[str, Holding]) -> bool:
+    return any(h.state == "filling" and k.is_forerunner(inst) for inst, h in near.items())
+
+
+def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Step[Call]:
+    """The end of an update, written down, so that all ranks do the same (I3)."""
+    outcome = Outcome(said=FETCHED if found.is_fetched else "")
+    return recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
+
+
+def next_of(call: Call) -> Next:
+    return Next(call.ref, call.outcome is not None and call.outcome.said == FETCHED)
+
+
+def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
+    """Announce that this forerunner fills itself with `wanted`, unless that is here, or coming.
+
+    Then the call has no `ref`, and has ended well: nothing is to be done (I15).
+    """
+    nothing = recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome()))
+    spec = Spec(wanted.version)
+    try:
+        offer = resolve(view, seat.keys, spec)
+    except VersionNotFound:
+        return nothing
+    if isinstance(offer, Wait) or offer.ref != wanted:
+        return nothing
+    here = _range(seat, wanted)
+    if not view.shows(here):
+        raise Unseen(*_of_holdings(view, seat), here)
+    near = _near(view, seat, wanted)
+    if _is_fetching(near) or any(holding.state == "full" for holding in near.values()):
+        return nothing
+    step = calls.replicate(view, seat, call, spec, is_relay=True, sources_max=0)
+    assert isinstance(step, Act)
+    guards = (*step.txn.guards, NoneNewer(here, view.rev))
+    return Act(msgspec.structs.replace(step.txn, guards=guards), step.then)
+
+
+def spare_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    keys = seat.keys
+    own = one(seat.holding(ref))
+    return (*seat.own, keys.runs(), keys.versions(), own, Sample(keys.holdings(), 1))
+
+
+def await_spare(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
+    """Wait until nobody in this datacenter needs what this forerunner holds.
+
+    Somebody else here has it then, who does not wait for the same; or something newer.
+    """
+    own_group(view, seat)
+    if view.get(seat.holding(ref)) is None:
+        return Done(None)
+    refs = [ref, *newer_refs(view, seat.keys, ref)]
+    ranges = [_range(seat, each) for each in refs]
+    if not all(map(view.shows, ranges)):
+        raise Unseen(Sample(seat.keys.holdings(), 1), *ranges)
+    for each in refs:
+        for inst, holding in _near(view, seat, each).items():
+            if holding.state == "full" and (each != ref or not k.is_forerunner(inst)):
+                return Done(None)
+    return Wait("", (one(seat.group), seat.keys.versions(), *ranges))
