@@ -29,6 +29,8 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "etcdctl alarm list": ("tests/test_operations.py", "A rollout does not update"),
     "etcdctl alarm disarm": ("tests/test_operations.py", "etcdctl alarm disarm"),
     "etcdctl lease": ("tests/test_operations.py", "A rollout does not update"),
+    "torch-ros push": ("tests/checkpoints/test_push_pull.py", '"push"'),
+    "torch-ros pull": ("tests/checkpoints/test_push_pull.py", '"pull"'),
     "torch-ros": ("tests/cli/test_ls.py", '"ls"'),
     "python -m torch_ros": ("tests/cli/test_ls.py", '"-m", "torch_ros"'),
     "python -m torch_ros.store.local": ("tests/test_operations.py", "The local etcd"),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     asked = _parser().parse_args(arguments)
     try:
-        code = _run(asked)
+        code: int = asked.run(asked)
         sys.stdout.flush()
     except BrokenPipeError:  # `torch-ros ls | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,7 +58,7 @@ def _say(error: Exception, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "torch-ros",
-        description="Who has which version of a model's weights. Reads etcd, and writes nothing.",
+        description="The versions of models' weights: who has them; from disk, and to disk.",
         epilog="Exit codes: 0 fine, 1 not fine, 2 usage, 3 etcd cannot be used.",
     )
     parser.add_argument("--version", action="version", version=f"torch-ros {RELEASE}")
@@ -71,12 +72,41 @@ def _parser() -> argparse.ArgumentParser:
     listed = commands.add_parser("ls", help="models; or the versions of one, and who has them")
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=int, metavar="version")
+    listed.set_defaults(run=_ls)
+    pushed = commands.add_parser("push", help="publish a checkpoint from disk, where it lies")
+    pushed.add_argument("checkpoint", type=Path, help="a folder or a file of safetensors")
+    pushed.add_argument("--model", required=True)
+    pushed.add_argument("--version", required=True, type=int, dest="number")
+    pushed.add_argument("--replica", help="by default push-HOST-PID")
+    pushed.add_argument("--until-held", type=int, metavar="N", help="leave when N others have it")
+    pushed.add_argument("--hold", type=float, metavar="S", help="leave after so many seconds")
+    pushed.set_defaults(run=_push)
+    pulled = commands.add_parser("pull", help="write a version to disk")
+    pulled.add_argument("model")
+    pulled.add_argument("number", metavar="version", help='a number, "latest" or "latest-<k>"')
+    pulled.add_argument("folder", type=Path)
+    pulled.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
+    pulled.add_argument("--select", action="append", default=[], metavar="PATTERN")
+    pulled.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
+    pulled.set_defaults(run=_pull)
     return parser
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _ls(asked: argparse.Namespace) -> int:
     with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
         return _list(kv, asked, sys.stdout)
+
+
+def _push(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import moving  # noqa: PLC0415  # it takes torch, for seconds
+
+    return moving.push(asked, sys.stdout)
+
+
+def _pull(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import moving  # noqa: PLC0415
+
+    return moving.pull(asked, sys.stdout)
 
 
 def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:

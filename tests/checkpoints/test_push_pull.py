@@ -1,0 +1,230 @@
+"""`torch-ros push` and `pull`: from files to replicas, and from replicas to files, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from torch_ros import Contents
+from torch_ros.checkpoints import written
+from torch_ros.checkpoints.mapped import INDEX, mapped
+from torch_ros.cli import main
+from torch_ros.errors import UsageError
+
+DTYPES = list(written.NAMES)
+
+
+def everything():
+    """A tensor of each dtype; empty, 0-d, and of odd sizes."""
+    torch.manual_seed(0)
+    raw = torch.randint(0, 2, (24, 17, 16), dtype=torch.uint8)  # of bools, bits that are one
+    tensors = {str(dtype): raw.view(-1)[: 16 * 21].view(dtype) for dtype in DTYPES}
+    more = {"empty": torch.empty(0, 7), "0-d": torch.tensor(3.5), "one byte": raw.view(-1)[:1]}
+    return {name: tensor.clone() for name, tensor in (tensors | more).items()}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        if tensor.numel():
+            bits = [each.contiguous().view(-1).view(torch.uint8) for each in (found[name], tensor)]
+            assert torch.equal(*bits), name
+
+
+@pytest.fixture
+def asked(endpoint, capsys):
+    def ask(*arguments):
+        code = main.main(["--endpoint", endpoint, *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_a_version_is_pulled_bit_for_bit(opened, asked, tmp_path, form):
+    tensors, trainer = everything(), opened("trainer")
+    trainer.register(tensors)
+    trainer.publish(7)
+    code, out, err = asked("pull", trainer.model, "latest", tmp_path / "out", "--format", form)
+    assert (code, err) == (0, "")
+    assert f"version 7 of {trainer.model!r}: {len(tensors)} tensors" in out
+    if form == "safetensors":
+        found = load_file(tmp_path / "out" / "model.safetensors")
+    else:
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        reader = dcp.FileSystemReader(tmp_path / "out")
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    same(found, tensors)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_what_is_pulled_is_pushed_and_a_rollout_cannot_tell(opened, asked, tmp_path):
+    tensors, trainer = everything(), opened("trainer")
+    trainer.register(tensors)
+    trainer.publish(7)
+    assert asked("pull", trainer.model, 7, tmp_path / "out")[0] == 0
+    trainer.close()
+    same(mapped(tmp_path / "out"), tensors)
+    handle = opened("again")
+    handle.register(mapped(tmp_path / "out"))
+    handle.publish(8)
+    rollout = opened("rollout")
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    rollout.register(found)
+    assert rollout.replicate() == 8
+    same(found, tensors)
+
+
+def test_many_files_have_an_index_and_hold_what_fits(opened, tmp_path):
+    trainer, reader = opened("trainer"), opened("reader")
+    tensors = {f"layer.{n}": torch.full((256,), float(n)) for n in range(7)}
+    trainer.register(tensors)
+    trainer.publish(1)
+    contents = reader.contents(1)
+    wanted = written.selected(contents, ["layer.[0-4]", "layer.6"])
+    seen = []
+    with written.made_whole(tmp_path / "out") as folder:
+        written.write_safetensors(
+            reader, contents, wanted, folder, lambda *done: seen.append(done), file_bytes=2100
+        )
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == [*(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)), INDEX]
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 6 * 1024
+    assert seen == [(done * 1024, 6144) for done in range(1, 7)]
+    same(mapped(tmp_path / "out"), {name: t for name, t in tensors.items() if name != "layer.5"})
+    with pytest.raises(UsageError, match="no tensor of version 1 matches 'head'"):
+        written.selected(contents, ["head"])
+
+
+def test_a_dtype_without_a_name_is_refused_and_nothing_is_left(opened, tmp_path):
+    contents = Contents(1, {"w": (torch.complex128, torch.Size([2]))})
+    with (
+        pytest.raises(UsageError, match="'w' is torch.complex128"),
+        written.made_whole(tmp_path / "out") as folder,
+    ):
+        written.write_safetensors(opened("r"), contents, contents.tensors, folder, print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_never_half_written_nor_overwritten(tmp_path):
+    (tmp_path / ".out.0.part").mkdir()  # of a process that was killed
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ZeroDivisionError), written.made_whole(tmp_path / "out") as folder:
+        (folder / "file").write_text("half")
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with written.made_whole(tmp_path / "out") as folder:
+        (folder / "file").write_text("whole")
+    assert (tmp_path / "out" / "file").read_text() == "whole"
+    with pytest.raises(UsageError, match="is there already"), written.made_whole(tmp_path / "out"):
+        pass
+
+
+def test_checkpoints_that_are_none_are_named(tmp_path):
+    with pytest.raises(UsageError, match="found neither"):
+        mapped(tmp_path / "none")
+    with pytest.raises(UsageError, match="has no file that ends in"):
+        mapped(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UsageError, match="cannot be read"):
+        mapped(tmp_path)
+    for name in "ab":
+        save_file({"w": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(UsageError, match="expected it once"):
+        mapped(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "a.safetensors"}}))
+    with pytest.raises(UsageError, match="says that 'v' is in a.safetensors"):
+        mapped(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "../a.safetensors"}}))
+    with pytest.raises(UsageError, match="files of its own folder"):
+        mapped(tmp_path)
+    (tmp_path / INDEX).write_text("{")
+    with pytest.raises(UsageError, match="is no index"):
+        mapped(tmp_path)
+
+
+def test_a_checkpoint_is_mapped_not_copied(tmp_path):
+    save_file({"w": torch.ones(64, 1 << 18)}, tmp_path / "a.safetensors")
+    before = private_mib()
+    tensors = mapped(tmp_path)
+    assert float(tensors["w"].sum()) == 64 * (1 << 18)
+    assert private_mib() - before < 8  # of 64
+
+
+def private_mib():
+    with open("/proc/self/status") as status:  # noqa: PTH123
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+@pytest.mark.parametrize("ends_by", ["enough", "Ctrl-C"])
+def test_a_process_that_pushes_stays_until_it_is_told_or_enough_have_it(
+    opened, endpoint, tmp_path, ends_by
+):
+    tensors = {"w": torch.arange(1000.0)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    rollout = opened("rollout")
+    found = {"w": torch.zeros(1000)}
+    rollout.register(found)
+    command = [sys.executable, "-u", "-m", "torch_ros", "--endpoint", endpoint, "push"]
+    command += [str(tmp_path), "--model", rollout.model, "--version", "3", "--replica", "disk"]
+    command += ["--until-held", "1"] if ends_by == "enough" else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert rollout.replicate(timeout_s=60) == 3
+    same(found, tensors)
+    if ends_by == "Ctrl-C":
+        line = "".join(process.stdout.readline() for _ in range(2))
+        assert "nobody else" in line or "rollout" in line
+        assert rollout.list() == {3: {"disk", "rollout"}}
+        process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert "leaving version 3" in text
+    assert rollout.list() == {3: {"rollout"}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_a_pull_that_is_killed_leaves_no_folder_of_that_name(opened, endpoint, tmp_path):
+    trainer = opened("trainer")
+    trainer.register({f"w{n}": torch.full((1 << 22,), float(n)) for n in range(24)})
+    trainer.publish(1)
+    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "pull"]
+    command += [trainer.model, "1", str(tmp_path / "out")]
+    for delay_s in (0.0, 0.05, 0.1):
+        process = subprocess.Popen(command)
+        while process.poll() is None and not list(tmp_path.glob(".out.*.part/*")):
+            time.sleep(0.005)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        if process.returncode == -signal.SIGKILL:
+            assert not (tmp_path / "out").exists()
+    subprocess.run(command, check=True, timeout=120)
+    assert os.listdir(tmp_path) == ["out"]  # noqa: PTH208
+    assert float(load_file(tmp_path / "out" / "model.safetensors")["w23"][-1]) == 23.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_transformers_loads_what_was_pulled(opened, asked, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    model = transformers.Qwen3ForCausalLM(config)
+    trainer = opened("trainer")
+    trainer.register(model.state_dict())
+    trainer.publish(7)
+    assert asked("pull", trainer.model, "7", tmp_path / "out")[0] == 0
+    config.save_pretrained(tmp_path / "out")
+    found = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "out")
+    same(found.state_dict(), model.state_dict())

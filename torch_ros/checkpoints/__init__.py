@@ -1,0 +1,1 @@
+"""Checkpoints on disk: published as they lie there, and written from versions."""

@@ -1,0 +1,130 @@
+"""`torch-ros push` and `torch-ros pull`: checkpoints from disk, and to disk."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TextIO
+
+from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
+
+import torch_ros
+from torch_ros import environment
+from torch_ros.checkpoints.mapped import mapped
+from torch_ros.checkpoints.written import (
+    OnBytes,
+    made_whole,
+    selected,
+    write_dcp,
+    write_safetensors,
+)
+from torch_ros.cli.ls import size, some
+from torch_ros.store import endpoint as store
+
+FINE = 0
+LOOK_S = 1.0  # between two looks at who has it
+DRAIN_S = 20.0  # for readers, when it leaves
+ENDS = (signal.SIGTERM, signal.SIGINT)
+
+
+def push(asked: argparse.Namespace, out: TextIO) -> int:
+    """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
+    tensors = mapped(asked.checkpoint)
+    with _told_to_end() as ends, _opened(asked, asked.model, asked.replica, "push") as handle:
+        handle.register(tensors)
+        handle.publish(asked.number)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        what = f"version {asked.number} of {asked.model!r}"
+        out.write(f"{what}: {len(tensors)} tensors, {size(total)}, as {handle.replica!r}\n")
+        _stay(handle, asked, ends, out)
+        out.write(f"leaving {what}\n")
+        out.flush()
+        handle.leave(within_s=DRAIN_S)
+    return FINE
+
+
+def _stay(
+    handle: torch_ros.ShardHandle, asked: argparse.Namespace, ends: threading.Event, out: TextIO
+) -> None:
+    until_s = time.monotonic() + (math.inf if asked.hold is None else asked.hold)
+    enough, told = math.inf if asked.until_held is None else asked.until_held, ""
+    while not ends.is_set() and time.monotonic() < until_s:
+        fleet = handle.fleet()
+        mine = [each for each in fleet.held if each.replica == handle.replica]
+        held = {each.replica for ref in mine for each in fleet.holders(ref.ref)} - {handle.replica}
+        reading = sorted({name for each in mine for name in each.readers})
+        says = f"held by {some(sorted(held)) or 'nobody else'}"
+        says += f"; read by {some(reading)}" if reading else ""
+        if says != told:
+            out.write(f"{says}; Ctrl-C leaves\n")
+            out.flush()
+            told = says
+        if len(held) >= enough and not reading:
+            return
+        ends.wait(min(LOOK_S, max(0.0, until_s - time.monotonic())))
+
+
+def pull(asked: argparse.Namespace, out: TextIO) -> int:
+    """Write a version to a folder that is there when all of it is on disk."""
+    wanted = int(asked.number) if asked.number.isdigit() else asked.number
+    with _opened(asked, asked.model, None, "pull") as handle, made_whole(asked.folder) as folder:
+        contents = handle.contents(wanted, timeout_s=asked.timeout)
+        tensors = selected(contents, asked.select)
+        with _bar(f"version {contents.version}") as progress:
+            write = write_safetensors if asked.format == "safetensors" else write_dcp
+            write(handle, contents, tensors, folder, progress)
+    out.write(f"version {contents.version} of {asked.model!r}: {len(tensors)} tensors, ")
+    out.write(f"run {contents.run!r}, in {asked.folder}\n")
+    if contents.objects:
+        out.write(f"left out, since only dcp.load reads pickles: {some(contents.objects)}\n")
+    return FINE
+
+
+@contextmanager
+def _opened(
+    asked: argparse.Namespace, model: str, replica: str | None, what: str
+) -> Iterator[torch_ros.ShardHandle]:
+    """A handle on an etcd that is there; none is started."""
+    with closing(store.connect(asked.endpoint, timeout_s=10.0, starts=False)):
+        name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
+        with torch_ros.open(
+            model, endpoint=asked.endpoint, replica=name, rank=0, world_size=1
+        ) as h:
+            yield h
+
+
+@contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C or SIGTERM; the second one ends the process as ever."""
+    ends = threading.Event()
+
+    def end(number: int, _: object) -> None:
+        ends.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, end) for number in ENDS}
+    try:
+        yield ends
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[OnBytes]:
+    is_shown = sys.stderr.isatty() and environment.value(environment.PROGRESS) != "0"
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=not is_shown) as bar:
+
+        def progress(done_bytes: int, total_bytes: int, /) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        yield progress
