@@ -207,6 +207,39 @@ def slow_to_come(scene: Scene) -> None:
     scene.play()
 
 
+def gone_in_order(scene: Scene) -> None:
+    """I8: nobody suspects who takes its tensors back, and has the next version soon."""
+
+    def read(me: Process) -> None:
+        scene.until("t", "u")
+        scene.slow_s[me] = SLOW_S
+        if scene.seed % 2:
+            me.streamed("latest", timeout_s=100)
+        else:
+            replicate(me)
+        scene.reach("r has it")
+
+    def train(me: Process) -> None:
+        name = me.start.replica
+        publish(me, 1)
+        scene.reach(name)
+        if name == "u":
+            scene.until("r has it")
+            return
+        reads = lambda source: any(k.replica_of(s) == source for s, _ in scene.edges)
+        scene.when(lambda: reads("t") or reads("u"), "reading")
+        scene.sleep(1.0)
+        unpublish(me)
+        scene.until("r has it")
+        demand(not scene.suspects, f"I8: {scene.suspects}")
+
+    scene.start("t", train, size=1, drain_s=0.1)
+    scene.start("u", train, size=1, drain_s=0.1, datacenter="west")
+    scene.start("r", read, size=1)
+    scene.play()
+    demand(any(k.replica_of(source) == "u" for source, _ in scene.edges), "it was not left")
+
+
 def second_copy(scene: Scene) -> None:
     """I14: while somebody reads from a copy, the replica makes no other for those who are far."""
 
@@ -366,6 +399,7 @@ SCENES |= {
     "comes last": comes_last,
     "last of two": last_of_two,
     "slow to come": slow_to_come,
+    "gone in order": gone_in_order,
     "second copy": second_copy,
     "no memory": no_memory,
     "far reader dies": far_reader_dies,

@@ -1011,6 +1011,15 @@ fault("a copy is never released", (unpublish, "release"))(
 # Readers in other datacenters, and copies for them
 
 
+@fault(
+    "a stream suspects who takes its tensors back",
+    (filling.Filling, "_lose"),
+    scenario="gone in order",
+)
+def _(lose):
+    return lambda self, reason, deadline, **_: lose(self, reason, deadline)
+
+
 @fault("release drains the copy under far readers", (unpublish, "_reading"), scenario="taken back")
 def _(reading):
     def faulty(view, readers):

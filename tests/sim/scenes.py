@@ -81,6 +81,7 @@ class Scene(World):
         self.losses: dict[Process, tuple] = {}  # which next request is not answered, and why
         self.edges: set[tuple[str, str]] = set()  # who has read from whom: (source, reader)
         self.claims = 0  # the most that a source had at a time
+        self.suspects: set[str] = set()
         self.reached: set[str] = set()
         self.holds: list[Hold] = []
         self.before_lock: dict[Process, Callable[[], object]] = {}  # done before its next one
@@ -199,6 +200,7 @@ class Scene(World):
                     claims.setdefault(source, set()).add(reader)
                     self.edges.add((source, reader))
             self.claims = max(self.claims, *map(len, claims.values()), 0)
+        self.suspects |= {key for key in self.store.fresh if "/suspects/" in key}
         super().store_changed(what)
         self._hold(what, is_reply=True)
 

@@ -281,7 +281,7 @@ class Filling:
                 lost = error
                 self._tried[self._inst] += 1
                 log.warning("%s: lost %r (%s)", deadline.what, lost.replica, lost.what)
-                self._lose(lost.what, deadline)
+                self._lose(lost.what, deadline, has_failed=not lost.is_orderly)
             else:
                 return
 
@@ -365,10 +365,12 @@ class Filling:
             self._session.close()
             self._session = None
 
-    def _lose(self, reason: str, deadline: Deadline) -> None:
-        """Leave a source that failed; others shall prefer another for a while."""
+    def _lose(self, reason: str, deadline: Deadline, *, has_failed: bool = True) -> None:
+        """Leave a source; if it has failed, others shall prefer another for a while."""
         self._leave()
         self._reroutes += 1
+        if not has_failed:
+            return
         timeout_s = min(CLEAN_UP_S, max(0.5, deadline.left_s()))
         with suppress(TorchRosError):  # load, not safety
             suspect(self._group, [self._inst], reason, timeout_s=timeout_s)
