@@ -1,5 +1,6 @@
 """ShardHandle, one process: over memory, and over a real etcd with NIXL."""
 
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -724,6 +725,27 @@ def test_tcp_alone_can_be_asked_for(etcd_endpoint):
         rollout.register({"w": target})
         rollout.replicate()
     assert torch.equal(source, target)
+
+
+WEST, EAST, UNNAMED = {"datacenter": "west"}, {"datacenter": "east"}, {}
+
+
+@pytest.mark.parametrize(
+    "ends", [(WEST, EAST), (WEST, UNNAMED), (UNNAMED, EAST), (WEST | {"wan_devices": ["lo"]}, WEST)]
+)
+def test_processes_read_from_each_other_whether_both_name_their_place_or_one(etcd_endpoint, ends):
+    model, content = "m-" + uuid.uuid4().hex[:8], torch.randn(100_000)
+    options = {"endpoint": etcd_endpoint, "timeout_s": 20}
+    with contextlib.ExitStack() as stack:
+        trainer, rollout = (
+            stack.enter_context(torch_ros.open(model, **named, **options)) for named in ends
+        )
+        trainer.register({"w": content})
+        trainer.publish(1)
+        target = torch.zeros(100_000)
+        rollout.register({"w": target})
+        rollout.replicate()
+    assert torch.equal(content, target)
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,14 @@ def choose_transport(
         tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
         nixl = NixlTransport(agent, interfaces=tcp)
         undo.callback(nixl.close)
-        # Both ends can talk, whether they copy or not.
+        # Both ends can talk, whether they copy or not, and also where one end has one way only.
         near = NearTransport(nixl, is_used=name == "auto", threads=thread_count())
         ways: list[tuple[str, Transport]] = [(network.fabric, near)]
         if network.wan_devices or network.fabric != DEFAULT_FABRIC:
             wan = interfaces_for(network.wan_devices, named)
             how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
-            ways.append((EVERYBODY, NixlTransport(agent, interfaces=wan)))
+            beyond = NixlTransport(agent, interfaces=wan)
+            ways.append((EVERYBODY, NearTransport(beyond, is_used=False)))
         undo.pop_all()
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
     return WaysTransport(ways)
