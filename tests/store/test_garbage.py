@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import BackendError, UsageError
+from torch_ros.errors import BackendError, UsageError, VersionConflict
 from torch_ros.protocol import membership
-from torch_ros.protocol.records import Failure
+from torch_ros.protocol.records import Failure, Holding
 from torch_ros.store import memory
 from torch_ros.store.txn import Put, Read, Txn, one
 
@@ -68,6 +68,21 @@ def test_garbage_of_others_stops_nobody(caplog):
     said = [r.getMessage() for r in caplog.records if r.name == "torch_ros.protocol.legible"]
     assert len(said) == len(set(said)) > 8
     assert any("etcdctl del /torch-ros/m/groups/stranger" in line for line in said)
+
+
+def test_a_holding_whose_value_names_another_datacenter_is_nobodys(caplog):
+    model = Model(retain=("latest",))
+    with model.open("t", 1) as trainer, model.open("r", 0) as rollout:
+        trainer.publish(1)
+        uid = trainer._shard.held.uid
+        held = Holding(uid, 1, "full", 1, "elsewhere", is_original=True)
+        model.put(f"holdings/{trainer.run}/{1:020d}/default/z@1", held.encode())
+        assert rollout.list() == {1: {"t"}}
+        trainer.unpublish()
+        assert len(trainer._shard.copies) == 1  # it is no witness
+        with pytest.raises(VersionConflict):  # nor a fellow publisher
+            trainer.publish(1)
+    assert "names the datacenter 'elsewhere'" in caplog.text
 
 
 def test_what_one_cannot_do_without_is_named():

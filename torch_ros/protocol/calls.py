@@ -22,6 +22,7 @@ from torch_ros.errors import (
     VersionConflict,
 )
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     Begun,
@@ -260,7 +261,7 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     there = view.within(seat.keys.holdings_of(seat.run, version))
     others = {
         key: holding
-        for key, where, holding, _ in readable(there, k.parse_holding, Holding)
+        for key, where, holding, _ in legible.holdings(there)
         if where.inst != seat.inst
     }
     publishers = [key for key, holding in others.items() if holding.is_original]
@@ -508,7 +509,7 @@ def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
     there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return [
         key
-        for key, _, holding, _ in readable(there, k.parse_holding, Holding)
+        for key, _, holding, _ in legible.holdings(there)
         if key != seat.holding(ref) and holding.state == "full" and holding.uid == ref.uid
     ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.installs import all_of
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
@@ -190,7 +191,7 @@ def _held(
 ) -> list[Held]:
     found: list[Held] = []
     sources: dict[tuple[VersionRef, str], set[str]] = {}
-    held = readable(records.within(keys.holdings()), k.parse_holding, Holding)
+    held = legible.holdings(records.within(keys.holdings()))
     for _, where, holding, _ in held:
         ref = VersionRef(where.run, where.version, holding.uid, numbers.get(where.run, 0))
         reads = records.within(keys.readers_of(ref.run, ref.version, where.inst))

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import msgspec
 
 from torch_ros.errors import VersionNotFound
-from torch_ros.protocol import calls
+from torch_ros.protocol import calls, legible
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import Call, Holding, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.versions import (
@@ -69,8 +68,8 @@ def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
     found = view.seen(_range(seat, ref))
     return {
         where.inst: holding
-        for _, where, holding, _ in readable(found, k.parse_holding, Holding)
-        if holding.uid == ref.uid and where.datacenter == holding.datacenter
+        for _, where, holding, _ in legible.holdings(found)
+        if holding.uid == ref.uid
     }
 
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from torch_ros.errors import BackendError
-from torch_ros.protocol.records import Record, deletion
+from torch_ros.protocol.keys import HoldingKey, parse_holding
+from torch_ros.protocol.records import Holding, Record, deletion
 from torch_ros.store.txn import Empty, Entry, NoneNewer, Range, View
 
 W = TypeVar("W")
@@ -42,6 +43,17 @@ def readable(
             say(key, str(error.__cause__))
         else:
             yield key, where, record, entry
+
+
+def holdings(
+    found: Iterable[tuple[str, Entry]],
+) -> Iterator[tuple[str, HoldingKey, Holding, Entry]]:
+    """The holdings that can be read: those, too, have to name the datacenter of their keys."""
+    for key, where, holding, entry in readable(found, parse_holding, Holding):
+        if where.datacenter == holding.datacenter:
+            yield key, where, holding, entry
+        else:
+            say(key, f"its value names the datacenter {holding.datacenter!r}")
 
 
 def nobody(view: View, range_: Range) -> Empty | NoneNewer:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch_ros.errors import UsageError
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, VersionRef
@@ -45,7 +46,7 @@ def keeping(
     """
     suspected = suspects(view, keys)
     there = view.seen(keys.holdings_of(ref.run, ref.version))
-    for key, where, holding, _ in readable(there, k.parse_holding, Holding):
+    for key, where, holding, _ in legible.holdings(there):
         is_own = k.is_of(where.inst, inst) if is_leaving else where.inst == inst
         is_other = not (is_own or where.inst in suspected or k.lingers(where.inst))
         if is_other and _counts(holding) and holding.uid == ref.uid:
@@ -114,7 +115,7 @@ def _keepers(view: View, keys: Keys) -> dict[VersionRef, list[str]]:
     """The full holdings that count for retention, by version."""
     numbers = run_numbers(view, keys)
     found: dict[VersionRef, list[str]] = {}
-    for key, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
+    for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
         if _counts(holding):
             number = numbers.get(where.run, 0)
             ref = VersionRef(where.run, where.version, holding.uid, number)

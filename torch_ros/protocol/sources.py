@@ -12,6 +12,7 @@ import msgspec
 
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
@@ -154,11 +155,7 @@ def _own_copy(candidates: Mapping[str, _Candidate], seat: Seat) -> str:
 
 def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
     found = view.seen(seat.keys.holdings_of(ref.run, ref.version))
-    return {
-        where.inst: (holding, entry)
-        for _, where, holding, entry in readable(found, k.parse_holding, Holding)
-        if where.datacenter == holding.datacenter
-    }
+    return {where.inst: (holding, entry) for _, where, holding, entry in legible.holdings(found)}
 
 
 def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
@@ -501,7 +498,7 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
 def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
     """Whether what its processes show is held still, by whatever name."""
     for range_ in there_ranges(seat, ref, source):
-        for _, where, holding, entry in readable(view.within(range_), k.parse_holding, Holding):
+        for _, where, holding, entry in legible.holdings(view.within(range_)):
             # Processes that came back with all of it show it with the mark that they had; those
             # that are filling are younger than their readers then.
             is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.calls import conclude
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import (
@@ -245,7 +246,7 @@ def _is_filled_afar(view: View, seat: Seat, ref: VersionRef) -> bool:
         and holding.uid == ref.uid
         and holding.state == "filling"
         and not holding.is_original
-        for _, where, holding, _ in readable(there, k.parse_holding, Holding)
+        for _, where, holding, _ in legible.holdings(there)
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
@@ -95,8 +96,8 @@ def _records(view: View, keys: Keys) -> Iterator[tuple[VersionRef, VersionRecord
 def offered(view: View, keys: Keys) -> list[list[AvailableVersion]]:
     """The available versions: runs from the newest, versions from the newest, none empty."""
     full: dict[tuple[str, int], dict[str, Holding]] = {}
-    for _, where, holding, _ in readable(view.within(keys.holdings()), k.parse_holding, Holding):
-        if holding.state == "full" and where.datacenter == holding.datacenter:
+    for _, where, holding, _ in legible.holdings(view.within(keys.holdings())):
+        if holding.state == "full":
             full.setdefault((where.run, where.version), {})[where.inst] = holding
     by_run: dict[str, list[AvailableVersion]] = {}
     for ref, record in _records(view, keys):
@@ -140,9 +141,7 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     there = published(view, keys, run)
     holders = view.within(keys.holdings_of(run, spec.absolute))
     filling = [
-        key
-        for key, _, holding, _ in readable(holders, k.parse_holding, Holding)
-        if holding.state == "filling"
+        key for key, _, holding, _ in legible.holdings(holders) if holding.state == "filling"
     ]
     if filling or spec.absolute > max(there, default=-1):
         return _wait_for_version(keys, runs, _not_yet(spec), *filling[:1])
@@ -191,9 +190,8 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
     holders = keys.holdings_of(ref.run, ref.version)
     holdings = {
         where.inst: holding
-        for _, where, holding, _ in readable(view.seen(holders), k.parse_holding, Holding)
+        for _, where, holding, _ in legible.holdings(view.seen(holders))
         if holding.state == "full" and holding.uid == ref.uid
-        if where.datacenter == holding.datacenter
     }
     if not holdings and not view.shows(holders):
         raise Unseen(first_holders(keys, ref.run, ref.version))
