@@ -98,3 +98,18 @@ def test_who_is_far_and_says_to_be_near_is_warned_of_once(start):
         rollout.ask("unpublish")
         rollout.ask("replicate", version=version)
     assert (rollout.log().count(WARNING), trainer.log().count(WARNING)) == (1, 0)
+
+
+def test_a_source_whose_device_does_not_lead_here_is_lost_and_the_error_names_the_way(start):
+    small = {"tensors": 2, "elements": 1 << 10, "timeout_s": 60}
+    trainer, rollout = (
+        start(name, where, {}, datacenter=where, wan_devices=[device], **small)
+        for name, where, device in (("trainer", "west", "lo"), ("rollout", "east", DEVICE))
+    )
+    for actor in (trainer, rollout):
+        assert actor.hear() == {"answer": "here"}
+    trainer.ask("publish", version=1)
+    rollout.tell("replicate", version=1)
+    said = rollout.hear()
+    assert said["error"] == "SourceLost"
+    assert "by TCP, as it is in fabric 'west'" in said["text"]

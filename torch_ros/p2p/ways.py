@@ -137,10 +137,16 @@ class WaysTransport:
         if not theirs:
             raise TransferFailed("?", "its connection has no ways")
         here, there = chosen(self._fabrics, [way.fabric for way in theirs])
-        peer = self._transports[here].connect(theirs[there].connection)
         fabric = self._fabrics[here] if self._fabrics[here] == theirs[there].fabric else EVERYBODY
-        if fabric == EVERYBODY:
-            log.info("agent %s: TCP, as it is in fabric %r", peer.agent, theirs[0].fabric)
+        reason = "" if fabric else f"TCP, as it is in fabric {theirs[0].fabric!r}"
+        try:
+            peer = self._transports[here].connect(theirs[there].connection)
+        except TransferFailed as error:
+            if not reason:
+                raise
+            raise TransferFailed(error.agent, f"{error.reason}; by {reason}") from error
+        if reason:
+            log.info("agent %s: %s", peer.agent, reason)
         return WaysPeer(self, peer, fabric, there)
 
     def warn_of_distance(self, peer: WaysPeer, fabric: str) -> None:
