@@ -158,10 +158,10 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     def ask(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
-        return Done(next_version(view, group.seat, LATEST, held, may_fetch=None).ref)
+        return Done(next_version(view, group.seat, LATEST, held, None).ref)
 
     def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-        found = next_version(view, seat, LATEST, held, may_fetch=None)
+        found = next_version(view, seat, LATEST, held, None)
         return decided_next(view, seat, call, found)
 
     def decide(call: GroupCall) -> VersionRef | None:

@@ -87,6 +87,52 @@ def test_a_version_is_fetched_while_a_replica_goes_on(opened, link):
     until(lambda: rollout.list()[2] == {"t", "r", "s"})
 
 
+def test_a_version_that_is_being_read_here_is_passed_by_once(opened, monkeypatch):
+    weights, mine = torch.ones(8), torch.zeros(8)
+    trainer, seed = opened("t", "west", {"w": weights}), opened("s", "east")
+    rollout = opened("r", "east", {"w": mine})
+    trainer.publish(1)
+    assert seed.update()
+    assert rollout.update()
+    go_on(trainer, 2, weights)
+    fetch, found = Replication._fetch, []
+
+    def fetched(self, *args):
+        if self._shard.group.seat.replica == "s":
+            found.append(rollout.update())
+            found.append(rollout.update(skip=True, version="latest-1"))
+        fetch(self, *args)
+
+    monkeypatch.setattr(Replication, "_fetch", fetched)
+    assert seed.update()
+    assert found == [False, False]
+    assert mine.tolist() == [1.0] * 8
+    assert rollout.update()
+    assert rollout.last_read.source == "s"
+
+
+def test_an_update_need_not_skip(opened, monkeypatch):
+    trainer, seed, rollout = opened("t", "west"), opened("s", "east"), opened("r", "east")
+    trainer.publish(1)
+    assert seed.update()
+    assert rollout.update()
+    trainer.unpublish()
+    trainer.publish(2)
+    fetch, found = Replication._fetch, []
+
+    def fetched(self, claimed, meter, sources):
+        if self._shard.group.seat.replica == "s" and not found:
+            found.append(threading.Thread(target=rollout.update, kwargs={"skip": False}))
+            found[0].start()
+            until(lambda: rollout.version is None)  # it has given up what it had
+        fetch(self, claimed, meter, sources)
+
+    monkeypatch.setattr(Replication, "_fetch", fetched)
+    assert seed.update()
+    found[0].join(WAIT_S)
+    assert rollout.version == 2
+
+
 def test_all_ranks_fetch_their_parts(opened, link):
     weights = torch.arange(8.0)
     trainer = opened("t", "west", {"w": weights})

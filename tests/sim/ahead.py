@@ -233,7 +233,62 @@ def newest_here(scene: Scene) -> None:
     scene.play()
 
 
+def passed_by(scene: Scene) -> None:
+    """Without forerunners a version that is being read here is passed by once, then read along."""
+
+    def seed(me: Process) -> None:
+        _first(me)
+        scene.slow_s[me] = 1.0
+        scene.reach("seed")
+        demand(me.handle.update(timeout_s=100) and me.handle.version == 2, "it had 2 to go to")
+        scene.reach("r0 has 2")
+        _stay(me, ("r0", "r1"))
+
+    def follow(me: Process) -> None:
+        _first(me)
+        there = scene.store._entries
+        scene.when(lambda: any(map(_reads, there)), "the seed reading")
+        scene.until("3")
+        demand(not me.handle.update(timeout_s=100), f"{me} goes to what is only coming")
+        demand(me.handle.version == 1, f"{me} has given up what it had")
+        demand(me.handle.update(timeout_s=100), f"{me} is told to wait for ever")
+        scene.checks.returned(me, me.handle.version)
+        demand(me.handle.version == 2, f"{me} passes by what is here for what is far")
+        demand(me.handle.last_read.source == "r0", f"{me} reads from {me.handle.last_read.source}")
+        _stay(me, ("r0", "r1"))
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.reach("1")
+        scene.until("r0 has 1", "r1 has 1")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.reach("2")
+        scene.until("seed")
+        _stay(me, ("r0", "r1"))
+
+    def train_on(me: Process) -> None:
+        scene.until("2")
+        there = scene.store._entries
+        scene.when(lambda: any(map(_reads, there)), "the seed reading")
+        publish(me, 3, 3)
+        scene.reach("3")
+        _stay(me, ("r0", "r1"))
+
+    size = 1 + scene.seed % 2
+    scene.start("t", train, size=1, datacenter="west")
+    scene.start("t2", train_on, size=1, datacenter="west")
+    scene.start("r0", seed, size=1, datacenter="east")
+    scene.start("r1", follow, size=size, datacenter="east")
+    scene.play()
+
+
+def _reads(key: str) -> bool:
+    return "/readers/" in key and f"/{2:020d}/" in key and "/r0@" in key
+
+
 SCENES |= {
+    "passed by": passed_by,
     "fetched ahead": fetched,
     "often asked": often_asked,
     "ordered twice": ordered_twice,

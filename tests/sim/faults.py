@@ -718,10 +718,34 @@ def _(order):
     return faulty
 
 
+@fault("what is coming is passed by for ever", (replication, "Skipping"), scenario="passed by")
+def _(made):
+    return lambda may_fetch, has_waited: made(may_fetch, has_waited=False)
+
+
+@fault("what is coming is gone to at once", (replication, "Skipping"), scenario="passed by")
+def _(made):
+    return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
+
+
+fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passed by")(
+    lambda rule: lambda holding: False
+)
+
+
+@fault(
+    "an update that skips goes to the newest all the same",
+    (replication, "replicate"),
+    scenario="passed by",
+)
+def _(read):
+    return lambda shard, version, floor, deadline: read(shard, "latest", floor, deadline)
+
+
 @fault("what is here is passed by", (replication, "next_version"), scenario="newest here")
 def _(rule):
-    def faulty(view, seat, spec, held, *, may_fetch):
-        found = rule(view, seat, spec, held, may_fetch=may_fetch)
+    def faulty(view, seat, spec, held, skipping):
+        found = rule(view, seat, spec, held, skipping)
         newest = versions.newer(view, seat.keys, spec, held) if found.ref else None
         return dataclasses.replace(found, ref=newest.ref if newest else None)
 

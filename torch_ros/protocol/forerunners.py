@@ -22,7 +22,9 @@ from torch_ros.protocol.versions import (
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import NoneNewer, Range, Ranges, Sample, Unseen, View, one, whole
 
-FETCHED = "ahead"  # said by an update: the version is not gone to, but fetched by the forerunner
+# Said by an update that goes nowhere:
+FETCHED = "ahead"  # its `ref` is fetched by the forerunner
+COMING = "coming"  # another replica here reads a newer version
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,27 @@ class Next:
     """What a replica does about versions that are newer than the one it holds."""
 
     ref: VersionRef | None = None  # it goes to this one; None: it stays where it is
-    is_fetched: bool = False  # not by itself, but its forerunner fetches it
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipping:
+    """How a replica passes by newer versions that are far, or only just coming here."""
+
+    may_fetch: bool | None = None  # whether its forerunner is idle; None: it has none
+    has_waited: bool = False  # for another replica, since it last went to a version
 
 
 def next_version(
-    view: View, seat: Seat, spec: Spec, held: VersionRef, *, may_fetch: bool | None
+    view: View, seat: Seat, spec: Spec, held: VersionRef, skipping: Skipping | None
 ) -> Next:
-    """The newest version above `held` that is here; else whether one is to be fetched.
+    """The newest version above `held` that is here; else how one is to come here.
 
     Args:
-        may_fetch: Whether this replica's forerunner is idle; None: it has none, and goes itself.
+        skipping: None: the newest one, wherever it is.
     """
     keys = seat.keys
-    if may_fetch is None or spec.absolute is not None:
+    if skipping is None or spec.absolute is not None:
         found = newer(view, keys, spec, held)
         return Next(found.ref if found else None)
     newest = newest_record(view, keys)
@@ -59,8 +69,21 @@ def next_version(
             return Next(ref)
         if not view.shows(_range(seat, ref)):
             raise Unseen(*_of_holdings(view, seat), _range(seat, ref))
-    is_coming = any(map(_is_fetching, there.values()))
-    return Next() if is_coming or not may_fetch else Next(offer.ref, is_fetched=True)
+    return _elsewhere(there, offer.ref, skipping)
+
+
+def _elsewhere(
+    there: Mapping[VersionRef, Mapping[str, Holding]], newest: VersionRef, skipping: Skipping
+) -> Next:
+    """What to do where none of these versions is full."""
+    if any(map(_is_fetching, there.values())):
+        return Next()
+    if skipping.may_fetch is not None:
+        return Next(newest, FETCHED) if skipping.may_fetch else Next()
+    coming = [ref for ref, near in there.items() if any(map(_is_relayed, near.values()))]
+    if not coming:
+        return Next(newest)
+    return Next(coming[0]) if skipping.has_waited else Next(said=COMING)
 
 
 def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
@@ -91,14 +114,18 @@ def _is_fetching(near: Mapping[str, Holding]) -> bool:
     return any(h.state == "filling" and k.is_forerunner(inst) for inst, h in near.items())
 
 
+def _is_relayed(holding: Holding) -> bool:
+    return holding.state == "filling" and holding.is_relay
+
+
 def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Step[Call]:
     """The end of an update, written down, so that all ranks do the same (I3)."""
-    outcome = Outcome(said=FETCHED if found.is_fetched else "")
+    outcome = Outcome(said=found.said)
     return recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
 
 
 def next_of(call: Call) -> Next:
-    return Next(call.ref, call.outcome is not None and call.outcome.said == FETCHED)
+    return Next(call.ref, call.outcome.said if call.outcome is not None else "")
 
 
 def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:

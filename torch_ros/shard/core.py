@@ -60,6 +60,7 @@ class Settings:
     relay: bool
     on_progress: OnProgress | None
     borrow_bytes: int
+    skips: bool  # updates do, if they are not told
 
 
 class RunsAhead(Protocol):

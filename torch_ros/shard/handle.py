@@ -341,21 +341,35 @@ class ShardHandle:
         flow = partial(replication.replicate, shard, version, None, deadline)
         return shard.busy(lambda: shard.as_one(deadline.what, flow))
 
-    def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
+    def update(
+        self,
+        version: int | str = "latest",
+        *,
+        skip: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
 
         Collective; all ranks get the same answer. With something newer: unpublish what is held
         (drained), then replicate. A relative version never goes back to an older one; an absolute
         one goes wherever it says.
 
-        Opened with `seeding="host"`: goes to the newest version that a replica of this datacenter
-        has. If none is newer than what is held, it has the newest one fetched here, unless that is
-        under way, and returns False.
+        An update that skips, to a relative version, goes to the newest that a replica of this
+        datacenter has. If none is newer than what is held:
+
+        - Opened with `seeding="host"`, it has the newest one fetched here, unless that is under
+          way, and returns False.
+        - Otherwise, if a replica here is reading a newer one, it returns False once; the next
+          update reads that one too, from what is here of it. If nobody is, it goes.
+
+        Args:
+            skip: Whether to. None: if `open` was given a datacenter, or `seeding="host"`. The same
+                on all ranks.
 
         Returns:
             Whether this replica now holds another version than before. False costs one read of
-            etcd; with several ranks, and one write that tells the others. With `seeding="host"`,
-            one read more while something newer is elsewhere.
+            etcd; with several ranks, and one write that tells the others. One that skips reads
+            twice while something newer is elsewhere.
 
         Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
         fetched: then nothing is given up. Once the old version was given up, the handle holds
@@ -363,7 +377,7 @@ class ShardHandle:
         """
         shard = self._shard
         deadline = shard.deadline(f"update {version}", timeout_s)
-        flow = partial(replication.update, shard, version, deadline)
+        flow = partial(replication.update, shard, version, deadline, skip)
         return shard.busy(lambda: shard.as_one(deadline.what, flow))
 
     def read(

@@ -13,6 +13,8 @@ class Intake:
         self._ledger = ledger
         self.found: VersionRef | None = None  # by the last look at a version's contents
         self.refs: set[VersionRef] | None = None  # in the block of an install; None: outside
+        self.has_waited = False
+        """Whether an update has passed by a version that another replica here was reading."""
         self.torn: set[Deadline] = set()  # of calls that have not brought all that was asked for
 
     def begins(self, call: Deadline) -> None:

@@ -31,6 +31,7 @@ from torch_ros.weights.manifest import Depth
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "local"
+DEFAULT_DATACENTER = "default"
 Seeding = Literal["foreground", "host"]
 
 
@@ -83,7 +84,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     world_size: int | None = None,
     run: str | None = None,
     retain: Sequence[str | int] = (),
-    datacenter: str = "default",
+    datacenter: str = DEFAULT_DATACENTER,
     fabric: str | None = None,
     wan_devices: Sequence[str] = (),
     spot: bool = False,
@@ -200,7 +201,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
-    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
+    skips = seeding == "host" or datacenter != DEFAULT_DATACENTER
+    told = (timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes, skips)
+    chosen = Settings(*told)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     if place.replica.endswith(AHEAD):

@@ -18,7 +18,16 @@ from torch_ros.errors import (
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
-from torch_ros.protocol.forerunners import Next, decided_next, fetch, next_of, next_version
+from torch_ros.protocol.forerunners import (
+    COMING,
+    FETCHED,
+    Next,
+    Skipping,
+    decided_next,
+    fetch,
+    next_of,
+    next_version,
+)
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import Call, VersionRef
@@ -88,19 +97,22 @@ def replicate(
     return read_version(shard, asked, spec, SourceTerms(), Target(shard), deadline).version
 
 
-def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
+def update(shard: Shard, version: int | str, deadline: Deadline, skip: bool | None = None) -> bool:
     """Replicate `version` if it is newer than what is held. Returns whether it was."""
     shard.intake.begins(deadline)
     shard.begin("update", deadline.what, deadline)
     held = shard.held
-    found = find_newer(shard, version, held, deadline) if held else Next()
-    if held is not None and (found.ref is None or found.is_fetched):
+    # An install has entered a version that it has to bring.
+    skips = (shard.settings.skips if skip is None else skip) and shard.intake.refs is None
+    found = find_newer(shard, version, held, deadline, skips=skips) if held else Next()
+    shard.intake.has_waited = found.said == COMING or (shard.intake.has_waited and not found.ref)
+    if held is not None and (found.ref is None or found.said == FETCHED):
         if found.ref is not None and shard.forerunner is not None:
             shard.forerunner.fetch(found.ref, deadline)
         shard.intake.ends(held, deadline)
         return False
     shard.unpublish_first(deadline.what, deadline, may_forget=False)
-    if shard.forerunner is None or found.ref is None:
+    if not skips or found.ref is None:
         replicate(shard, version, found.ref, deadline)
         return True
     try:  # the one that is here, and not a newer one that is far
@@ -110,16 +122,17 @@ def update(shard: Shard, version: int | str, deadline: Deadline) -> bool:
     return True
 
 
-def find_newer(shard: Shard, version: int | str, held: VersionRef, deadline: Deadline) -> Next:
+def find_newer(
+    shard: Shard, version: int | str, held: VersionRef, deadline: Deadline, *, skips: bool
+) -> Next:
     """What to do about versions newer than `held`, the same on all ranks."""
     group, spec = shard.group, Spec.parse(version)
     ranges, forerunner = newer_ranges(group.seat.keys), shard.forerunner
 
     def find(view: View, seat: Seat) -> Next:
-        # An install has entered a version that it has to bring.
-        has_none = forerunner is None or shard.intake.refs is not None
-        may_fetch = None if has_none or forerunner is None else forerunner.is_idle
-        return next_version(view, seat, spec, held, may_fetch=may_fetch)
+        is_idle = forerunner.is_idle if forerunner else None
+        skipping = Skipping(is_idle, shard.intake.has_waited) if skips else None
+        return next_version(view, seat, spec, held, skipping)
 
     def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
         return decided_next(view, seat, call, find(view, seat))
