@@ -44,6 +44,7 @@ from torch_ros.protocol import (
     seating,
     serving,
     sources,
+    streams,
     unpublish,
     versions,
 )
@@ -658,6 +659,13 @@ fault(
 @fault("a mute source is left for a far one", (sources, "is_to_be_left"), scenario="mute seed")
 def _(rule):
     return lambda *args: rule(*args[:-1], dict.fromkeys(args[-1], 0))
+
+
+fault(
+    "of those who fill, one that streams concludes that nobody else is full",
+    (streams, "_is_whole"),
+    scenario="mute stream",
+)(lambda _: lambda *_: True)
 
 
 @fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from checks import demand
@@ -17,6 +18,7 @@ from scenes import (
     unpublish,
 )
 
+from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import Suspect
 from torch_ros.store.txn import Put, Txn
@@ -233,6 +235,49 @@ def mute(scene: Scene, muted_s: float, reroutes: int) -> None:
     scene.play()
 
 
+def mute_stream(scene: Scene) -> None:
+    """Who streams among many leaves a mute source, though all that it sees at first still fill."""
+    _see_few(1, 1, 1)
+
+    def consume(me: Process) -> None:
+        scene.until("t", "w", "f")
+        began_s = scene.now_s
+        scene.slow_s[me] = 1.0
+        me.streamed(1, timeout_s=100)
+        took_s = scene.now_s - began_s
+        demand(took_s < 40, f"I6: a mute source held a stream up for {took_s:.0f} s")
+        scene.reach("late")
+
+    def serve(me: Process) -> None:
+        name = me.start.replica
+        if name == "t":
+            publish(me, 1)
+        else:
+            scene.until("t")
+            replicate(me)
+        scene.reach(name)
+        mine = f"{name}@"
+        is_read = lambda: any(s.startswith(mine) and "+stream" in r for s, r in scene.edges)
+        scene.when(lambda: is_read() or "mute" in scene.reached, "a stream")
+        if "mute" not in scene.reached:
+            scene.reach("mute")
+            me.mute_until_s = scene.now_s + 80
+        scene.until("late")
+
+    def fill(me: Process) -> None:
+        scene.until("w")
+        scene.slow_s[me] = 3.0
+        scene.hold("f", me, puts("/readers/"), lambda: True, is_reply=True)
+        with suppress(TorchRosError):
+            replicate(me, timeout_s=60)
+
+    scene.start("t", serve, size=1)
+    scene.start("w", serve, size=1)
+    scene.start("rf", fill, size=1)
+    scene.start("r", consume, size=1)
+    scene.play()
+
+
 def seed_dies(scene: Scene) -> None:
     """I13: when a seed dies, one of those who waited for it is the next, and no more than one."""
 
@@ -275,5 +320,6 @@ SCENES |= {
     "suspected seed": suspected,
     "mute seed": partial(mute, muted_s=8.0, reroutes=0),
     "mute for long": partial(mute, muted_s=50.0, reroutes=1),
+    "mute stream": mute_stream,
     "seed dies": seed_dies,
 }

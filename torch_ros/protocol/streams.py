@@ -144,4 +144,7 @@ def has_other(
 ) -> Step[bool]:
     """Whether `source`, which has not answered for so long, is to be left for somebody else."""
     there = {i: distance(held.datacenter, seat) for i, held in _full(view, seat, ref).items()}
-    return Done(is_to_be_left(view, seat, source, tried, silent_s, there))
+    is_left = is_to_be_left(view, seat, source, tried, silent_s, there)
+    if not (is_left or _is_whole(view, seat, ref)):
+        raise Unseen  # the youngest, which were seen, may be those that still fill
+    return Done(is_left)
