@@ -57,6 +57,18 @@ def test_who_shows_no_ways_or_too_few_of_them_is_a_failed_transfer():
     with_one.close()
 
 
+def test_no_other_way_is_taken_when_one_fails():
+    source, reader = ([MemoryTransport(), MemoryTransport()] for _ in range(2))
+    shown, reads = (WaysTransport(list(zip(WEST, ways, strict=True))) for ways in (source, reader))
+    reads.connect(shown.connection).close()
+    source[0].close()
+    with pytest.raises(TransferFailed, match="no such agent"):
+        reads.connect(shown.connection)
+    reader[1].connect(source[1].connection).close()
+    for each in (shown, reads):
+        each.close()
+
+
 # Two ways, of which the second is TCP over loopback.
 BOTH = """
 from torch_ros.costs import NIXL_COSTS, TCP_COSTS
