@@ -217,6 +217,7 @@ class _Link:
         self.reads: set[NixlTransfer] = set()
         self.covers: list[Cover] = []  # attached; the newest first
         self.pings, self.ping_s = 0, math.inf  # the shortest of so many
+        self.where = b""  # its address, among what NIXL was told of it first
         self.failure = ""
 
     @contextmanager
@@ -236,6 +237,7 @@ class _Link:
                 raise TransferFailed(self.agent, f"NIXL says {error}") from error
 
     def load(self, blob: bytes) -> None:
+        self.where = self.where or blob
         with self.calls() as nixl:
             if nixl.loadRemoteMD(blob).decode() != self.agent:
                 raise TransferFailed(self.agent, "these bytes are of another agent")
@@ -287,7 +289,7 @@ class _Link:
             if not flying:
                 return
             asked_s = time.monotonic() - max(read.posted_s for read in flying)
-            count = sockets.silence(self.transport.epolls, asked_s)
+            count = sockets.silence(self.transport.epolls, asked_s, self.where)
         logger.warning(
             "agent %r does not answer: ending %d connections on which nothing came for %.1f s",
             self.agent,

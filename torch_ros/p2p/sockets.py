@@ -19,8 +19,10 @@ _KEPT_MAX = 64  # connections kept open; the oldest is closed first
 _QUIET_S = 10.0  # after the last byte that came, the source has sent it all, and one is closed
 _BUSY_S, _IDLE_S = 0.02, 0.2  # between two looks at them, while something comes and before
 _RECENT_S = 1.0  # something comes, if something came since then
-_INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
+_INFO = struct.Struct("<8B24I4Q")  # the beginning of Linux's struct tcp_info
 _LAST_SENT, _LAST_RECEIVED = 8 + 9, 8 + 11  # in it: milliseconds since then
+_SENT_BYTES, _RECEIVED_BYTES = 8 + 24 + 2, 8 + 24 + 3
+_ANSWERS_BYTES = 1 << 20  # who got so much more than it gave reads from us
 _ESTABLISHED = 1
 
 
@@ -39,23 +41,35 @@ def nested(among: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({fd for each in known for fd, _ in _watched(each)} & known))
 
 
-def silence(epolls: Iterable[int], asked_s: float) -> int:
-    """End those connections on which nothing has come for `asked_s`, though something was sent.
+def silence(epolls: Iterable[int], asked_s: float, where: bytes) -> int:
+    """End those connections to a peer on which nothing has come for `asked_s`, but was sent.
 
-    Returns how many that were. All sockets that these epolls watch must be UCX's.
+    All sockets that these epolls watch must be UCX's.
+
+    Args:
+        where: The peer's address, as UCX wrote it. Its port is in there; if no silent connection
+            goes to such a one, all that are silent are ended, except those of readers.
+
+    Returns:
+        How many that were.
     """
     found = [_opened(fd, inode) for epoll in epolls for fd, inode in _watched(epoll)]
     opened = [connection for connection in found if connection is not None]
     own = {connection.getsockname() for connection in opened}
-    ended = 0
+    silent = [
+        connection
+        for connection in opened
+        if _is_silent(connection, asked_s) and connection.getpeername() not in own
+    ]
+    there = [each for each in silent if each.getpeername()[1].to_bytes(2, "big") in where]
+    ended = there or silent
     for connection in opened:
-        if _is_silent(connection, asked_s) and connection.getpeername() not in own:
+        if connection in ended:
             connection.shutdown(socket.SHUT_RD)
             _drain.keep(connection)
-            ended += 1
         else:
             connection.close()
-    return ended
+    return len(ended)
 
 
 def _watched(epoll: int) -> Iterator[tuple[int, int]]:
@@ -99,7 +113,9 @@ def _is_silent(connection: socket.socket, asked_s: float) -> bool:
     except (OSError, struct.error):
         return False
     sent_ms, received_ms = info[_LAST_SENT], info[_LAST_RECEIVED]
-    return info[0] == _ESTABLISHED and sent_ms <= received_ms >= 1000 * asked_s
+    is_mute = sent_ms <= received_ms >= 1000 * asked_s
+    is_reader = info[_SENT_BYTES] > info[_RECEIVED_BYTES] + _ANSWERS_BYTES
+    return info[0] == _ESTABLISHED and is_mute and not is_reader
 
 
 class _Drain:
