@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import SourceLost
+from torch_ros.errors import SourceLost, StoreUnavailable
 from torch_ros.protocol.keys import replica_of
-from torch_ros.shard import host_copies
+from torch_ros.shard import host_copies, replication
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.replication import Replication
 
@@ -85,15 +85,54 @@ def test_who_fills_is_asked_before_somebody_far(opened, looks, monkeypatch):
     assert looks == ["z", "z", "a"]
 
 
-def test_bytes_that_were_wrong_are_read_from_afar_if_nobody_else_is_near(opened, tensors):
+@pytest.fixture
+def spoilt(opened, tensors):
+    """A trainer, a near seed whose bytes are wrong, and a reader beside it."""
     opened("a", "west", digests="full").publish(1)
     seed = opened("seed", "east", digests="full")
     seed.replicate(1)
     tensors["seed"].fill_(7.0)
-    reader = opened("reader", "east", digests="full")
-    reader.replicate(1)
-    assert reader.last_read.source == "a"
+    return opened("reader", "east", digests="full")
+
+
+def test_bytes_that_were_wrong_are_read_from_afar_if_nobody_else_is_near(spoilt, tensors):
+    spoilt.replicate(1)
+    assert spoilt.last_read.source == "a"
     assert torch.equal(tensors["reader"], tensors["a"])
+
+
+def test_bytes_that_were_wrong_are_not_read_again_though_nobody_could_be_told(spoilt, monkeypatch):
+    def away(*_):
+        raise StoreUnavailable("memory://test", 1.0, "it is away")
+
+    monkeypatch.setattr(replication, "suspect", away)
+    spoilt.replicate(1)
+    assert spoilt.last_read.source == "a"
+
+
+def test_bytes_that_were_wrong_are_not_read_of_who_fills_itself_with_them(
+    spoilt, opened, monkeypatch
+):
+    relay, others, goes_on = opened("relay", "east", digests="full"), [], threading.Event()
+    fetch, fills = Replication._fetch, threading.Event()
+
+    def fetched(self, *args):
+        if threading.current_thread() in others:
+            fills.set()
+            assert goes_on.wait(60)
+        fetch(self, *args)
+        if not others:  # the reader, the first time: its source is wrong, and has another reader
+            others.append(threading.Thread(target=relay.replicate, args=(1,)))
+            others[0].start()
+            assert fills.wait(20)
+
+    monkeypatch.setattr(Replication, "_fetch", fetched)
+    try:
+        spoilt.replicate(1)
+    finally:
+        goes_on.set()
+        others[0].join()
+    assert spoilt.last_read.source == "a"
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ class GroupCall(Attempt):
         tries = itertools.count()
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-            most = 0 if next(tries) else sources_max
+            most = 0 if next(tries) or avoided else sources_max
             return calls.replicate(view, seat, call, spec, is_relay=is_relay, sources_max=most)
 
         self.decide_and_claim(effects, avoided)

@@ -92,7 +92,8 @@ def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> 
     None: nobody has the version any more and the decision is taken back, so decide again.
 
     Args:
-        avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones.
+        avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones, and
+            before those that still fill, since these may be filling themselves with such bytes.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -107,6 +108,9 @@ def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> 
     candidates = _candidates(view, seat, ref)
     if not candidates:
         return Act(seat.taken_back(view, current), lambda _: None)
+    if avoided:
+        full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
+        candidates = candidates if full.keys() <= {*avoided} else full
     eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
     choice = _predicted(view, seat, ref, eligible)
     is_free = not eligible[choice].readers
