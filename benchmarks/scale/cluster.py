@@ -411,6 +411,12 @@ class Cluster:
         def identify(replica: str, rank: int, world_size: int, *, timeout_s: float) -> Identity:
             return Identity(replica, rank, world_size, f"s{self.seed}" if world_size > 1 else None)
 
+        def mailbox(_: Any, forget: Callable[..., None] | None = None) -> plane.Mailbox:
+            made = plane.Mailbox(self, current())
+            if forget is not None:
+                forget.__self__.own = made
+            return made
+
         class Copy(host_copies.HostCopy):
             """A copy takes the model's time, and is shown as any other."""
 
@@ -430,7 +436,8 @@ class Cluster:
             ),
             "HostCopy": Copy,
             "available_bytes": lambda: math.inf,
-            "Mailbox": lambda *_: plane.Mailbox(self, current()),
+            "Mailbox": mailbox,
+            "Room": lambda _: plane.Room(self),
             "Reading": lambda *_, **__: plane.Reading(self, current()),
             "identify": identify,
             "_open_shards": set(),

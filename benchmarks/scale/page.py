@@ -123,9 +123,22 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
                 ("paper, UCX", "62.4", "4"),
                 ("paper, smart skipping", "7.7", "1"),
                 ("this release", f"{stall:.1f}", f"{crossings:.2f}"),
+                *_updates(rows),
             ),
         )
     yield WORKS
+
+
+def _updates(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for row in _rows(rows, "updates_12"):
+        key = row["params"]["seeding"], row["params"].get("etcd", "")
+        found.setdefault(key, []).append(row["figures"])
+    for (seeding, etcd), each in found.items():
+        how = {"foreground": "... that skip", "host": '... `seeding="host"`'}[seeding]
+        where = "etcd beside them" if etcd else "etcd 40 ms away"
+        stall, crossings = (fmean(f[name] for f in each) for name in ("stall_s", "crossings"))
+        yield f"{how}, polling every 5 s, {where}", f"{stall:.1f}", f"{crossings:.2f}"
 
 
 BURST_HEAD = (

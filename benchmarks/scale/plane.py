@@ -94,6 +94,16 @@ class Mailbox:
         self.withdraw()
 
 
+class Room:
+    """Memory for a copy of what each process has."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.state = LocalState((), {}, {}, known=cluster.registered)
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Plan:
     bytes_read: int
@@ -161,7 +171,9 @@ class Peers:
 
 
 class Reading:
-    """The reads of one process."""
+    """The reads of one process, or of its forerunner, into what `own` shows."""
+
+    own: Mailbox
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process = cluster, process
@@ -184,7 +196,7 @@ class Reading:
             SourceLost: A source is gone, or does not serve the call any more.
         """
         self._process.begins_to_read()
-        own = self._process.handle._shard.mailbox
+        own = self.own
         sources = {self._node(each.feed): each.feed.source for each in supplies}
         if (lost := self._transferred(own, sources, deadline)) is not None:
             raise lost

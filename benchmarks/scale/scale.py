@@ -67,6 +67,9 @@ def usual(n_max: int) -> list[Job]:
     jobs += [job("figure_7b", groups=groups) for groups in (1, 4, 9, 18)]
     jobs += [job("figure_11", rollouts=n, trainers=t) for t in (1, 8) for n in (1, 2, 3, 4)]
     jobs += [job("figure_12", seed) for seed in range(10)]
+    for seeding in ("foreground", "host"):
+        for where in ({"etcd": scenarios.WEST}, {}):
+            jobs += [job("updates_12", seed, seeding=seeding, **where) for seed in range(5)]
     for n, seeds in CROSSINGS:
         jobs += [job("datacenters", seed, n=n) for seed in range(seeds) if n <= n_max]
     for n, seeds in ((4, SEEDS), (16, SEEDS), (64, 2)):

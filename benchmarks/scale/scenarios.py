@@ -6,6 +6,7 @@ in which a NIC carries a version.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -167,6 +168,55 @@ def figure_12(seed: int) -> Figures:
             **all_.figures(),
             "stall_s": rounded(sum(all_.stalls_x()) * x_s),
             "crossings": rounded(cluster.network.crossed(EAST, WEST) / 2 / FIG_12.bytes_total),
+        }
+
+
+def updates_12(seed: int, *, seeding: str, etcd: str = EAST, every_s: float = 5.0) -> Figures:
+    """As figure 12, of replicas that have a version, and poll for the next one between steps."""
+    with Cluster(replace(FIG_12, etcd_datacenter=etcd), seed=seed) as cluster:
+        cluster.network.join(EAST, WEST, FAR_LINK, FAR_STREAM)
+        far = newcomers(cluster, 4, ranks=2, datacenter=WEST)
+        trainers = cluster.replica("trainer", ranks=2)
+        clock, stalls, ended_s = cluster.clock, dict.fromkeys(far, 0.0), list[float]()
+        cluster.open(trainers)
+        cluster.open(far, seeding=seeding)
+
+        def publish(version: int) -> None:
+            for trainer in trainers:
+                cluster.does(trainer, clock.now_s, partial(go_on, trainer, version))
+            cluster.run()
+
+        def go_on(trainer: Process, version: int) -> None:
+            trainer.handle.unpublish()
+            trainer.handle.publish(version)
+
+        def follow(process: Process) -> None:
+            while process.handle.version != 2:
+                asked_s = clock.now_s
+                process.handle.update()
+                stalls[process] += clock.now_s - asked_s
+                clock.sleep(every_s)
+            ended_s.append(clock.now_s - every_s)
+
+        publish(1)
+        for process in far:
+            cluster.does(process, clock.now_s, process.handle.replicate)
+        cluster.run()
+        crossed = cluster.network.crossed(EAST, WEST)
+        cluster.start()
+        publish(2)
+        began_s = clock.now_s
+        for first in range(0, len(far), 2):
+            at_s = clock.now_s + cluster.rng.random() * every_s
+            for process in far[first : first + 2]:
+                cluster.does(process, at_s, partial(follow, process))
+        cluster.run()
+        crossings = (cluster.network.crossed(EAST, WEST) - crossed) / 2 / FIG_12.bytes_total
+        return {
+            "stall_s": rounded(sum(stalls.values())),
+            "worst_s": rounded(max(stalls.values())),
+            "last_s": rounded(max(ended_s) - began_s),
+            "crossings": rounded(crossings),
         }
 
 

@@ -349,6 +349,17 @@ def test_a_source_that_is_the_last_one_and_dies_is_lost():
 # Short runs, with bounds
 
 
+@pytest.mark.parametrize(("seeding", "most_s"), [("foreground", 8.5), ("host", 4.0)])
+def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
+    found = scenarios.updates_12(0, seeding=seeding, etcd=scenarios.WEST)
+    assert found["stall_s"] < most_s
+    assert found["crossings"] == 1.0
+
+
+def test_nobody_starves_who_polls_seldom():
+    assert scenarios.fast_versions(0)["lag"] <= 8
+
+
 def test_bounds_of_a_few_replicas_hold():
     assert scenarios.burst(0, n=10)["last_x"] < 1.05
     assert scenarios.figure_7b(0, groups=4)["stall_s"] < 72.0  # ideal: 70.4
@@ -432,8 +443,8 @@ def test_an_aim_is_met_missed_or_was_not_run():
 def test_every_scenario_that_is_run_has_a_job():
     jobs = scale.usual(1000)
     assert {each.what for each in jobs} >= {
-        "burst", "figure_7b", "figure_11", "figure_12", "datacenters", "stragglers", "deaths",
-        "herd", "held_up", "fast_versions",
+        "burst", "figure_7b", "figure_11", "figure_12", "updates_12", "datacenters", "stragglers",
+        "deaths", "herd", "held_up", "fast_versions",
     }  # fmt: skip
     assert max(dict(each.params).get("n", 0) for each in jobs) == 1000
     assert np.isfinite([each.weight for each in jobs]).all()
