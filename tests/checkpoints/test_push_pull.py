@@ -228,3 +228,36 @@ def test_transformers_loads_what_was_pulled(opened, asked, tmp_path):
     config.save_pretrained(tmp_path / "out")
     found = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "out")
     same(found.state_dict(), model.state_dict())
+
+
+def test_versions_and_checkpoints_are_compared_bit_for_bit(opened, asked, tmp_path):
+    trainer = opened("trainer")
+    tensors = everything()
+    trainer.register(tensors)
+    trainer.publish(1)
+    reader = opened("reader")
+    kept = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    reader.register(kept)
+    reader.replicate(1)
+    trainer.unpublish()
+    trainer.unregister()
+    for dtype in (torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn):
+        raw = tensors[str(dtype)].view(-1).view(torch.uint8)
+        raw[: 2 * dtype.itemsize : dtype.itemsize] ^= 1  # of two elements
+    del tensors["one byte"]
+    tensors["0-d"] = torch.tensor(3)
+    trainer.register(tensors)
+    trainer.publish(2)
+    code, out, _ = asked("diff", trainer.model, 1, "latest")
+    found = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:-1]}
+    assert (code, found.pop("0-d")[:2]) == (1, ["-", "-"])
+    assert found.pop("one")[1:] == ["-", "-", "only", "the", "first", "has", "it"]
+    assert {name: row[0] for name, row in found.items()} == {
+        f"torch.{name}": "2" for name in ("bfloat16", "complex64", "bool", "float8_e4m3fn")
+    }
+    assert out.splitlines()[-1].startswith(f"6 of {len(kept)} tensors differ: 8 of ")
+    assert asked("diff", trainer.model, 1, 1)[0] == 0
+    assert asked("pull", trainer.model, 1, tmp_path / "out")[0] == 0
+    assert asked("diff", trainer.model, 1, tmp_path / "out", "--select", "torch.*")[0] == 0
+    code, out, _ = asked("--json", "diff", trainer.model, 2, tmp_path / "out")
+    assert (code, len(json.loads(out)["tensors"])) == (1, 6)

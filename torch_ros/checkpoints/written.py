@@ -58,10 +58,12 @@ def selected(contents: torch_ros.Contents, patterns: Sequence[str]) -> Tensors:
         if not any(fnmatchcase(name, pattern) for name in contents.tensors):
             raise UsageError(f"no tensor of version {contents.version} matches {pattern!r}")
     return {
-        name: tensor
-        for name, tensor in contents.tensors.items()
-        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        name: tensor for name, tensor in contents.tensors.items() if is_selected(name, patterns)
     }
+
+
+def is_selected(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager

@@ -1,13 +1,29 @@
 """`torch-ros ls`: who has which version. Pure: rows of text out of fleets."""
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from torch_ros.protocol.fleet import Fleet, Held, Published
+
+
+class Differs(Protocol):
+    """`torch_ros.checkpoints.compared.Difference`, without torch."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def changed(self) -> int | None: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def why(self) -> str: ...
+
 
 Rows = list[Sequence[str]]
 MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "")
 VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "READS FROM")
 NAMES_MAX = 3  # in one cell
+DIFFERENCES = ("TENSOR", "CHANGED", "OF", "")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -70,6 +86,18 @@ def behind(fleet: Fleet) -> list[str]:
             where = "" if ref.run == fleet.latest.run else f" of run {ref.run}"
             found.append(f"{replica.name}: holds {ref.version}{where}")
     return found
+
+
+def differences(found: Iterable[Differs]) -> Rows:
+    """A line for each tensor that differs."""
+    rows: Rows = []
+    for each in found:
+        if each.changed is None:
+            rows.append((each.name, "-", "-", each.why))
+        else:
+            share = f"{each.changed / each.count:.3%}"
+            rows.append((each.name, str(each.changed), str(each.count), share))
+    return rows
 
 
 def some(names: Sequence[str]) -> str:

@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=int, metavar="version")
     listed.set_defaults(run=_ls)
+    _add_moving(commands)
+    return parser
+
+
+def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The commands that take torch."""
     pushed = commands.add_parser("push", help="publish a checkpoint from disk, where it lies")
     pushed.add_argument("checkpoint", type=Path, help="a folder or a file of safetensors")
     pushed.add_argument("--model", required=True)
@@ -89,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     pulled.add_argument("--select", action="append", default=[], metavar="PATTERN")
     pulled.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
     pulled.set_defaults(run=_pull)
-    return parser
+    compared = commands.add_parser("diff", help="elements that differ between two versions")
+    compared.add_argument("model")
+    compared.add_argument("one", metavar="version", help='a number, "latest" or "latest-<k>"')
+    compared.add_argument("other", metavar="version-or-folder", help="or a checkpoint on disk")
+    compared.add_argument("--select", action="append", default=[], metavar="PATTERN")
+    compared.add_argument("--timeout", type=float, default=60.0, help="for a version to come")
+    compared.set_defaults(run=_diff)
 
 
 def _ls(asked: argparse.Namespace) -> int:
@@ -107,6 +119,19 @@ def _pull(asked: argparse.Namespace) -> int:
     from torch_ros.cli import moving  # noqa: PLC0415
 
     return moving.pull(asked, sys.stdout)
+
+
+def _diff(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import moving  # noqa: PLC0415
+
+    found = moving.diff(asked)
+    if asked.json:
+        _print_json({"tensors": [asdict(each) for each in found.differences]}, sys.stdout)
+    else:
+        if rows := ls.differences(found.differences):
+            _print_table(ls.DIFFERENCES, rows, sys.stdout, "")
+        sys.stdout.write(f"{found}\n")
+    return NOT_FINE if found.differences else FINE
 
 
 def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:

@@ -10,17 +10,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
 
 import torch_ros
 from torch_ros import environment
+from torch_ros.checkpoints.compared import Difference, Named, Shapes, differences, unlike
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.checkpoints.written import (
+    BUFFER_BYTES,
     OnBytes,
+    is_selected,
     made_whole,
     selected,
     write_dcp,
@@ -74,9 +80,8 @@ def _stay(
 
 def pull(asked: argparse.Namespace, out: TextIO) -> int:
     """Write a version to a folder that is there when all of it is on disk."""
-    wanted = int(asked.number) if asked.number.isdigit() else asked.number
     with _opened(asked, asked.model, None, "pull") as handle, made_whole(asked.folder) as folder:
-        contents = handle.contents(wanted, timeout_s=asked.timeout)
+        contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
         tensors = selected(contents, asked.select)
         with _bar(f"version {contents.version}") as progress:
             write = write_safetensors if asked.format == "safetensors" else write_dcp
@@ -86,6 +91,64 @@ def pull(asked: argparse.Namespace, out: TextIO) -> int:
     if contents.objects:
         out.write(f"left out, since only dcp.load reads pickles: {some(contents.objects)}\n")
     return FINE
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The end of `torch-ros diff`."""
+
+    differences: Sequence[Difference]
+    tensor_count: int
+    element_count: int
+
+    def __str__(self) -> str:
+        changed = sum(each.changed or 0 for each in self.differences)
+        share = f"{changed / max(1, self.element_count):.3%}"
+        return (
+            f"{len(self.differences)} of {self.tensor_count} tensors differ: "
+            f"{changed} of {self.element_count} elements that both have ({share})"
+        )
+
+
+def diff(asked: argparse.Namespace) -> Compared:
+    """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB."""
+    with _opened(asked, asked.model, None, "diff") as handle:
+        one = _readable(handle, asked.one, asked)
+        is_folder = Path(asked.other).exists()
+        other = _on_disk(Path(asked.other)) if is_folder else _readable(handle, asked.other, asked)
+        shapes = [
+            {name: found for name, found in each.shapes.items() if is_selected(name, asked.select)}
+            for each in (one, other)
+        ]
+        found = list(unlike(*shapes))
+        odd = {each.name for each in found}
+        names = [name for name in shapes[0] if name not in odd]
+        found += differences(one.read(names), other.read(names))
+        elements = sum(shapes[0][name][1].numel() for name in names)
+        count = len(shapes[0].keys() | shapes[1].keys())
+    return Compared(sorted(found, key=lambda each: each.name), count, elements)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    shapes: Shapes
+    read: Callable[[Sequence[str]], Iterable[Named]]
+
+
+def _readable(handle: torch_ros.ShardHandle, number: str, asked: argparse.Namespace) -> _Side:
+    contents = handle.contents(as_version(number), timeout_s=asked.timeout)
+    read = partial(handle.stream, contents.version, buffer_bytes=BUFFER_BYTES)
+    return _Side(contents.tensors, read)
+
+
+def _on_disk(checkpoint: Path) -> _Side:
+    there = mapped(checkpoint)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in there.items()}
+    return _Side(shapes, lambda names: ((name, there[name]) for name in names))
+
+
+def as_version(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 @contextmanager
