@@ -117,3 +117,23 @@ def test_a_version_crosses_the_link_once(lab, job, capsys):
     with capsys.disabled():
         print(f"\ncrossings: {[found['crossings'] for found in counted]}, more in {FOUND}")
     assert losses(job) == lost, "keep-alives cross a link that is full"
+
+
+def test_a_trainer_takes_its_tensors_back_while_they_cross_the_link(lab, job):
+    version = 2 + ROUNDS
+    job.publish(version)
+    for rollout in job.rollouts:
+        rollout.ask("unpublish")
+    before, deadline_s = lab.wan_bytes(into="east"), time.monotonic() + 60
+    for rollout in job.rollouts:
+        rollout.tell("replicate", version=version)
+    while lab.wan_bytes(into="east") < before + SIZE / 8:
+        assert time.monotonic() < deadline_s, "nothing crosses"
+    with lab.cut():  # nobody can end meanwhile
+        job.trainer.ask("unpublish")
+        holders = job.trainer.ask("list").get(str(version), [])
+        job.trainer.ask("fill", version=version + 1)
+    assert [name for name in holders if name.startswith("trainer+")], "it made no copy"
+    for rollout in job.rollouts:
+        assert rollout.answer_of(rollout.hear())["version"] == version
+        assert rollout.ask("is_whole", version=version)
