@@ -393,7 +393,31 @@ def closes_at_once(scene: Scene) -> None:
     scene.play()
 
 
+def kept_for_long(scene: Scene) -> None:
+    """Who reads from a copy that was needed for longer than drain_s is let finish all the same."""
+
+    def read(me: Process) -> None:
+        scene.until("kept")
+        _read(me, version=1)
+        demand(me.handle.last_read.reroutes == 0, "I6: release did not wait for its reader")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        unpublish(me)
+        scene.sleep(60)
+        scene.reach("kept")
+        _reading(scene, "r")
+        publish(me, 2, 8)  # from now on nobody retains 1, nor has it
+        scene.until("r has it")
+        _released(me, 5.0)
+
+    scene.start("t", train, size=_size(scene), retain=("latest",), drain_s=40.0)
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 SCENES |= {
+    "kept for long": kept_for_long,
     "taken back": taken_back,
     "near and far": near_and_far,
     "comes last": comes_last,

@@ -60,7 +60,7 @@ class Wait(Struct, frozen=True):
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
-    """`wait`, but when the loop has waited `limit_s` in all, do `otherwise`."""
+    """`wait`, but when the loop has waited so for `limit_s` in all, do `otherwise`."""
 
     wait: Wait
     limit_s: float
@@ -94,16 +94,16 @@ def settle(
     while losses < ATTEMPTS_MAX:
         view, step = yield from _look(ranges, rule, first)
         first = None
+        is_limited, left_s = isinstance(step, WaitAtMost), math.inf
         if isinstance(step, WaitAtMost):
             left_s = step.limit_s - waited_s
             step = step.wait if left_s > 0 else step.otherwise
-        else:
-            left_s = math.inf
         match step:
             case Done(value):
                 return value
             case Wait(reason, watched):
-                waited_s += yield Watch(whole(watched), view.rev, reason, left_s)
+                took_s = yield Watch(whole(watched), view.rev, reason, left_s)
+                waited_s += took_s if is_limited else 0.0
             case Act(txn, then):
                 reply: Reply = yield Commit(replace(txn, otherwise=ranges))
                 if reply.applied and then is not None:
