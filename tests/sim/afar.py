@@ -8,7 +8,7 @@ from checks import Broken, demand
 from replicas import TTL_S, Process
 from scenes import SCENES, Scene, publish, puts, replicate, unpublish
 
-from torch_ros.errors import SourceLost
+from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.protocol import keys as k
 
 SOON_S = 2.5  # for a copy, and what it takes in the store; a slow reader takes many times that
@@ -416,7 +416,63 @@ def kept_for_long(scene: Scene) -> None:
     scene.play()
 
 
+def fails_first(scene: Scene) -> None:
+    """I14: parts of a copy that came to nothing do not keep the next unpublish from making one."""
+
+    def read(me: Process) -> None:
+        scene.until("t")
+        _read(me)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t")
+        _reading(scene, "r")
+        if me.rank == scene.seed % 2:
+            scene.hold("copies", me, puts("/shards/t+"), lambda: "failed" in scene.reached)
+        try:
+            unpublish(me, timeout_s=2.0)
+        except DeadlineExceeded:
+            scene.reach("failed")
+        scene.until("failed")
+        scene.sleep(1.0)
+        took_s = unpublish(me)
+        demand(took_s < SOON_S, f"I14: a slow link held unpublish up for {took_s:.1f} s")
+        scene.until("r has it")
+        _released(me, 5.0)
+
+    scene.start("t", train, size=2, datacenter="west")
+    scene.start("r", read, size=1, datacenter="east")
+    scene.play()
+
+
+def comes_back_with_a_copy(scene: Scene) -> None:
+    """I14: a copy that somebody reads from afar is offered again when its ranks are back."""
+
+    def read(me: Process) -> None:
+        scene.until("t")
+        _read(me)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t")
+        _reading(scene, "r")
+        unpublish(me)
+        [reader] = scene.start_named("r").processes
+        reads_copy = lambda: any("+" in inst for _, inst, _ in reader.reads_from)
+        scene.when(reads_copy, "a copy read")
+        if me.rank == 0:
+            scene.end_lease(scene.start_named("t").processes[scene.seed % me.start.size])
+        scene.until("r has it")
+        _released(me, 5.0)
+
+    scene.start("t", train, size=_size(scene), datacenter="west")
+    scene.start("r", read, size=1, datacenter="east")
+    scene.play()
+
+
 SCENES |= {
+    "fails first": fails_first,
+    "comes back with a copy": comes_back_with_a_copy,
     "kept for long": kept_for_long,
     "taken back": taken_back,
     "near and far": near_and_far,

@@ -1,5 +1,6 @@
 """How a replica gives a version back: drain its readers, keep a copy, release the copy. Pure."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -162,27 +163,18 @@ def copied(
     key, version = seat.copy_holding(ref, copy), keys.version(ref.run, ref.version)
     if view.get(key):
         return Done(value=True)
-    record, unpublishing = VersionRecord.at(view, version), find(view, seat, call)
-    if record is not None and record.uid != ref.uid:
-        return Done(value=False)
-    own = keys.shard(copy, seat.rank)
-    is_over = unpublishing is not None and unpublishing.outcome is not None
-    if is_over and unpublishing is not None and unpublishing.copy == copy:
-        return Done(value=False)
-    if unpublishing is not None and unpublishing.is_optional and not unpublishing.copy:
-        # A peer has no memory for its part. As long as this part is shown, no other copy is made.
-        shown = view.get(own) is not None
-        return Act(Txn(ops=(Delete(one(own)),)), lambda _: False) if shown else Done(value=False)
+    own, parts = keys.shard(copy, seat.rank), keyed(view.within(keys.shards(copy)), k.parse_rank)
+    missing = seat.world_size - sum(rank < seat.world_size for _, rank, _ in parts)
+    if _is_of_no_use(view, seat, ref, copy, call, is_whole=not missing):
+        # As long as a part is shown, no other copy is made.
+        gone = Txn((view.unchanged(seat.decisions),), (Delete(one(own)),))
+        return Act(gone, lambda _: False) if view.get(own) else Done(value=False)
     if view.get(own) is None:
         put = Put(own, shard.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
-    parts = keyed(view.within(keys.shards(copy)), k.parse_rank)
-    there = sum(rank < seat.world_size for _, rank, _ in parts)
-    if there < seat.world_size:
-        if is_over and not keeping(view, keys, ref, copy).is_needed:
-            return Done(value=False)  # peers may have let go of their parts before seats were lost
-        reason = f"{there} of {seat.world_size} ranks have copied version {ref.version}"
-        return Wait(reason, (*seat.own, keys.shards(copy), *keeping_ranges(keys, ref)))
+    if missing:
+        reason = f"{missing} of {seat.world_size} ranks have not copied version {ref.version}"
+        return Wait(reason, (*seat.own, keys.shards(copy), *releasing_ranges(seat, ref, copy)))
     holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
     # The version's record even if it is unchanged: it wakes who waits for the version.
     # The decisions too: who takes this incarnation's holdings away must have seen this one.
@@ -198,11 +190,27 @@ def copied(
     return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
 
 
+def _is_of_no_use(
+    view: View, seat: Seat, ref: VersionRef, copy: str, number: int, *, is_whole: bool
+) -> bool:
+    """Whether nothing will come of the parts of a copy that is not offered."""
+    record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
+    if record is not None and record.uid != ref.uid:
+        return True
+    call = find(view, seat, number)
+    if call is None:
+        return False
+    is_over = call.outcome is not None
+    if (is_over and call.copy == copy) or (call.is_optional and not call.copy):
+        return True
+    # Peers may have let go of their parts before seats were lost.
+    return is_over and not is_whole and not _keeping_copy(view, seat, ref, copy).is_needed
+
+
 def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) -> Steps[bool]:
     """`copied`, to its end."""
-    own = one(seat.copy_holding(kept.ref, copy))
     rule = partial(copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
-    ranges = (*seat.own, own, *keeping_ranges(seat.keys, kept.ref), seat.keys.shards(copy))
+    ranges = (*seat.own, *releasing_ranges(seat, kept.ref, copy), seat.keys.shards(copy))
     return settle("copy", ranges, rule)
 
 
@@ -217,25 +225,33 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     entry = view.get(key)
     if entry is None:
         return Done(None)
-    holding, keep = Holding.decode(entry.value, key), keeping(view, keys, ref, copy)
-    readers = keys.readers_of(ref.run, ref.version, copy)
-    near, far = _reading(view, readers)
-    _, left = _reading(view, keys.readers_of_any(ref.run, ref.version, seat.inst))
-    is_read_afar = bool(far or left or (not keep.is_elsewhere and _is_filled_afar(view, seat, ref)))
-    is_needed = keep.is_needed or is_read_afar
+    holding, keep = Holding.decode(entry.value, key), _keeping_copy(view, seat, ref, copy)
     wait = Wait("", releasing_ranges(seat, ref, copy))
-    if is_needed and holding.state == "full":
+    if keep.is_needed and holding.state == "full":
         return wait
-    state: Literal["full", "draining"] = "full" if is_needed else "draining"
+    state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
         woken = wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
         return Act(Txn((view.unchanged(key), *keep.guards), (put, *woken)), None)
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
-    guards = (view.unchanged(key), *keep.guards)
-    if not near:
+    guards, readers = (
+        (view.unchanged(key), *keep.guards),
+        keys.readers_of(ref.run, ref.version, copy),
+    )
+    if not any(_reading(view, readers)):
         return Act(Txn((*guards, nobody(view, readers)), gone), lambda _: None)
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
+
+
+def _keeping_copy(view: View, seat: Seat, ref: VersionRef, copy: str) -> Keeping:
+    """Whether it is retained, or somebody reads from afar, and what makes that true."""
+    keep, keys = keeping(view, seat.keys, ref, copy), seat.keys
+    of_copy = keys.readers_of(ref.run, ref.version, copy)
+    of_tensors = keys.readers_of_any(ref.run, ref.version, seat.inst)
+    is_read = any(_reading(view, readers)[1] for readers in (of_copy, of_tensors))
+    is_read = is_read or (not keep.is_elsewhere and _is_filled_afar(view, seat, ref))
+    return replace(keep, is_needed=keep.is_needed or is_read)
 
 
 def _is_filled_afar(view: View, seat: Seat, ref: VersionRef) -> bool:
