@@ -669,6 +669,19 @@ fault(
 
 
 @fault(
+    "among many, who is not seen is not there",
+    (sources, "has_other"),
+    scenario="mute among many",
+)
+def _(rule):
+    def faulty(*args, **kwargs):
+        with patch.object(sources, "_is_whole", lambda *_: True):
+            return rule(*args, **kwargs)
+
+    return faulty
+
+
+@fault(
     "a mute source is never left for a far one",
     (sources, "FAR_SILENCE_S"),
     scenario="mute for long",

@@ -202,8 +202,14 @@ def suspected(scene: Scene) -> None:
     demand(crossings(scene) == 1, f"I13: {crossings(scene)} replicas read from afar")
 
 
-def mute(scene: Scene, muted_s: float, reroutes: int) -> None:
-    """A near source that does not answer is left for a far one when it cannot be just slow."""
+def mute(scene: Scene, muted_s: float, reroutes: int, among: int = 0) -> None:
+    """A near source that does not answer is left for a far one when it cannot be just slow.
+
+    Args:
+        among: So many come later, and are all that is seen at first.
+    """
+    if among:
+        _see_few(1, 1, 1)
 
     def read(me: Process) -> None:
         scene.until("t", "r")
@@ -223,6 +229,13 @@ def mute(scene: Scene, muted_s: float, reroutes: int) -> None:
         scene.when(lambda: any(reader.reads_from for reader in readers), "a reader")
         scene.sleep(scene.random())
         me.mute_until_s = scene.now_s + muted_s
+        scene.reach("mute")
+        scene.until("late")
+
+    def follow(me: Process) -> None:
+        scene.until("mute")
+        with suppress(TorchRosError):
+            replicate(me, timeout_s=60)
         scene.until("late")
 
     def train(me: Process) -> None:
@@ -232,6 +245,8 @@ def mute(scene: Scene, muted_s: float, reroutes: int) -> None:
     scene.start("t", train, size=1, datacenter="west")
     scene.start("r", serve, size=1, datacenter="east")
     scene.start("late", read, size=1, datacenter="east")
+    for number in range(among):
+        scene.start(f"r{number}", follow, size=1, datacenter="east")
     scene.play()
 
 
@@ -320,6 +335,7 @@ SCENES |= {
     "suspected seed": suspected,
     "mute seed": partial(mute, muted_s=8.0, reroutes=0),
     "mute for long": partial(mute, muted_s=50.0, reroutes=1),
+    "mute among many": partial(mute, muted_s=50.0, reroutes=1, among=2),
     "mute stream": mute_stream,
     "seed dies": seed_dies,
 }
