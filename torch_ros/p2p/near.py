@@ -189,10 +189,7 @@ class NearPeer:
         if not (own.pid and process.pid) or process.namespace != own.namespace:
             log.info("agent %s: its process number is of another namespace", self.agent)
             return
-        if process.pid == transport.never:
-            if self.agent in _agents:
-                log.info("agent %s: it is in this process; NIXL reads it", self.agent)
-                return
+        if process.pid == transport.never and self.agent not in _agents:
             raise Unproven("it names this process")
         if self._process is None:
             self._process = Neighbour(self.agent, process)
@@ -353,7 +350,7 @@ class NearTransport:
                 log.warning("peers on this host read through NIXL, which is slower (%s)", reason)
         self.host = mapped.host() if self._voucher else ""
         self.process = self._voucher.process if self._voucher else Process()
-        self.never = os.getpid()  # the process whose memory no peer may name: this one
+        self.never = os.getpid()  # the process whose memory no other may name: this one
         self.lock = threading.RLock()  # never waited for with the lock of a read held
         self.registrations: list[NearRegistration] = []
         self.peers: set[NearPeer] = set()
