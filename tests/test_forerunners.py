@@ -1,5 +1,6 @@
 """Versions that are fetched into host memory while their replicas go on with what they have."""
 
+import os
 import threading
 import time
 import uuid
@@ -172,6 +173,41 @@ def test_without_memory_for_a_copy_nothing_is_given_up(opened):
     ):
         rollout.update()
     assert rollout.version == 1
+
+
+def test_a_fetched_copy_is_no_reason_to_drop_a_retained_version(opened):
+    weights = torch.ones(8)
+    trainer = opened("t", "west", {"w": weights}, retain=("latest",))
+    rollout = opened("r", "east", seeding="host")
+    trainer.publish(1)
+    rollout.update()
+    go_on(trainer, 2, weights)
+    rollout.update()
+    until(lambda: "r+host" in rollout.list()[2])
+    trainer.unpublish()
+    assert len(trainer._shard.copies) == 1  # that of the forerunner goes when it has been used
+    until(rollout.update)
+    until(lambda: not trainer._shard.copies)
+
+
+def test_a_child_has_no_part_in_what_is_fetched(opened, link):
+    weights = torch.ones(8)
+    trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    rollout.update()
+    link.clear()
+    go_on(trainer, 2, weights)
+    rollout.update()
+    if not (child := os.fork()):
+        try:
+            rollout.update()
+        except ClosedError:
+            rollout.close(linger_s=0.0)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    link.set()
+    until(rollout.update)
 
 
 def test_a_close_ends_what_is_fetched(opened, link):
