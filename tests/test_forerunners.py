@@ -244,6 +244,21 @@ def test_a_fetch_that_is_stuck_is_given_up(opened, link, monkeypatch):
     until(rollout.update)
 
 
+def test_an_error_of_any_kind_is_no_reason_to_wait_for_ever(opened, monkeypatch):
+    weights = torch.ones(8)
+    trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    rollout.update()
+    go_on(trainer, 2, weights)
+    ahead = rollout._shard.forerunner
+    with monkeypatch.context() as patched:
+        patched.setattr("torch_ros.shard.forerunner.Room", {}.__getitem__)
+        rollout.update()
+        until(lambda: ahead._rests_until_s)
+    monkeypatch.setattr(ahead, "_rests_until_s", 0.0)
+    until(rollout.update)
+
+
 def test_the_name_of_a_forerunner_is_taken(opened):
     with pytest.raises(UsageError, match=r"names that end in '\+host' are taken"):
         opened("r+host", "east")

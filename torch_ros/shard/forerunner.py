@@ -24,7 +24,6 @@ from torch_ros.errors import (
     ClosedError,
     DeadlineExceeded,
     SeatLost,
-    TorchRosError,
     UsageError,
 )
 from torch_ros.p2p.lasting import LastingMemory
@@ -205,7 +204,7 @@ class Forerunner:
                     latch.wait(LOOK_S)
             except _Interrupted:
                 pass
-            except (TorchRosError, RuntimeError, MemoryError) as error:
+            except Exception as error:  # noqa: BLE001  # updates wait for what it does next
                 if not self._is_closed:
                     log.warning("%r: its forerunner: %s", self._of, error)
                     self._rests_until_s = time.monotonic() + REST_S
