@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import SourceLost, StoreUnavailable
+from torch_ros.errors import ManifestMismatch, SourceLost, StoreUnavailable
 from torch_ros.protocol.keys import replica_of
 from torch_ros.shard import host_copies, replication
 from torch_ros.shard.manifests import Manifests
@@ -83,6 +83,23 @@ def test_who_fills_is_asked_before_somebody_far(opened, looks, monkeypatch):
     monkeypatch.setattr(Replication, "_fetch", fetched)
     seed.replicate(1)
     assert looks == ["z", "z", "a"]
+
+
+def test_each_holder_is_asked_again_also_one_whose_ranks_differ(opened, looks, monkeypatch):
+    opened("a", "west").publish(1)
+    opened("b", "east").replicate(1)
+    shards, fails = Manifests.shards, {"b": 2, "a": 1}
+
+    def differ(self, inst, deadline):
+        name = replica_of(inst)
+        if fails[name]:
+            fails[name] -= 1
+            raise ManifestMismatch("version 1", "one layout", "two", "wait for its ranks")
+        return shards(self, inst, deadline)
+
+    monkeypatch.setattr(Manifests, "shards", differ)
+    assert list(opened("reader", "east").contents(1).tensors) == ["w"]
+    assert looks == ["b", "a", "b", "a"]
 
 
 @pytest.fixture
