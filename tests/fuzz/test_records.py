@@ -181,7 +181,7 @@ RULES = {
     "keep": lambda view: keeping(view, MODEL, REF, OWN),
     "keep an older": lambda view: keeping(view, MODEL, VersionRef("run", 0, "v", 1), OWN),
     "publish": effects(calls.publish, version=3, fresh_uid="new"),
-    "replicate": effects(calls.replicate, spec=Spec(), is_relay=True, sources_max=4),
+    "replicate": effects(calls.replicate, spec=Spec(), is_relay=True),
     "claim": lambda view: sources.claim(view, SEAT, CALL),
     "attach": lambda view: sources.attach(view, SEAT, CALL, "t@1"),
     "attach to another": lambda view: sources.attach(view, SEAT, CALL, "z@1"),

@@ -520,12 +520,13 @@ def _(rule):
 fault(
     "attach: the source's processes are not counted",
     (sources, "attach"),
+    (sources, "claim"),
     hole=24,
     scenario="half dead",
 )(
     lambda rule: (
-        lambda view, seat, call, place: rule(
-            said(view, rb'"world_size":\d+', b'"world_size":1'), seat, call, place
+        lambda view, *others, **more: rule(
+            said(view, rb'"world_size":\d+', b'"world_size":1'), *others, **more
         )
     )
 )
@@ -546,7 +547,6 @@ def _gone_has_nothing(_):
 @fault(
     "a claim is not guarded on nobody being there",
     (sources, "claim_of"),
-    (calls, "claim_of"),
     hole=20,
     scenario="freed meanwhile",
 )
@@ -773,11 +773,30 @@ def _(rule):
     return faulty
 
 
-@fault("far sources are claimed with the decision", (calls, "free_sources"), scenario="busy source")
+@fault("a source is claimed with the decision", (calls, "replicate"), scenario="burst across")
 def _(rule):
-    def faulty(*args):
-        with patch.object(sources, "distance", lambda *_: 0):
-            return rule(*args)
+    def faulty(view, seat, call, spec, *, is_relay):
+        step = rule(view, seat, call, spec, is_relay=is_relay)
+        if not isinstance(step, Act):
+            return step
+        ref = versions.resolve(view, seat.keys, spec).ref
+        holdings = sources.seen_holdings(view, seat, ref)
+        inst = next(i for i, (held, _) in holdings.items() if held.state == "full")
+        place = keys_module.place(holdings[inst][0].datacenter, inst)
+        guards, claimed = sources.claim_of(view, seat, call.number, ref, place, is_free=False)
+        decided = msgspec.structs.replace(call, ref=ref).with_sources(place)
+        ops = (*step.txn.ops[1:], claimed)
+        return seat_module.recorded(view, seat, decided, guards, ops)
+
+    return faulty
+
+
+@fault("idle sources are claimed beside others who look", (sources, "_idle"), scenario="burst")
+def _(rule):
+    def faulty(view, seat, ref, eligible, most):
+        alone = {seat.inst: sources.seen_holdings(view, seat, ref)[seat.inst]}
+        with patch.object(sources, "seen_holdings", lambda *_: alone):
+            return rule(view, seat, ref, eligible, most)
 
     return faulty
 

@@ -405,8 +405,8 @@ def test_a_source_with_a_dead_process_is_refused(store):
 
     def attach_only():
         def body(call):
-            call.decide_to_read(Spec.parse("latest"), is_relay=True)
             store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
+            call.decide_to_read(Spec.parse("latest"), is_relay=True)
             ClaimedSources(call).read(lambda _: None)
 
         rollout.make(GroupTask("replicate", "replicate latest", Deadline("r", 5), body))

@@ -103,9 +103,7 @@ def replica(kv, name):
 def reads(place):
     """All that a replica of one process asks etcd while it replicates, but for its shards."""
     own = place.own
-    effects = lambda view, call: calls.replicate(
-        view, place, call, Spec(), is_relay=True, sources_max=1
-    )
+    effects = lambda view, call: calls.replicate(view, place, call, Spec(), is_relay=True)
     ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
     decide = partial(
         calls.decide, seat=place, number=1, kind="replicate", asked="r", effects=effects
@@ -113,7 +111,7 @@ def reads(place):
     call = yield from settle("decide", ranges, decide)
     if not call.sources:
         claim = partial(sources.claim, seat=place, call=call)
-        call = yield from settle("claim", sources.source_ranges(place, call.ref), claim)
+        call = (yield from settle("claim", sources.source_ranges(place, call.ref), claim)).call
     complete = partial(calls.complete, seat=place, call=call, end=Outcome(said="L"))
     return (yield from settle("complete", calls.end_ranges(place, call), complete))
 

@@ -1,6 +1,5 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
+from torch_ros.protocol.sources import Claimed, Source
 from torch_ros.protocol.versions import Spec, first_holders
 from torch_ros.store.loops import Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
@@ -82,6 +82,7 @@ class GroupCall(Attempt):
         self.seat, self.session = seat, session
         self._seen: View | None = None  # what the next step may begin with: one that is guarded
         self._was_counted = False  # this rank knows that its ready record was put
+        self.attached: dict[str, Callable[[], Source]] = {}  # with the claim: by place
 
     @property
     def decided(self) -> Call:
@@ -200,33 +201,29 @@ class GroupCall(Attempt):
     def decide_to_read(
         self, spec: Spec, *, is_relay: bool, sources_max: int = 1, avoided: Collection[str] = ()
     ) -> None:
-        """Decide which version, and claim a source of it, or up to `sources_max` idle ones.
+        """Decide which version; then claim a source of it, or up to `sources_max` idle ones.
 
         Args:
             avoided: Sources whose bytes were wrong: others come first.
         """
-        tries = itertools.count()
+        effects = partial(calls.replicate, spec=spec, is_relay=is_relay)
+        self.decide_and_claim(effects, sources_max=sources_max, avoided=avoided)
 
-        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-            most = 0 if next(tries) or avoided else sources_max
-            return calls.replicate(view, seat, call, spec, is_relay=is_relay, sources_max=most)
-
-        self.decide_and_claim(effects, avoided)
-
-    def decide_and_claim(self, effects: Effects, avoided: Collection[str] = ()) -> None:
+    def decide_and_claim(
+        self, effects: Effects, *, sources_max: int = 1, avoided: Collection[str] = ()
+    ) -> None:
         """Decide which version, by this rule, and claim a source of it."""
         while not self.has_ended:
             self.decide(calls.replicate_ranges(self.seat), effects)
             if self.has_ended or self.decided.sources:
                 return
-            rule = partial(sources.claim, seat=self.seat, call=self.decided, avoided=avoided)
-            claimed = self.settle(sources.source_ranges(self.seat, self.ref), rule)
+            claimed = self.settle(*_claiming(self, sources_max, avoided), first=self._seen)
             if claimed is None:  # the version went away in between
                 continue
-            self._call = claimed
-            self.brings(claimed.ref)
-            if claimed.outcome is not None:
-                self._finish(claimed.outcome)
+            self._call, self.attached = claimed.call, dict(claimed.attached)
+            self.brings(self.ref)
+            if self._call.outcome is not None:
+                self._finish(self._call.outcome)
             return
 
     @contextmanager
@@ -472,6 +469,20 @@ class GroupCall(Attempt):
 
     def _keep(self, view: View) -> None:
         self._seen = view
+
+
+def _claiming(
+    call: GroupCall, sources_max: int, avoided: Collection[str]
+) -> tuple[Ranges, Callable[[View], Step[Claimed | None]]]:
+    rule = partial(
+        sources.claim,
+        seat=call.seat,
+        call=call.decided,
+        avoided=avoided,
+        sources_max=sources_max,
+        chosen=call.read_from.add,
+    )
+    return sources.source_ranges(call.seat, call.ref), rule
 
 
 def _put_aside(

@@ -46,7 +46,7 @@ from torch_ros.protocol.seat import (
     recall,
     recorded,
 )
-from torch_ros.protocol.sources import claim_of, free_sources
+from torch_ros.protocol.sources import choice_ranges
 from torch_ros.protocol.versions import (
     Spec,
     first_holders,
@@ -71,7 +71,6 @@ from torch_ros.store.txn import (
     Unseen,
     View,
     one,
-    sample,
 )
 
 CHECK = "check before "  # what is asked by the check that comes before a save or load
@@ -244,7 +243,7 @@ def publish_ranges(seat: Seat) -> tuple[Range, ...]:
 
 
 def replicate_ranges(seat: Seat) -> Ranges:
-    return (*spec_ranges(seat.keys), sample(seat.keys.readers()), seat.keys.suspects())
+    return spec_ranges(seat.keys)
 
 
 def first_look(seat: Seat, number: int) -> Ranges:
@@ -288,12 +287,10 @@ def replicate(
     spec: Spec,
     *,
     is_relay: bool,
-    sources_max: int,
 ) -> Step[Call]:
-    """Resolve the version and announce the filling holding; `sources.claim` may have to follow.
+    """Resolve the version and announce the filling holding. `sources.claim` follows.
 
-    Args:
-        sources_max: How many to claim at once; 0 when that has failed: others are looking too.
+    It comes second, so that it sees all that is older than this holding (I13).
     """
     offer = resolve(view, seat.keys, spec)
     if isinstance(offer, Wait):
@@ -308,16 +305,10 @@ def replicate(
     ref = offer.ref
     held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
     decided = msgspec.structs.replace(call, ref=ref)
-    if free := free_sources(view, seat, ref, sources_max):
-        claims = [claim_of(view, seat, call.number, ref, place, is_free=True) for place in free]
-        guards = (guard for guards, _ in claims for guard in guards)
-        # An older replica that looks for a source has no others than these (I8).
-        alone = NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)
-        ops = (held, *(put for _, put in claims))
-        return recorded(view, seat, decided.with_sources(*free), (*guards, alone), ops)
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
-    return recorded(view, seat, decided, (guard,), (held,))
+    step = recorded(view, seat, decided, (guard,), (held,))
+    return msgspec.structs.replace(step, ahead=choice_ranges(seat, ref))
 
 
 def filling(

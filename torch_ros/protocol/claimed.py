@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
-from torch_ros.protocol import calls, sources
+from torch_ros.protocol import calls, presence, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.records import Suspect
@@ -83,6 +83,8 @@ class ClaimedSources:
 
     def _attach(self, place: str) -> Source:
         call, seat = self.call, self.call.seat
+        if learn := call.attached.pop(place, None):
+            return learn()
         call.read_from.add(inst_at(place))
         rule = partial(sources.attach, seat=seat, call=call.decided, place=place)
         ranges = sources.attach_ranges(seat, call.decided, place)
@@ -115,8 +117,8 @@ class ClaimedSources:
 
     def is_there(self, source: Source) -> bool:
         call, seat = self.call, self.call.seat
-        ranges = (*seat.own, *sources.there_ranges(seat, call.ref, source))
-        rule = partial(sources.is_there, seat=seat, call=call.decided, source=source)
+        ranges = (*seat.own, *presence.there_ranges(seat, call.ref, source))
+        rule = partial(presence.is_there, seat=seat, call=call.decided, source=source)
         return self._glance(ranges, rule, unknown=True)
 
     def has_other(self, source: Source, silent_s: float) -> bool:

@@ -147,10 +147,10 @@ def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
     near = _near(view, seat, wanted)
     if _is_fetching(near) or any(holding.state == "full" for holding in near.values()):
         return nothing
-    step = calls.replicate(view, seat, call, spec, is_relay=True, sources_max=0)
+    step = calls.replicate(view, seat, call, spec, is_relay=True)
     assert isinstance(step, Act)
     guards = (*step.txn.guards, NoneNewer(here, view.rev))
-    return Act(msgspec.structs.replace(step.txn, guards=guards), step.then)
+    return msgspec.structs.replace(step, txn=msgspec.structs.replace(step.txn, guards=guards))
 
 
 def spare_ranges(seat: Seat, ref: VersionRef) -> Ranges:

@@ -4,8 +4,8 @@ A burst forms chains in which each source feeds one reader. TensorHub calls it a
 server decide it.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -16,13 +16,14 @@ from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
-from torch_ros.protocol.seat import Seat, find, own_group, recorded
+from torch_ros.protocol.seat import Seat, find, group_txn, own_group
 from torch_ros.protocol.versions import AvailableVersion
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Entry,
     Get,
     Guard,
+    Op,
     Put,
     Range,
     Ranges,
@@ -33,7 +34,6 @@ from torch_ros.store.txn import (
     View,
     one,
     sample,
-    under,
 )
 
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
@@ -86,21 +86,50 @@ def source_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     )
 
 
-def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> Step[Call | None]:
-    """The call with the group's first source, chosen by the rank that decided it.
+def choice_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    """As `source_ranges`, in the transaction that makes the own holding, which is the newest."""
+    there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
+    return (*source_ranges(seat, ref), *_neighbours(there))
 
-    None: nobody has the version any more and the decision is taken back, so decide again.
+
+def _neighbours(there: Range) -> tuple[Sample, Sample]:
+    return Sample(there, NEIGHBOURS + 1), Sample(there, NEIGHBOURS, is_oldest=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The call with its sources; and how to reach those that this rank has attached to with it."""
+
+    call: Call
+    attached: Mapping[str, Callable[[], Source]] = field(default_factory=dict)  # by place
+
+
+def claim(
+    view: View,
+    seat: Seat,
+    call: Call,
+    avoided: Collection[str] = (),
+    *,
+    sources_max: int = 1,
+    chosen: Callable[[str], object] = lambda _: None,
+) -> Step[Claimed | None]:
+    """The call with the group's first sources, chosen by the rank that decided it.
+
+    None: nobody has the version any more and the decision is taken back, so decide again. That rank
+    attaches in the same transaction: like the claim it cannot apply once the call has gone on.
 
     Args:
         avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones, and
             before those that still fill, since these may be filling themselves with such bytes.
+        sources_max: How many idle ones to claim, if nobody else is looking.
+        chosen: Is told the instances first: their records may be there, whatever is answered.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None:
         return Done(None)
     if current.sources or current.outcome is not None:
-        return Done(current)
+        return Done(Claimed(current))
     if current.by != seat.rank:
         return Wait(f"rank {current.by} chooses a source", seat.own)
     ref = current.ref
@@ -112,11 +141,31 @@ def claim(view: View, seat: Seat, call: Call, avoided: Collection[str] = ()) -> 
         full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
         candidates = candidates if full.keys() <= {*avoided} else full
     eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
-    choice = _predicted(view, seat, ref, eligible)
-    is_free = not eligible[choice].readers
-    place = k.place(eligible[choice].holding.datacenter, choice)
-    guards, claimed = claim_of(view, seat, current.number, ref, place, is_free=is_free)
-    return recorded(view, seat, current.with_sources(place), guards, (claimed,))
+    insts = _idle(view, seat, ref, eligible, sources_max) or [_predicted(view, seat, ref, eligible)]
+    places = [k.place(eligible[inst].holding.datacenter, inst) for inst in insts]
+    guards: list[Guard] = []
+    ops: list[Op] = []
+    for inst, place in zip(insts, places, strict=True):
+        chosen(inst)
+        is_free = not eligible[inst].readers
+        some, claimed = claim_of(view, seat, call.number, ref, place, is_free=is_free)
+        own = seat.keys.reader(ref.run, ref.version, inst, seat.inst, seat.rank)
+        reader = Put(own, claimed.value, seat.lease_id)
+        guards += some
+        ops += (claimed, reader, Get(seat.keys.shards(inst)))
+    ended = current.with_sources(*places)
+
+    def attached(reply: Reply) -> Claimed:
+        return Claimed(
+            ended,
+            {
+                place: partial(learned, inst, found.holding, found.entry.create_rev, shards)
+                for inst, place, shards in zip(insts, places, gotten(reply), strict=True)
+                for found in [eligible[inst]]
+            },
+        )
+
+    return Act(group_txn(view, seat, ended, tuple(guards), tuple(ops)), attached)
 
 
 def claim_of(
@@ -135,19 +184,23 @@ def _reader(seat: Seat, number: int, place: str) -> Reader:
     return Reader(number, is_far=place != k.place(seat.datacenter, k.inst_at(place)))
 
 
-def free_sources(view: View, seat: Seat, ref: VersionRef, most: int) -> list[str]:
-    """Where at most half of the idle full sources are, if nobody else is seen looking for one."""
+def _idle(
+    view: View, seat: Seat, ref: VersionRef, eligible: Mapping[str, _Candidate], most: int
+) -> list[str]:
+    """At most half of the idle near sources, if nobody else is seen looking for one."""
     holdings = seen_holdings(view, seat, ref)
-    if any(holding.state == "filling" for holding, _ in holdings.values()):
+    if any(held.state == "filling" and inst != seat.inst for inst, (held, _) in holdings.items()):
         return []
-    candidates, suspected = _known(view, seat, ref, holdings, None), suspects(view, seat.keys)
-    free = [i for i, found in candidates.items() if not found.readers and i not in suspected]
-    near = [i for i in free if not candidates[i].distance]
-    near.sort(key=lambda inst: candidates[inst].entry.create_rev)
-    if own := _own_copy(candidates, seat):
-        return [k.place(seat.datacenter, own)] if own in near else []
-    chosen = near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
-    return [k.place(candidates[inst].holding.datacenter, inst) for inst in chosen]
+    suspected = suspects(view, seat.keys)
+    near = [
+        inst
+        for inst, found in eligible.items()
+        if not found.readers and not found.distance and inst not in suspected
+    ]
+    if own := _own_copy(eligible, seat):
+        return [own] if own in near else []
+    near.sort(key=lambda inst: eligible[inst].entry.create_rev)
+    return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
 
 def _own_copy(candidates: Mapping[str, _Candidate], seat: Seat) -> str:
@@ -211,13 +264,18 @@ def _candidates(
         return found
     born = own.create_rev if own else 0
     there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
-    samples = (Sample(there, NEIGHBOURS, before=born), Sample(there, NEIGHBOURS, is_oldest=True))
+    newest, oldest = _neighbours(there)
+    samples = (Sample(there, NEIGHBOURS, before=born), oldest)
     here = (inst for inst, (held, _) in holdings.items() if not distance(held.datacenter, seat))
     by_age = sorted(here, key=lambda inst: holdings[inst][1].create_rev)
     older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
     near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
+    # Where nobody is younger, the newest are those before this one.
+    is_youngest = by_age[-1:] == [seat.inst]
+    seen_before = samples[0] in view.asked or (is_youngest and newest in view.asked)
     readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
-    if not found or not {*samples} <= {*view.asked} or not all(map(view.shows, readers)):
+    is_seen = seen_before and oldest in view.asked
+    if not found or not is_seen or not all(map(view.shows, readers)):
         raise Unseen(*samples, *readers)
     return found
 
@@ -384,7 +442,7 @@ def choose_again(
     Raises:
         SourceLost: There is none, or the peers have ended the call.
     """
-    ref = _version_read(view, seat, call)
+    ref = version_read(view, seat, call)
     candidates = {
         inst: found
         for inst, found in _candidates(view, seat, ref, {*tried}).items()
@@ -399,7 +457,7 @@ def choose_again(
     return Done(k.place(eligible[best].holding.datacenter, best))
 
 
-def _version_read(view: View, seat: Seat, call: Call) -> VersionRef:
+def version_read(view: View, seat: Seat, call: Call) -> VersionRef:
     """The version that the group still reads.
 
     Raises: SeatLost, TorchRosError: It does not; a peer gave up.
@@ -432,7 +490,7 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     Raises:
         SourceLost: The source, or one of its processes, is gone (I7).
     """
-    ref, keys = _version_read(view, seat, call), seat.keys
+    ref, keys = version_read(view, seat, call), seat.keys
     held, source = keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry, own = view.get(held), view.get(seat.holding(ref))
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
@@ -461,13 +519,12 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
             Get(keys.shards(source)),
         ),
     )
-    return Act(txn, lambda reply: learn(shards_in(reply)))
+    return Act(txn, lambda reply: learn(gotten(reply)[0]))
 
 
-def shards_in(reply: Reply) -> Mapping[str, Entry]:
-    """The shards of a source, as the transaction that attached to it got them."""
-    assert not isinstance(reply.results[0], int)
-    return reply.results[0]
+def gotten(reply: Reply) -> list[Mapping[str, Entry]]:
+    """What a transaction got: the shards of the sources that it attached to."""
+    return [found for found in reply.results if not isinstance(found, int)]
 
 
 def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry]) -> Source:
@@ -485,34 +542,6 @@ def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry])
     return Source(inst, holding.mark, born, is_full, records, holding.call, holding.datacenter)
 
 
-def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
-    """Where the holdings of a source are, also when its processes have taken their seats again."""
-    keys = (
-        seat.keys.holding(ref.run, ref.version, source.datacenter, k.first_of(inst))
-        for inst in source.insts
-    )
-    return tuple(range_ for key in keys for range_ in (one(key), under(f"{key}.")))
-
-
-def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
-    """Whether a source that makes no progress may still make some."""
-    return Done(still_offers(view, seat, _version_read(view, seat, call), source))
-
-
-def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
-    """Whether what its processes show is held still, by whatever name."""
-    for range_ in there_ranges(seat, ref, source):
-        for _, where, holding, entry in legible.holdings(view.within(range_)):
-            # Processes that came back with all of it show it with the mark that they had; those
-            # that are filling are younger than their readers then.
-            is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
-            is_same = source.is_full or is_born_then or k.lingers(where.inst)
-            is_same &= holding.state != "filling" or holding.is_relay
-            if is_same and holding.mark == source.mark:
-                return True
-    return False
-
-
 def another(
     view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
 ) -> Step[str]:
@@ -520,7 +549,7 @@ def another(
 
     As if `source` were lost, so the order of births holds; but nobody goes far away for speed.
     """
-    ref = _version_read(view, seat, call)
+    ref = version_read(view, seat, call)
     candidates = _candidates(view, seat, ref, {*tried, source.inst})
     suspected = suspects(view, seat.keys)
     before = {
@@ -538,7 +567,7 @@ def step_aside(view: View, seat: Seat, call: Call) -> Step[bool]:
 
     A seed has no near source, and is never told to.
     """
-    ref = _version_read(view, seat, call)
+    ref = version_read(view, seat, call)
     key, rests = seat.holding(ref), {True: 0, False: 0}
     entry = view.get(key)
     if entry is None:
@@ -559,7 +588,7 @@ def has_other(
     view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int], silent_s: float
 ) -> Step[bool]:
     """Whether `source`, which has not answered for so long, is to be left for somebody else."""
-    ref = _version_read(view, seat, call)
+    ref = version_read(view, seat, call)
     there = {i: found.distance for i, found in _candidates(view, seat, ref).items()}
     is_left = is_to_be_left(view, seat, source, tried, silent_s, there)
     if not (is_left or _is_whole(view, seat, ref)):

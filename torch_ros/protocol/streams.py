@@ -10,17 +10,17 @@ import msgspec
 from torch_ros.errors import BackendError, SourceLost, VersionNotFound
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.legible import keyed
+from torch_ros.protocol.presence import still_offers
 from torch_ros.protocol.records import Call, Holding, Outcome, Reader, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.sources import (
     TRIES_MAX,
     Source,
     distance,
+    gotten,
     is_to_be_left,
     learned,
     seen_holdings,
-    shards_in,
-    still_offers,
     suspects,
 )
 from torch_ros.protocol.versions import Spec, resolve
@@ -126,7 +126,7 @@ def attach(
         return Done(learn(dict(view.within(seat.keys.shards(source)))))
     guards = (view.unchanged(held), view.unchanged(reader))
     ops = (Put(reader, Reader(0).encode(), lease_id), Get(seat.keys.shards(source)))
-    return Act(Txn(guards, ops), lambda reply: learn(shards_in(reply)))
+    return Act(Txn(guards, ops), lambda reply: learn(gotten(reply)[0]))
 
 
 def is_there(view: View, seat: Seat, ref: VersionRef, source: Source) -> Step[bool]:

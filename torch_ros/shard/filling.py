@@ -30,8 +30,9 @@ from torch_ros.protocol import streams
 from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, suspect
 from torch_ros.protocol.keys import inst_at, replica_of, stream_of
+from torch_ros.protocol.presence import there_ranges
 from torch_ros.protocol.records import VersionRef
-from torch_ros.protocol.sources import Source, there_ranges
+from torch_ros.protocol.sources import Source
 from torch_ros.shard.core import Shard
 from torch_ros.shard.verification import summed
 from torch_ros.store.latch import Latch

@@ -49,6 +49,7 @@ class Act(Struct, Generic[T_co], frozen=True):
 
     txn: Txn
     then: Callable[[Reply], T_co] | None
+    ahead: Ranges = ()  # what the next loop will want to see; see `looking_ahead`
 
 
 class Wait(Struct, frozen=True):
@@ -168,16 +169,21 @@ def looking_ahead(
             keep(view)
         if not isinstance(step, Act) or (then := step.then) is None:
             return step
+        wanted = (*ahead, *step.ahead)
 
         def kept(reply: Reply) -> T:
             entries: dict[str, Entry] = {}
-            for found in reply.results[-len(ahead) :]:
+            shown: list[Range] = []
+            for range_, found in zip(wanted, reply.results[-len(wanted) :], strict=True):
                 assert not isinstance(found, int)
                 entries.update(found)
-            shown = tuple(range_ for range_ in ahead if isinstance(range_, Range))
-            keep(View(reply.rev, entries, shown, ahead))
+                if isinstance(range_, Range):
+                    shown.append(range_)
+                elif not range_.before and len(found) < range_.most:
+                    shown.append(range_.range)
+            keep(View(reply.rev, entries, tuple(shown), wanted))
             return then(reply)
 
-        return Act(replace(step.txn, ops=(*step.txn.ops, *map(Get, ahead))), kept)
+        return Act(replace(step.txn, ops=(*step.txn.ops, *map(Get, wanted))), kept)
 
     return looking
