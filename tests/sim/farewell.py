@@ -75,7 +75,38 @@ def leaves(scene: Scene, *, read_s: float, within_s: float, reroutes: int) -> No
     scene.play()
 
 
+def leaves_with_a_copy(scene: Scene) -> None:
+    """I6: a rank that leaves and a peer that keeps a copy do not undo each other's work."""
+
+    def read(me: Process) -> None:
+        scene.until("t")
+        scene.slow_s[me] = 0.6
+        replicate(me)
+        demand(me.handle.last_read.reroutes == 1, "I8: a reader of a copy was not let finish")
+        scene.reach("r has it")
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t")
+        [reader] = scene.start_named("r").processes
+        scene.when(lambda: reader.reads_from, "a reader")
+        me.handle.unpublish(timeout_s=10)
+        scene.when(lambda: any("+" in inst for _, inst, _ in reader.reads_from), "a copy read")
+        if me.rank:
+            scene.until("r has it")
+            return
+        before = scene.store.rev
+        _leave(me, 20.0)
+        written = scene.store.rev - before
+        demand(written < 20, f"I6: {written} writes while it left")
+
+    scene.start("t", train, size=2, datacenter="west")
+    scene.start("r", read, size=1, datacenter="east")
+    scene.play()
+
+
 SCENES |= {
+    "leaves with a copy": leaves_with_a_copy,
     "leaves": partial(leaves, read_s=0.5, within_s=20.0, reroutes=0),
     "leaves in a hurry": partial(leaves, read_s=1.0, within_s=2.0, reroutes=1),
 }

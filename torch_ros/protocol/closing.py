@@ -96,7 +96,11 @@ def let_finish(
     needed = [] if seat.spot else [each for each in there if keeps[each].is_needed]
     lingers = any(awaited(view, each.keys, each.ref, seat.inst) for each in needed)
     state: Literal["full", "draining"] = "full" if lingers else "draining"
-    other = {each: held for each, held in there.items() if held.state != state}
+    # Peers that do not leave keep a copy full for as long as it is needed.
+    changed = (
+        needed if lingers else [e for e in there if e.inst == seat.inst or seat.world_size == 1]
+    )
+    other = {each: there[each] for each in changed if there[each].state != state}
     reading = _reading(view, (each.readers[0] for each in there))
     if not is_patient or not (other if lingers else reading):
         lost = [] if lingers else _alone(view, seat, there)
