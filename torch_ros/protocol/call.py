@@ -221,7 +221,7 @@ class GroupCall(Attempt):
             if claimed is None:  # the version went away in between
                 continue
             self._call, self.attached = claimed.call, dict(claimed.attached)
-            self.brings(self.ref)
+            self.brings(claimed.call.ref)  # none, if it ended before anything was decided
             if self._call.outcome is not None:
                 self._finish(self._call.outcome)
             return
