@@ -751,7 +751,7 @@ def test_processes_read_from_each_other_whether_both_name_their_place_or_one(etc
 @pytest.mark.parametrize(
     ("transport", "costs", "amplification"),
     [
-        ("auto", None, 8),  # of this process itself, which goes by NIXL; see test_shared_memory.py
+        ("auto", None, 1),  # copied, also within one process
         ("ucx", None, 8),
         ("ucx-tcp", None, 1),
         ("ucx-tcp", NIXL_COSTS, 8),
