@@ -15,6 +15,7 @@ import uuid
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -710,6 +711,13 @@ def test_devices_that_cannot_be_had_are_refused(etcd_endpoint):
         torch_ros.open("m", wan_devices=["nosuch"], **options)
     with pytest.raises(UsageError, match="expected a list"):
         torch_ros.open("m", wan_devices="lo", **options)
+
+
+def test_an_open_that_finds_no_device_leaves_no_voucher(etcd_endpoint):
+    with pytest.raises(UsageError, match="nosuch"):
+        torch_ros.open("m", wan_devices=["nosuch"], endpoint=etcd_endpoint, timeout_s=20)
+    files = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    assert not [name for name in files if "torch_ros voucher" in name]
 
 
 def test_tcp_alone_can_be_asked_for(etcd_endpoint):

@@ -75,6 +75,7 @@ def choose_transport(
         undo.callback(nixl.close)
         # Both ends can talk, whether they copy or not, and also where one end has one way only.
         near = NearTransport(nixl, is_used=name == "auto", threads=thread_count())
+        undo.callback(near.close)
         ways: list[tuple[str, Transport]] = [(network.fabric, near)]
         if network.wan_devices or network.fabric != DEFAULT_FABRIC:
             wan = interfaces_for(network.wan_devices, named)
