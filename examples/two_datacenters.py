@@ -49,6 +49,11 @@ def train(versions: int) -> None:
         print("all rollouts have the last version", flush=True)
 
 
+def is_there(name: str, handle: torch_ros.ShardHandle) -> bool:
+    replicas = handle.fleet().replicas
+    return name in replicas and replicas[name].state == "complete"
+
+
 def rollouts(replicas: set[str]) -> set[str]:
     return {name for name in replicas if name.startswith("rollout-") and "+" not in name}
 
@@ -74,8 +79,8 @@ def roll_out(number: int, versions: int) -> None:
                 assert all(bool((tensor == held).all()) for tensor in weights.values())
                 answers += 1
             time.sleep(0.02)
-        # Others may still read from here.
-        handle.wait(lambda there: len(rollouts(there[handle.version])) == ROLLOUTS)
+        while is_there("trainer", handle):  # it looks whether all have the last version
+            time.sleep(0.1)
 
 
 def main() -> None:

