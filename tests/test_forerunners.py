@@ -11,6 +11,7 @@ import torch
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Replication
 
 WAIT_S = 20.0
@@ -262,3 +263,46 @@ def test_an_error_of_any_kind_is_no_reason_to_wait_for_ever(opened, monkeypatch)
 def test_the_name_of_a_forerunner_is_taken(opened):
     with pytest.raises(UsageError, match=r"names that end in '\+host' are taken"):
         opened("r+host", "east")
+
+
+def test_an_update_waits_out_what_is_gone_when_it_comes_there(opened, monkeypatch):
+    trainer, other = opened("t", "east"), opened("s", "east")
+    rollout = opened("r", "east")
+    trainer.publish(1)
+    assert other.update()
+    assert rollout.update()
+    trainer.unpublish()
+    trainer.publish(2)
+    give_up = Shard.unpublish_first
+
+    def given_up(shard, *args, **options):
+        give_up(shard, *args, **options)
+        if shard is rollout._shard:
+            trainer.unpublish()
+
+    monkeypatch.setattr(Shard, "unpublish_first", given_up)
+    with ThreadPoolExecutor(1) as beside:
+        is_new = beside.submit(rollout.update)
+        until(lambda: trainer.version is None)
+        trainer.publish(3)
+        assert is_new.result()
+    assert rollout.version == 3  # and not 1, which the other one holds still
+
+
+def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monkeypatch):
+    trainer, rollout = opened("t", "east"), opened("r", "east")
+    trainer.publish(1)
+    assert rollout.update()
+    trainer.unpublish()
+    trainer.publish(2)
+    give_up, again = Shard.unpublish_first, []
+
+    def given_up(shard, *args, **options):
+        give_up(shard, *args, **options)
+        trainer.close(linger_s=0.0)
+        again.append(opened("t", "east", run="new"))
+        again[0].publish(0)
+
+    monkeypatch.setattr(Shard, "unpublish_first", given_up)
+    assert rollout.update()
+    assert rollout.version == 0  # the new run will not come to 2 soon

@@ -760,7 +760,7 @@ fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passe
     scenario="passed by",
 )
 def _(read):
-    return lambda shard, version, floor, deadline: read(shard, "latest", floor, deadline)
+    return lambda shard, spec, deadline: read(shard, versions.Spec(floor=spec.only), deadline)
 
 
 @fault("what is here is passed by", (replication, "next_version"), scenario="newest here")

@@ -134,12 +134,10 @@ def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
     Then the call has no `ref`, and has ended well: nothing is to be done (I15).
     """
     nothing = recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome()))
-    spec = Spec(wanted.version)
+    spec = Spec.at_hand(wanted)
     try:
-        offer = resolve(view, seat.keys, spec)
+        resolve(view, seat.keys, spec)
     except VersionNotFound:
-        return nothing
-    if isinstance(offer, Wait) or offer.ref != wanted:
         return nothing
     here = _range(seat, wanted)
     if not view.shows(here):

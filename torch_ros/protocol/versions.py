@@ -25,6 +25,12 @@ class Spec:
     absolute: int | None = None
     back: int = 0
     floor: VersionRef | None = None  # never an older one
+    only: VersionRef | None = None  # this content, or none
+
+    @classmethod
+    def at_hand(cls, ref: VersionRef) -> Spec:
+        """This very content, if it can be read now: nobody waits for it."""
+        return cls(ref.version, only=ref)
 
     @classmethod
     def parse(cls, version: int | str, floor: VersionRef | None = None) -> Spec:
@@ -121,6 +127,13 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     Raises:
         VersionNotFound: An absolute version that is gone; waiting would not bring it back.
     """
+    offer = _resolve(view, keys, spec)
+    if spec.only is not None and (isinstance(offer, Wait) or offer.ref != spec.only):
+        raise VersionNotFound(keys.model, str(spec), "no replica holds it any more")
+    return offer
+
+
+def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     if not view.shows(keys.holdings()):
         glimpsed = _glimpsed(view, keys, spec)
         if isinstance(glimpsed, Wait):

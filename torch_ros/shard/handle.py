@@ -14,7 +14,7 @@ from torch_ros.errors import UsageError
 from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Install, VersionRef
-from torch_ros.protocol.versions import check_version, listing, spec_ranges
+from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
@@ -338,7 +338,7 @@ class ShardHandle:
         """
         shard = self._shard
         deadline = shard.deadline(f"replicate {version}", timeout_s)
-        flow = partial(replication.replicate, shard, version, None, deadline)
+        flow = partial(replication.replicate, shard, Spec.parse(version), deadline)
         return shard.busy(lambda: shard.as_one(deadline.what, flow))
 
     def update(

@@ -3,7 +3,7 @@
 import logging
 import socket
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 from torch_ros.deadline import Deadline
@@ -87,13 +87,10 @@ class Target:
         """All of it is there, and the call has ended well."""
 
 
-def replicate(
-    shard: Shard, version: int | str, floor: VersionRef | None, deadline: Deadline
-) -> int:
+def replicate(shard: Shard, spec: Spec, deadline: Deadline) -> int:
     """Read a whole version into the registered tensors. Returns its number."""
     shard.intake.begins(deadline)
-    asked = f"replicate {version}" + (f" not below {floor.version}" if floor else "")
-    spec = Spec.parse(version, floor)
+    asked = f"replicate {spec}" + (f" not below {spec.floor.version}" if spec.floor else "")
     return read_version(shard, asked, spec, SourceTerms(), Target(shard), deadline).version
 
 
@@ -112,13 +109,12 @@ def update(shard: Shard, version: int | str, deadline: Deadline, skip: bool | No
         shard.intake.ends(held, deadline)
         return False
     shard.unpublish_first(deadline.what, deadline, may_forget=False)
-    if not skips or found.ref is None:
-        replicate(shard, version, found.ref, deadline)
-        return True
-    try:  # the one that is here, and not a newer one that is far
-        replicate(shard, found.ref.version, None, deadline)
-    except VersionNotFound:
-        replicate(shard, version, held, deadline)
+    if skips and found.ref is not None:
+        # The one that is here, and not a newer one that is far.
+        with suppress(VersionNotFound):
+            replicate(shard, Spec.at_hand(found.ref), deadline)
+            return True
+    replicate(shard, Spec.parse(version, found.ref), deadline)
     return True
 
 
