@@ -54,6 +54,24 @@ def test_a_read_that_takes_long_is_looked_at_seldom(monkeypatch, lasts_s, looks,
     assert seen[-1] - lasts_s <= late_s
 
 
+def test_long_reads_fill_the_way_no_more_than_short_ones():
+    flying, most = set(), []
+
+    class Read:
+        size_bytes = 32
+
+        def post(self):
+            flying.add(self)
+            most.append(len(flying))
+
+        def is_done(self):
+            flying.discard(self)
+            return True
+
+    perform([Read() for _ in range(9)], Deadline("read", 60), Watcher(), flight=8, flight_bytes=70)
+    assert max(most) == 2
+
+
 def test_spans_are_cut_as_a_loop_would():
     rng = random.Random(0)
     for _ in range(300):

@@ -1,5 +1,6 @@
 """Cuts spans into transfers that can be waited for, posts these, and waits until they landed."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ def perform(
     watcher: Watcher,
     *,
     flight: int = FLIGHT,
+    flight_bytes: float = math.inf,
     pause_s: float = POLL_S,
 ) -> None:
     """Post the transfers in order and see them through. After an error some may be in flight.
@@ -58,10 +60,13 @@ def perform(
     waiting = deque(transfers)
     flying: list[Transfer] = []
     came_s = time.monotonic()
-    left = sum(transfer.size_bytes for transfer in transfers)
+    left, on_way = sum(transfer.size_bytes for transfer in transfers), 0
     while waiting or flying:
         while waiting and len(flying) < flight and watcher.may_post(waiting[0]):
+            if flying and on_way + waiting[0].size_bytes > flight_bytes:
+                break
             flying.append(waiting[0])
+            on_way += waiting[0].size_bytes
             waiting.popleft().post()
         done = [transfer for transfer in flying if transfer.is_done()]
         if done:
@@ -69,7 +74,8 @@ def perform(
         for transfer in done:
             flying.remove(transfer)
         if done:
-            left -= sum(transfer.size_bytes for transfer in done)
+            landed = sum(transfer.size_bytes for transfer in done)
+            left, on_way = left - landed, on_way - landed
             watcher.landed(done)
         if left:
             deadline.check(f"{left} bytes are still to be read")

@@ -220,7 +220,9 @@ class ReadPass(Watcher):
 
     def _post(self, batches: Sequence[Batch]) -> None:
         flight = sum(FLIGHT if source.is_near else STEPS_FLIGHT for source in self._sources)
-        perform(_in_turns(batches), self._deadline, self, flight=flight)
+        most = len(self._sources) * FLIGHT * TRANSFER_BYTES
+        transfers = _in_turns(batches)
+        perform(transfers, self._deadline, self, flight=flight, flight_bytes=most)
 
     def may_post(self, transfer: Transfer) -> bool:
         batch = self._batch_of[transfer]
