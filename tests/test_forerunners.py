@@ -306,3 +306,16 @@ def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monke
     monkeypatch.setattr(Shard, "unpublish_first", given_up)
     assert rollout.update()
     assert rollout.version == 0  # the new run will not come to 2 soon
+
+
+def test_a_copy_goes_when_a_newer_run_is_here(opened):
+    weights = torch.ones(8)
+    trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    assert rollout.update()
+    go_on(trainer, 2, weights)
+    assert not rollout.update()
+    ahead = rollout._shard.forerunner
+    until(lambda: "r+host" in rollout.list().get(2, ()))
+    opened("t2", "east", run="new").publish(0)
+    until(lambda: ahead._room is None)

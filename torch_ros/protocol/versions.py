@@ -173,11 +173,11 @@ def newest_record(view: View, keys: Keys) -> VersionRef | None:
 def newer_refs(
     view: View, keys: Keys, held: VersionRef, newest: VersionRef | None = None
 ) -> list[VersionRef]:
-    """What was published in full after `held`, in the run of `newest` and not after it."""
-    run = newest.run if newest else held.run
-    refs = [ref for ref, record in _records(view, keys) if record.layout and ref.run == run]
+    """What was published in full after `held`; in the run of `newest`, and not after that."""
+    refs = [ref for ref, record in _records(view, keys) if record.layout]
+    if newest is not None:
+        refs = [ref for ref in refs if ref.run == newest.run and ref.order <= newest.order]
     found = [ref for ref in refs if ref.order > held.order or ref == newest]
-    found = [ref for ref in found if newest is None or ref.order <= newest.order]
     return sorted(found, key=lambda ref: ref.order, reverse=True)
 
 
