@@ -308,6 +308,20 @@ def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monke
     assert rollout.version == 0  # the new run will not come to 2 soon
 
 
+def test_wrong_bytes_are_fetched_from_somebody_else(opened):
+    weights, wrong = torch.ones(8), torch.zeros(8)
+    trainer = opened("t", "west", {"w": weights}, digests="full")
+    copy = opened("c", "west", {"w": wrong})
+    rollout = opened("r", "east", seeding="host")
+    trainer.publish(1)
+    assert rollout.update()
+    go_on(trainer, 2, weights)
+    assert copy.update()
+    wrong.fill_(7)
+    until(rollout.update)
+    assert rollout.last_read.source == "r+host"
+
+
 def test_a_copy_goes_when_a_newer_run_is_here(opened):
     weights = torch.ones(8)
     trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")

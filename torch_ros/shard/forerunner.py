@@ -36,7 +36,7 @@ from torch_ros.protocol.records import Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.shard.core import Shard
 from torch_ros.shard.filling import Bell
-from torch_ros.shard.replication import Fetching
+from torch_ros.shard.replication import fetch_version
 from torch_ros.shard.room import available_bytes
 from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.staging_buffers import aligned
@@ -220,11 +220,10 @@ class Forerunner:
         self._has_all = False
         asked = f"fetch {order.ref.version}"
         deadline = Deadline(asked, math.inf, check_open=partial(self._check_moves, asked))
-        fetching = Fetching(shard, order.ref, deadline)
-        task = GroupTask("replicate", asked, deadline, fetching.fetch)
+        fetch = partial(fetch_version, shard, order.ref, asked, deadline)
         is_there = False
         try:
-            is_there = shard.busy(lambda: shard.as_one(asked, lambda: shard.make(task)))
+            is_there = shard.busy(lambda: shard.as_one(asked, fetch))
         finally:
             if not is_there and shard.held is None:
                 self._let_go()

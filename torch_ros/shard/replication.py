@@ -2,9 +2,10 @@
 
 import logging
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -46,6 +47,8 @@ from torch_ros.transfer.pace import Pace
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
+T = TypeVar("T")
+R = TypeVar("R", bound="Replication")
 log = logging.getLogger(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
@@ -157,15 +160,34 @@ def find_newer(
 def read_version(
     shard: Shard, asked: str, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
 ) -> ReadReport:
-    """Read a version into `target`; once more after CorruptWeights, preferring other sources.
+    """Read a version into `target`."""
+    made = partial(Replication, shard, spec, terms, target, deadline)
+    return _healed(shard, asked, deadline, made, lambda replication: replication.perform)
+
+
+def fetch_version(shard: Shard, wanted: VersionRef, asked: str, deadline: Deadline) -> bool:
+    """Read it into a forerunner, unless it is in its datacenter already, or coming."""
+    made = partial(Fetching, shard, wanted, deadline)
+    is_there: bool = _healed(shard, asked, deadline, made, lambda fetching: fetching.fetch)
+    return is_there
+
+
+def _healed(
+    shard: Shard,
+    asked: str,
+    deadline: Deadline,
+    made: Callable[[Collection[str]], R],
+    of: Callable[[R], Callable[[GroupCall], T]],
+) -> T:
+    """Read a version; once more after CorruptWeights, preferring other sources.
 
     All ranks get the same CorruptWeights, so all of them try again.
     """
     avoided: list[str] = []
     for tries_left in reversed(range(HEAL_TRIES)):
-        replication = Replication(shard, spec, terms, target, deadline, avoided)
+        replication = made(avoided)
         try:
-            return shard.make(GroupTask("replicate", asked, deadline, replication.perform))
+            return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
         except CorruptWeights as error:
             if not tries_left:
                 raise
@@ -366,16 +388,18 @@ class Replication:
 class Fetching(Replication):
     """A forerunner's: of one version, unless that is in its datacenter already, or coming."""
 
-    def __init__(self, shard: Shard, wanted: VersionRef, deadline: Deadline) -> None:
-        spec = Spec(wanted.version)
-        super().__init__(shard, spec, SourceTerms(), Target(shard), deadline)
+    def __init__(
+        self, shard: Shard, wanted: VersionRef, deadline: Deadline, avoided: Collection[str]
+    ) -> None:
+        spec = Spec.at_hand(wanted)
+        super().__init__(shard, spec, SourceTerms(), Target(shard), deadline, avoided)
         self._wanted = wanted
 
     def fetch(self, call: GroupCall) -> bool:
         """Whether it was fetched."""
         self._target.prepare()
         self._book_lost_time()
-        call.decide_and_claim(partial(fetch, wanted=self._wanted))
+        call.decide_and_claim(partial(fetch, wanted=self._wanted), avoided=self._avoided)
         if call.decided.ref is None:
             return False
         self.read(call)
