@@ -5,12 +5,14 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import ClosedError, UsageError
+from torch_ros.errors import ClosedError, ManifestMismatch, UsageError
+from torch_ros.protocol.forerunners import FETCHED, Next, next_version
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Replication
 
@@ -308,7 +310,57 @@ def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monke
     assert rollout.version == 0  # the new run will not come to 2 soon
 
 
-def test_wrong_bytes_are_fetched_from_somebody_else(opened):
+@contextmanager
+def two_ranks(opened, *of_ranks, **options):
+    """Their handles, and an update of both."""
+    with ThreadPoolExecutor(2) as ranks:
+
+        def taken(rank):
+            given = {**options, **of_ranks[rank]}
+            return opened("r", given.pop("datacenter", "east"), rank=rank, world_size=2, **given)
+
+        handles = [seat.result() for seat in [ranks.submit(taken, rank) for rank in range(2)]]
+
+        def update():
+            found = [ranks.submit(handle.update) for handle in handles]
+            errors = [each.exception() for each in found]
+            assert len({type(error) for error in errors}) == 1, errors
+            assert len({each.result() for each in found}) == 1
+            return found[0].result()
+
+        yield handles, update
+
+
+def test_ranks_that_were_given_different_datacenters_update_alike(opened):
+    trainer = opened("t", "west")
+    trainer.publish(1)
+    with two_ranks(opened, {}, {"datacenter": "default"}) as (_, update):
+        assert update()
+        trainer.unpublish()
+        trainer.publish(2)
+        assert update()
+
+
+def test_ranks_that_were_given_different_seedings_are_told(opened, monkeypatch):
+    def fetches(view, seat, *args):
+        found = next_version(view, seat, *args)
+        return Next(found.ref, FETCHED)  # as the rank says that has a forerunner
+
+    trainer = opened("t", "west")
+    trainer.publish(1)
+    with two_ranks(opened, {"seeding": "host"}, {}) as (_, update):
+        assert update()
+        trainer.unpublish()
+        trainer.publish(2)
+        monkeypatch.setattr("torch_ros.shard.replication.next_version", fetches)
+        with pytest.raises(UsageError, match="on some ranks only"):
+            update()
+
+
+def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
+    monkeypatch.setattr(
+        "torch_ros.shard.forerunner.REST_S", 1000.0
+    )  # it does not take another order
     weights, wrong = torch.ones(8), torch.zeros(8)
     trainer = opened("t", "west", {"w": weights}, digests="full")
     copy = opened("c", "west", {"w": wrong})
@@ -333,3 +385,29 @@ def test_a_copy_goes_when_a_newer_run_is_here(opened):
     until(lambda: "r+host" in rollout.list().get(2, ()))
     opened("t2", "east", run="new").publish(0)
     until(lambda: ahead._room is None)
+
+
+def test_memory_is_asked_for_all_ranks_of_a_host(opened, monkeypatch):
+    trainer = opened("t", "west")
+    trainer.publish(1)
+    monkeypatch.setattr("torch_ros.shard.forerunner.available_bytes", lambda: 63)
+    with two_ranks(opened, {}, {}, seeding="host") as (_, update):
+        assert update()
+        trainer.unpublish()
+        trainer.publish(2)
+        with pytest.raises(UsageError, match="needs 64 bytes .* with its peers here"):
+            update()
+
+
+def test_a_version_that_does_not_fit_is_told_of(opened, monkeypatch):
+    monkeypatch.setattr("torch_ros.shard.forerunner.REST_S", 0.0)
+    trainer, rollout = opened("t", "west"), opened("r", "east", seeding="host")
+    trainer.publish(1)
+    assert rollout.update()
+    trainer.unpublish()
+    trainer.unregister()
+    trainer.register({"w": torch.ones(9)})
+    trainer.publish(2)
+    with pytest.raises(ManifestMismatch):
+        until(rollout.update)
+    assert rollout.version == 1

@@ -19,6 +19,7 @@ RANK_DIGITS = 6
 LINGERS = "linger"
 STREAMS = "stream"
 AHEAD = "+host"
+DEFAULT_DATACENTER = "default"
 
 
 def instance(replica: str, nonce: str) -> str:

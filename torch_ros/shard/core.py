@@ -60,7 +60,6 @@ class Settings:
     relay: bool
     on_progress: OnProgress | None
     borrow_bytes: int
-    skips: bool  # updates do, if they are not told
 
 
 class RunsAhead(Protocol):
@@ -72,6 +71,9 @@ class RunsAhead(Protocol):
 
     def fetch(self, ref: VersionRef, deadline: Deadline) -> None:
         """Have a version fetched, by all ranks. Does not wait for it."""
+
+    def require_fit(self, ref: VersionRef) -> None:
+        """Raises: ManifestMismatch: It was to be fetched before, and is not for these tensors."""
 
 
 class Shard:

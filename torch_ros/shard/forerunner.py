@@ -23,6 +23,7 @@ from torch_ros.errors import (
     BackendError,
     ClosedError,
     DeadlineExceeded,
+    ManifestMismatch,
     SeatLost,
     UsageError,
 )
@@ -37,7 +38,7 @@ from torch_ros.protocol.seat import recorded
 from torch_ros.shard.core import Shard
 from torch_ros.shard.filling import Bell
 from torch_ros.shard.replication import fetch_version
-from torch_ros.shard.room import available_bytes
+from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor
@@ -118,6 +119,7 @@ class Forerunner:
         self._news = Bell()
         self._is_busy = self._is_closed = False
         self._rests_until_s = 0.0
+        self._unfit: tuple[VersionRef, ManifestMismatch] | None = None
         self._began_s = self._moved_s = 0.0  # the fetch under way; when a batch of it came
         self._has_all = False
         self._shard: Shard | None = None
@@ -163,6 +165,11 @@ class Forerunner:
             self._thread.start()
         self._news.ring()
 
+    def require_fit(self, ref: VersionRef) -> None:
+        """Raises: ManifestMismatch: It was to be fetched before, and is not for these tensors."""
+        if self._unfit is not None and self._unfit[0] == ref:
+            raise self._unfit[1]
+
     def _nonce(self, number: int) -> str:
         """A name for its start that all ranks know, and no other start has."""
         seat = self._of.group.seat
@@ -171,12 +178,15 @@ class Forerunner:
         return blake2b(f"{family(seat.nonce)}/{number}".encode(), digest_size=4).hexdigest()
 
     def _require_room(self, size_bytes: int) -> None:
-        there = available_bytes() if self._bytes_max is None else self._bytes_max
+        seat = self._of.group.seat
+        limit, there = "and seeding_bytes allows", self._bytes_max or 0.0
+        if self._bytes_max is None:
+            size_bytes, there = size_bytes * ranks_here(seat.world_size), available_bytes()
+            limit = "with its peers here, and this host has"
         if size_bytes > there:
-            limit = "the host has" if self._bytes_max is None else "seeding_bytes allows"
             raise UsageError(
-                f"seeding='host': rank {self._of.group.seat.rank} needs {size_bytes} bytes of host "
-                f"memory for a copy, {limit} {there}; allow more, or use seeding='foreground'"
+                f"seeding='host': rank {seat.rank} needs {size_bytes} bytes of host memory for a "
+                f"copy, {limit} {there}; set seeding_bytes, or use seeding='foreground'"
             )
 
     def close(self) -> None:
@@ -224,6 +234,9 @@ class Forerunner:
         is_there = False
         try:
             is_there = shard.busy(lambda: shard.as_one(asked, fetch))
+        except ManifestMismatch as error:
+            self._unfit = order.ref, error
+            raise
         finally:
             if not is_there and shard.held is None:
                 self._let_go()

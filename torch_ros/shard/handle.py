@@ -372,8 +372,8 @@ class ShardHandle:
             twice while something newer is elsewhere.
 
         Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
-        fetched: then nothing is given up. Once the old version was given up, the handle holds
-        nothing, and a later `update` replicates.
+        fetched, or that is not for these tensors: then nothing is given up. Once the old version
+        was given up, the handle holds nothing, and a later `update` replicates.
         """
         shard = self._shard
         deadline = shard.deadline(f"update {version}", timeout_s)

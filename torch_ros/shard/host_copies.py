@@ -22,7 +22,7 @@ from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Install, Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
-from torch_ros.shard.room import available_bytes
+from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS
@@ -88,7 +88,7 @@ class HostCopy:
 
 def _require_room(size_bytes: int, world_size: int) -> None:
     """Raises: MemoryError: All ranks may be on this host, and it has too little for their parts."""
-    needed = size_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    needed = size_bytes * ranks_here(world_size)
     there = available_bytes()
     if needed > there:
         raise MemoryError(

@@ -13,7 +13,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import AHEAD, Keys, forerunner_of
+from torch_ros.protocol.keys import AHEAD, DEFAULT_DATACENTER, Keys, forerunner_of
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.versions import Spec
@@ -31,7 +31,6 @@ from torch_ros.weights.manifest import Depth
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "local"
-DEFAULT_DATACENTER = "default"
 Seeding = Literal["foreground", "host"]
 
 
@@ -201,9 +200,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
-    skips = seeding == "host" or datacenter != DEFAULT_DATACENTER
-    told = (timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes, skips)
-    chosen = Settings(*told)
+    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     if place.replica.endswith(AHEAD):

@@ -30,7 +30,7 @@ from torch_ros.protocol.forerunners import (
     next_version,
 )
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.keys import DEFAULT_DATACENTER, replica_of
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.sources import Source
@@ -102,13 +102,16 @@ def update(shard: Shard, version: int | str, deadline: Deadline, skip: bool | No
     shard.intake.begins(deadline)
     shard.begin("update", deadline.what, deadline)
     held = shard.held
+    if skip is None:  # the same on all ranks, whatever datacenter each was given
+        is_named = shard.group.seat.datacenter != DEFAULT_DATACENTER
+        skip = is_named or shard.forerunner is not None
     # An install has entered a version that it has to bring.
-    skips = (shard.settings.skips if skip is None else skip) and shard.intake.refs is None
+    skips = skip and shard.intake.refs is None
     found = find_newer(shard, version, held, deadline, skips=skips) if held else Next()
     shard.intake.has_waited = found.said == COMING or (shard.intake.has_waited and not found.ref)
     if held is not None and (found.ref is None or found.said == FETCHED):
-        if found.ref is not None and shard.forerunner is not None:
-            shard.forerunner.fetch(found.ref, deadline)
+        if found.ref is not None:
+            _fetch_ahead(shard, found.ref, deadline)
         shard.intake.ends(held, deadline)
         return False
     shard.unpublish_first(deadline.what, deadline, may_forget=False)
@@ -121,6 +124,15 @@ def update(shard: Shard, version: int | str, deadline: Deadline, skip: bool | No
     return True
 
 
+def _fetch_ahead(shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
+    if shard.forerunner is not None:
+        shard.forerunner.fetch(ref, deadline)
+        return
+    error = UsageError("seeding='host' was given to open on some ranks only; give it to all")
+    shard.refuse(deadline.what, error)
+    raise error
+
+
 def find_newer(
     shard: Shard, version: int | str, held: VersionRef, deadline: Deadline, *, skips: bool
 ) -> Next:
@@ -131,7 +143,10 @@ def find_newer(
     def find(view: View, seat: Seat) -> Next:
         is_idle = forerunner.is_idle if forerunner else None
         skipping = Skipping(is_idle, shard.intake.has_waited) if skips else None
-        return next_version(view, seat, spec, held, skipping)
+        found = next_version(view, seat, spec, held, skipping)
+        if forerunner and found.ref and found.said == FETCHED:
+            forerunner.require_fit(found.ref)
+        return found
 
     def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
         return decided_next(view, seat, call, find(view, seat))

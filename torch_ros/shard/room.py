@@ -1,6 +1,7 @@
 """How much memory this host has for copies."""
 
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def available_bytes(root: Path = Path("/")) -> float:
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         found.append(most - used + _figures(group / "memory.stat")["inactive_file"])
     return min(found)
+
+
+def ranks_here(world_size: int) -> int:
+    """How many ranks of a replica may be on this host: all, if nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _figures(path: Path) -> dict[str, int]:
