@@ -358,20 +358,20 @@ def test_ranks_that_were_given_different_seedings_are_told(opened, monkeypatch):
 
 
 def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
-    monkeypatch.setattr(
-        "torch_ros.shard.forerunner.REST_S", 1000.0
-    )  # it does not take another order
-    weights, wrong = torch.ones(8), torch.zeros(8)
+    # It takes no other order.
+    monkeypatch.setattr("torch_ros.shard.forerunner.REST_S", 1000.0)
+    weights, wrong, mine = torch.ones(8), torch.zeros(8), torch.zeros(8)
     trainer = opened("t", "west", {"w": weights}, digests="full")
-    copy = opened("c", "west", {"w": wrong})
-    rollout = opened("r", "east", seeding="host")
+    copy = opened("c", "west", {"w": wrong}, digests="full")
+    rollout = opened("r", "east", {"w": mine}, seeding="host", digests="full")
     trainer.publish(1)
     assert rollout.update()
     go_on(trainer, 2, weights)
     assert copy.update()
     wrong.fill_(7)
     until(rollout.update)
-    assert rollout.last_read.source == "r+host"
+    assert mine.tolist() == [2.0] * 8
+    assert rollout._shard.forerunner._shard.last_read.source == "t"
 
 
 def test_a_copy_goes_when_a_newer_run_is_here(opened):
