@@ -142,7 +142,7 @@ def _updates(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 
 BURST_HEAD = (
-    "N", "heads", "over s", "last x", "median x", "heads sent x", "readers of one, most",
+    "N", "heads", "over s", "last x", "p99 x", "median x", "heads sent x", "readers of one, most",
     "until it reads, ms: median, most", "commits", "lost", "reads", "KiB",
 )  # fmt: skip
 
@@ -150,11 +150,10 @@ BURST_HEAD = (
 def _burst_line(row: Row) -> tuple[str, ...]:
     params, found = row["params"], row["figures"]
     over_s = params.get("over_s", 0.0)
-    last = found["last_x"] if not over_s else found["p99_x"]
     attached = ", ".join(f"{each:g}" for each in found["attached_ms"])
     return (
         *(_n(row), str(params.get("heads", 1)), f"{over_s:g}" if over_s else "at once"),
-        *(f"{last:g}", *_of(row, "median_x", "heads_sent_x", "readers_max"), attached),
+        *(*_of(row, "last_x", "p99_x", "median_x", "heads_sent_x", "readers_max"), attached),
         *_of(row, "commits", "lost", "reads", "KiB"),
     )
 
