@@ -150,10 +150,12 @@ BURST_HEAD = (
 def _burst_line(row: Row) -> tuple[str, ...]:
     params, found = row["params"], row["figures"]
     over_s = params.get("over_s", 0.0)
+    [last] = _of(row, "last_x")  # counted from the first one's arrival
     attached = ", ".join(f"{each:g}" for each in found["attached_ms"])
     return (
         *(_n(row), str(params.get("heads", 1)), f"{over_s:g}" if over_s else "at once"),
-        *(*_of(row, "last_x", "p99_x", "median_x", "heads_sent_x", "readers_max"), attached),
+        *("-" if over_s else last, *_of(row, "p99_x", "median_x", "heads_sent_x", "readers_max")),
+        attached,
         *_of(row, "commits", "lost", "reads", "KiB"),
     )
 
