@@ -183,8 +183,12 @@ def test_a_process_imports_no_torch_and_survives_pipes_and_ctrl_c(opened, endpoi
     piped = f"{sys.executable} -m torch_ros --endpoint '{endpoint}' ls | head -0"
     found = subprocess.run(piped, shell=True, capture_output=True, text=True, timeout=60)
     assert found.stderr == ""
+    interruptible = (  # also where a shell's & had it ignored
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from torch_ros.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     away = subprocess.Popen(
-        [sys.executable, "-m", "torch_ros", "--endpoint", "etcd://127.0.0.1:9", "ls"],
+        [sys.executable, "-c", interruptible, "--endpoint", "etcd://127.0.0.1:9", "ls"],
         stderr=subprocess.PIPE,
         text=True,
     )

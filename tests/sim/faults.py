@@ -1179,10 +1179,6 @@ fault("a rank that died lingering is not missed", (closing, "linger"), scenario=
     lambda linger: lambda view, each, world_size: linger(view, each, 0)
 )
 
-fault("who moves spares copies", (closing, "records_of"), scenario="ends half released")(
-    lambda records_of: lambda *args: [key for key in records_of(*args) if "+" not in key]
-)
-
 
 fault(
     "who reads does not know what lingers", (sources.Source, "insts"), scenario="drains at the end"

@@ -2247,7 +2247,7 @@ def dies_lingering(scene: Scene) -> None:
 
 
 def ends_half_released(scene: Scene) -> None:
-    """I7: a group that ends takes along what one of its ranks alone still takes back."""
+    """I7: of a copy that one rank lets go, its peer, which comes later, offers nothing."""
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -2258,14 +2258,11 @@ def ends_half_released(scene: Scene) -> None:
         scene.hold(f"{me} comes back", me, puts("/shards/t@"), lambda: "u has 2" in scene.reached)
         if me.rank == 0:
             scene.end_lease(me)
-        else:  # its peer finds that nobody needs the copy now; it finds both parts, and offers it
+        else:  # its peer finds that nobody needs the copy now, and takes its part away
             scene.hold("its part", me, puts("/shards/t+"), lambda: "0 let go" in scene.reached)
-            ended = lambda: not any("/groups/t" in key for key in scene.store._entries)
-            scene.hold("takes back", me, deletes("/holdings/"), ended)
         scene.when(lambda: me.handle._shard.group.seat is not seat, "another seat")
         scene.when(lambda: me.rank or not me.handle._shard.copies, "the copy let go")
         scene.reach(f"{me.rank} let go")
-        scene.until("takes back")
         publish(me, 3)
         if me.rank == 0:
             scene.when(lambda: any("/ready/t@" in key for key in scene.store._entries), "a peer")
