@@ -44,7 +44,7 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 def push(asked: argparse.Namespace, out: TextIO) -> int:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
-    with _told_to_end() as ends, _opened(asked, asked.model, asked.replica, "push") as handle:
+    with _told_to_end() as ends, _opened(asked, asked.replica, "push") as handle:
         handle.register(tensors)
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -80,7 +80,7 @@ def _stay(
 
 def pull(asked: argparse.Namespace, out: TextIO) -> int:
     """Write a version to a folder that is there when all of it is on disk."""
-    with _opened(asked, asked.model, None, "pull") as handle, made_whole(asked.folder) as folder:
+    with _opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
         tensors = selected(contents, asked.select)
         with _bar(f"version {contents.version}") as progress:
@@ -112,7 +112,7 @@ class Compared:
 
 def diff(asked: argparse.Namespace) -> Compared:
     """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB."""
-    with _opened(asked, asked.model, None, "diff") as handle:
+    with _opened(asked, None, "diff") as handle:
         one = _readable(handle, asked.one, asked)
         is_folder = Path(asked.other).exists()
         other = _on_disk(Path(asked.other)) if is_folder else _readable(handle, asked.other, asked)
@@ -153,13 +153,13 @@ def as_version(text: str) -> int | str:
 
 @contextmanager
 def _opened(
-    asked: argparse.Namespace, model: str, replica: str | None, what: str
+    asked: argparse.Namespace, replica: str | None, what: str
 ) -> Iterator[torch_ros.ShardHandle]:
     """A handle on an etcd that is there; none is started."""
     with closing(store.connect(asked.endpoint, timeout_s=10.0, starts=False)):
         name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
         with torch_ros.open(
-            model, endpoint=asked.endpoint, replica=name, rank=0, world_size=1
+            asked.model, endpoint=asked.endpoint, replica=name, rank=0, world_size=1
         ) as h:
             yield h
 
