@@ -128,7 +128,7 @@ def test_full_is_not_offered_that_readers_are_not_given(opened):
         for name, record in (("other", other), ("moved", moved))
     ]
     shard.group.kv.commit(Txn((), tuple(puts)), timeout_s=5)
-    # What lies under another datacenter's key cannot be read, as everywhere.
+    # A holding under another datacenter's key cannot be read, as everywhere.
     assert {row[1]: row[4] for row in rows(trainer.fleet())} == {"other": False, "trainer": True}
     assert trainer.list() == {1: {"trainer"}}
 

@@ -1,4 +1,4 @@
-"""Who is behind its source, and who only waits for it."""
+"""Readers that are behind their source, and those that only wait for it."""
 
 from torch_ros.transfer import pace
 from torch_ros.transfer.pace import CAUGHT_UP_BYTES, PACE_BYTES, PACE_S, Pace

@@ -255,7 +255,7 @@ def test_readers_look_as_seldom_as_the_library_does(rule):
     with RULES[rule]():
         expected, found = waits(shows_s, rate, step), followed(shows_s, rate, step)
     late = np.subtract(found, shows_s)
-    # Who backs off, and has waited for long, is late.
+    # A reader that backs off, and has waited for long, is late.
     assert (late.mean() > 0.004) == (rule != TODAY)
     assert late.mean() == pytest.approx(np.subtract(expected, shows_s).mean(), abs=0.0008)
     assert np.abs(np.subtract(found, expected)).max() < stall.POLL_S_MAX + 0.001

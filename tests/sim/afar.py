@@ -394,7 +394,7 @@ def closes_at_once(scene: Scene) -> None:
 
 
 def kept_for_long(scene: Scene) -> None:
-    """Who reads from a copy that was needed for longer than drain_s is let finish all the same."""
+    """A reader of a copy that was needed for longer than drain_s is let finish all the same."""
 
     def read(me: Process) -> None:
         scene.until("kept")

@@ -441,7 +441,7 @@ def second_source(scene: Scene) -> None:
 
 
 def end_together(scene: Scene) -> None:
-    """Of batches that end together, each counts by the words of the ranks that it came from."""
+    """Each of the batches that end together counts by the words of the ranks it came from."""
 
     def read(me: Process) -> None:
         scene.until("t", "u")

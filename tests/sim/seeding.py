@@ -251,7 +251,7 @@ def mute(scene: Scene, muted_s: float, reroutes: int, among: int = 0) -> None:
 
 
 def mute_stream(scene: Scene) -> None:
-    """Who streams among many leaves a mute source, though all that it sees at first still fill."""
+    """A stream among many leaves a mute source, though all that it sees at first still fill."""
     _see_few(1, 1, 1)
 
     def consume(me: Process) -> None:

@@ -44,7 +44,7 @@ from torch_ros.store.txn import Range, Ranges, View, one
 
 T = TypeVar("T")
 Effects = Callable[[View, Seat, Call], Step[Call]]
-"""What a decision writes besides itself."""
+"""The effects that a decision writes besides itself."""
 log = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest

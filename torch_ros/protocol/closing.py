@@ -192,7 +192,7 @@ def give_up(
 
 
 def _there(view: View, leaving: Sequence[Leaving]) -> dict[Leaving, Holding]:
-    """What is offered still."""
+    """The holdings that are offered still."""
     held = {each: Holding.at(view, each.held) for each in leaving}
     return {each: own for each, own in held.items() if own and own.uid == each.ref.uid}
 

@@ -31,7 +31,7 @@ Kind = Literal["original", "replica", "copy", "lingering"]
 
 
 def fleet_ranges(keys: Keys) -> Ranges:
-    """What a `Fleet` is made of: some hundred bytes for each replica."""
+    """The records that a `Fleet` is made of: some hundred bytes for each replica."""
     return (
         one(keys.schema()),
         keys.runs(),

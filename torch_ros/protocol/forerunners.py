@@ -29,7 +29,7 @@ COMING = "coming"  # another replica here reads a newer version
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What a replica does about versions that are newer than the one it holds."""
+    """The step of a replica when there are versions newer than the one it holds."""
 
     ref: VersionRef | None = None  # it goes to this one; None: it stays where it is
     said: str = ""
@@ -75,7 +75,7 @@ def next_version(
 def _elsewhere(
     there: Mapping[VersionRef, Mapping[str, Holding]], newest: VersionRef, skipping: Skipping
 ) -> Next:
-    """What to do where none of these versions is full."""
+    """The step to take where none of these versions is full."""
     if any(map(_is_fetching, there.values())):
         return Next()
     if skipping.may_fetch is not None:

@@ -142,7 +142,7 @@ class Keys:
         return under(f"{self.root}/shards/{instance(replica, '')}")
 
     def shards_of_copies(self, replica: str) -> Range:
-        """Of those in host memory, and of what lingers; covers all its incarnations."""
+        """The range of those in host memory, and of what lingers, of all its incarnations."""
         return under(f"{self.root}/shards/{_name(replica)}+")
 
     def shard(self, inst: str, rank: int) -> str:

@@ -31,7 +31,7 @@ def require_own(view: View, keys: Keys) -> bool:
 
 
 def put_own(view: View, keys: Keys) -> tuple[tuple[Put, ...], tuple[Guard, ...]]:
-    """What says so of a model that has no number yet, and under which guard.
+    """The record of a model that has no number yet, and the guard under which it is put.
 
     Raises:
         BackendError: As `require_own`.

@@ -523,7 +523,7 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
 
 
 def gotten(reply: Reply) -> list[Mapping[str, Entry]]:
-    """What a transaction got: the shards of the sources that it attached to."""
+    """The shards of the sources that a transaction attached to, as it got them."""
     return [found for found in reply.results if not isinstance(found, int)]
 
 

@@ -137,7 +137,7 @@ def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
 
 
 def _reading(view: View, readers: Range) -> tuple[list[str], list[str]]:
-    """Who reads: those to be waited for; and those in other datacenters, one for each record.
+    """The readers to be waited for; and those in other datacenters, one for each record.
 
     The latter go on from another source when they find that theirs has gone.
     """

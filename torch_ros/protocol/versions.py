@@ -173,7 +173,7 @@ def newest_record(view: View, keys: Keys) -> VersionRef | None:
 def newer_refs(
     view: View, keys: Keys, held: VersionRef, newest: VersionRef | None = None
 ) -> list[VersionRef]:
-    """What was published in full after `held`; in the run of `newest`, and not after that."""
+    """The versions published in full after `held`; in the run of `newest`, and not after that."""
     refs = [ref for ref, record in _records(view, keys) if record.layout]
     if newest is not None:
         refs = [ref for ref in refs if ref.run == newest.run and ref.order <= newest.order]

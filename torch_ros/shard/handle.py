@@ -660,8 +660,8 @@ class ShardHandle:
     def fleet(self, *, timeout_s: float | None = None) -> Fleet:
         """All replicas and holdings of the model, and who reads from whom.
 
-        This process's own question, about all runs; for policies of one's own. What readers are
-        given is what `list` says at the same moment. Costs one request, and some hundred bytes for
+        This process's own question, about all runs; for policies of one's own. Readers are
+        given what `list` says at the same moment. Costs one request, and some hundred bytes for
         each replica.
 
         Raises:

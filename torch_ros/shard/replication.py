@@ -136,7 +136,7 @@ def _fetch_ahead(shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
 def find_newer(
     shard: Shard, version: int | str, held: VersionRef, deadline: Deadline, *, skips: bool
 ) -> Next:
-    """What to do about versions newer than `held`, the same on all ranks."""
+    """The step about versions newer than `held`, the same on all ranks."""
     group, spec = shard.group, Spec.parse(version)
     ranges, forerunner = newer_ranges(group.seat.keys), shard.forerunner
 
