@@ -32,6 +32,7 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "torch-ros push": ("tests/checkpoints/test_push_pull.py", '"push"'),
     "torch-ros pull": ("tests/checkpoints/test_push_pull.py", '"pull"'),
     "torch-ros diff": ("tests/checkpoints/test_push_pull.py", '"diff"'),
+    "torch-ros export": ("tests/cli/test_export.py", '"export"'),
     "torch-ros": ("tests/cli/test_ls.py", '"ls"'),
     "python -m torch_ros": ("tests/cli/test_ls.py", '"-m", "torch_ros"'),
     "python -m torch_ros.store.local": ("tests/test_operations.py", "The local etcd"),

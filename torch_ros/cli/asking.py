@@ -12,17 +12,17 @@ from torch_ros.store.txn import Get, Read, Txn
 ANSWER_S = 10.0
 
 
-def models(kv: KV) -> list[str]:
+def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
     """The names under which there are records. Keys alone are read."""
-    reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=ANSWER_S)
+    reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=timeout_s)
     [found] = reply.results
     assert not isinstance(found, int)
     return sorted({name for key in found if (name := parse_model(key)) is not None})
 
 
-def fleet(kv: KV, model: str) -> Fleet:
+def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:
     keys = Keys(model)
-    return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=ANSWER_S), keys)
+    return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=timeout_s), keys)
 
 
 def fleet_of(kv: KV, model: str) -> Fleet:

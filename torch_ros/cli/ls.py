@@ -39,7 +39,7 @@ def _model(fleet: Fleet) -> Sequence[str]:
     newest = next(each for each in fleet.versions if each.ref == ref)
     holders = fleet.holders(ref)
     reading = sum(each.ref == ref and each.state == "filling" for each in fleet.held)
-    alone = "! only copy" if len({each.replica for each in holders if not each.spot}) < 2 else ""
+    alone = "! only copy" if fleet.has_only_copy else ""
     row = (fleet.model, ref.run, str(ref.version), size(newest.size_bytes))
     return (*row, str(len(holders)), str(reading), alive, alone)
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, ls
+from torch_ros.cli import asking, exporting, ls
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -28,6 +28,7 @@ from torch_ros.store.kv import KV
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 SCHEMA = 1  # of what --json prints
 WIDTH = 80  # of tables that are piped
+PORT_MAX = 65_535
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=int, metavar="version")
     listed.set_defaults(run=_ls)
+    exported = commands.add_parser("export", help="figures of fleets, for Prometheus")
+    exported.add_argument("models", nargs="*", metavar="model", help="by default all")
+    exported.add_argument("--port", type=_port, default=9464, help="0: any that is free")
+    exported.add_argument("--host", default="127.0.0.1", help="the address to listen at")
+    exported.set_defaults(run=_export)
     _add_moving(commands)
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: expected 0 to {PORT_MAX}")
+    return int(text)
 
 
 def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -107,6 +119,10 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _ls(asked: argparse.Namespace) -> int:
     with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
         return _list(kv, asked, sys.stdout)
+
+
+def _export(asked: argparse.Namespace) -> int:
+    return exporting.export(asked, sys.stdout)
 
 
 def _push(asked: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import socket
 import sys
 import threading
@@ -32,19 +31,19 @@ from torch_ros.checkpoints.written import (
     write_dcp,
     write_safetensors,
 )
+from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
 from torch_ros.store import endpoint as store
 
 FINE = 0
 LOOK_S = 1.0  # between two looks at who has it
 DRAIN_S = 20.0  # for readers, when it leaves
-ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def push(asked: argparse.Namespace, out: TextIO) -> int:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
-    with _told_to_end() as ends, _opened(asked, asked.replica, "push") as handle:
+    with told_to_end() as ends, _opened(asked, asked.replica, "push") as handle:
         handle.register(tensors)
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -162,23 +161,6 @@ def _opened(
             asked.model, endpoint=asked.endpoint, replica=name, rank=0, world_size=1
         ) as h:
             yield h
-
-
-@contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C or SIGTERM; the second one ends the process as ever."""
-    ends = threading.Event()
-
-    def end(number: int, _: object) -> None:
-        ends.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.signal(number, end) for number in ENDS}
-    try:
-        yield ends
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -162,6 +162,30 @@ class Fleet:
         """The holdings of a version that readers are given."""
         return tuple(each for each in self.held if each.ref == ref and each.is_offered)
 
+    @property
+    def has_only_copy(self) -> bool:
+        """Whether fewer than two replicas, spot ones aside, have the newest version."""
+        if self.latest is None:
+            return False
+        holders = self.holders(self.latest)
+        return len({each.replica for each in holders if not each.spot}) < 2
+
+    def behind(self) -> dict[str, int | None]:
+        """The replicas that hold an older version, and by how many numbers.
+
+        None: it is of an older run, whose numbers say nothing. A replica that holds nothing, or a
+        copy in host memory only, is not behind.
+        """
+        if (latest := self.latest) is None:
+            return {}
+        own = [each for each in self.held if each.kind in {"original", "replica"}]
+        newest = {each.replica: each.ref for each in reversed(own) if each.state != "filling"}
+        return {
+            name: latest.version - ref.version if ref.run == latest.run else None
+            for name, ref in newest.items()
+            if ref.order < latest.order and self.replicas[name].state == "complete"
+        }
+
 
 def _versions(
     view: View, keys: Keys, numbers: Mapping[str, int], there: Collection[VersionRef]

@@ -1,0 +1,121 @@
+"""`torch-ros export`, as a process that Prometheus scrapes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+import torch_ros
+from torch_ros.protocol.keys import EVERY_MODEL
+from torch_ros.store.txn import Read
+
+PROGRAM = (  # also where a shell's & had Ctrl-C ignored
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from torch_ros.cli.main import main; code = main(sys.argv[1:]); "
+    "sys.exit(9 if {'torch', 'nixl'} & set(sys.modules) else code)"
+)
+
+
+@contextmanager
+def exporting(endpoint, *arguments):
+    command = [sys.executable, "-c", PROGRAM, "--endpoint", endpoint, "export", "--port=0"]
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        said = process.stdout.readline()
+        yield process, said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def scrape(said):
+    with urllib.request.urlopen(re.search(r"http://\S+metrics", said)[0], timeout=20) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def published(handle, version):
+    handle.register({"w": torch.full((4,), float(version))})
+    handle.publish(version)
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_a_scrape_has_what_is_there_now_and_nothing_is_written(opened, endpoint):
+    trainer = opened('trainer "one"\n')
+    published(trainer, 7)
+    kv = trainer._shard.group.kv
+    before = kv.read(Read((EVERY_MODEL,)), timeout_s=5)
+    with exporting(endpoint) as (process, said):
+        found = scrape(said)
+        assert found["torch_ros_fleet_latest_version", trainer.model] == 7
+        assert found["torch_ros_fleet_latest_bytes", trainer.model] == 16
+        assert found["torch_ros_fleet_only_copy", trainer.model] == 1
+        after = kv.read(Read((EVERY_MODEL,)), timeout_s=5)
+        assert after.entries == before.entries
+        rollout = opened("rollout")
+        rollout.register({"w": torch.empty(4)})
+        rollout.replicate()
+        found = scrape(said)
+        assert found["torch_ros_fleet_only_copy", trainer.model] == 0
+        assert found["torch_ros_fleet_replicas", trainer.model, "complete"] == 2
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (0, "")
+
+
+def test_it_outlives_an_etcd_that_comes_and_goes(etcd_server, started):
+    endpoint = f"etcd://{etcd_server.host}"
+    with torch_ros.open("policy", endpoint=endpoint, replica="trainer", ttl_s=5) as trainer:
+        published(trainer, 1)
+        with exporting(endpoint, "policy") as (process, said):
+            assert scrape(said)["torch_ros_fleet_latest_version", "policy"] == 1
+            etcd_server.kill()
+            assert scrape(said) == {("torch_ros_fleet_etcd_up",): 0}
+            etcd_server.start()
+            until_s = time.monotonic() + 20
+            while not scrape(said)["torch_ros_fleet_etcd_up",]:
+                assert time.monotonic() < until_s
+            assert scrape(said)["torch_ros_fleet_readable", "policy"] == 1
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=20)
+            assert process.returncode == 0
+            assert "Traceback" not in err
+
+
+def failed(*arguments, **environment):
+    command = [sys.executable, "-m", "torch_ros", *arguments]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | environment
+    )
+    assert (found.stdout, found.stderr.count("\n") <= 3) == ("", True)
+    assert "Traceback" not in found.stderr
+    return found.returncode, found.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_what_cannot_be_served_is_said(opened, endpoint):
+    trainer = opened("trainer")
+    published(trainer, 1)
+    code, err = failed("--endpoint", endpoint, "export", trainer.model[:-1])
+    assert (code, f"did you mean {trainer.model!r}?" in err) == (2, True)
+    with exporting(endpoint) as (_, said):
+        taken = re.search(r":(\d+)/", said)[1]
+        code, err = failed("--endpoint", endpoint, "export", "--port", taken)
+        assert (code, "Address already in use" in err) == (2, True)
+    assert failed("--endpoint", endpoint, "export", "--port", "70000")[0] == 2
+    assert failed("--endpoint", endpoint, "export", "--host", "no.such.host.invalid")[0] == 2
+    assert failed("--endpoint", "etcd://127.0.0.1:9", "export")[0] == 3

@@ -1,0 +1,56 @@
+"""`torch-ros export`: figures of fleets for Prometheus, of which each scrape asks etcd."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from typing import TextIO
+
+from torch_ros.cli import asking
+from torch_ros.cli.ending import told_to_end
+from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable, UsageError
+from torch_ros.protocol.fleet import Fleet
+from torch_ros.store.endpoint import connect
+from torch_ros.store.kv import KV
+
+FINE = 0
+SCRAPE_S = 4.0  # for one answer of etcd: Prometheus waits for ten seconds
+
+
+def export(asked: argparse.Namespace, out: TextIO) -> int:
+    """Serve until somebody ends this. etcd may go and come back meanwhile.
+
+    A scrape costs one read for each model, and one of all keys where no model was named. A watch
+    instead would be told of each reader's record as it comes and goes, between two scrapes too.
+    """
+    try:
+        from torch_ros.metrics.fleets import FleetCollector  # noqa: PLC0415  # an extra
+        from torch_ros.metrics.server import serving  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(
+            "figures take prometheus-client, which is not installed: install torch-ros with the "
+            "extra metrics"
+        ) from error
+
+    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+        for model in asked.models:
+            asking.fleet_of(kv, model)
+        collector = FleetCollector(partial(_fleets, kv, asked.models))
+        with told_to_end() as ends, serving(collector, asked.host, asked.port) as address:
+            of = ", ".join(asked.models) or "all models"
+            out.write(f"{address}: figures of {of} in {kv.endpoint}; Ctrl-C ends\n")
+            out.flush()
+            ends.wait()
+    return FINE
+
+
+def _fleets(kv: KV, models: Sequence[str]) -> dict[str, Fleet | BackendError]:
+    found: dict[str, Fleet | BackendError] = {}
+    for model in models or asking.models(kv, SCRAPE_S):
+        try:
+            found[model] = asking.fleet(kv, model, SCRAPE_S)
+        except (StoreUnavailable, AccessDenied):
+            raise
+        except BackendError as error:
+            found[model] = error
+    return found
