@@ -6,46 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from contextlib import contextmanager
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
+from scraping import exporting, scrape
 
 import torch_ros
 from torch_ros.protocol.keys import EVERY_MODEL
 from torch_ros.store.txn import Read
-
-PROGRAM = (  # also where a shell's & had Ctrl-C ignored
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from torch_ros.cli.main import main; code = main(sys.argv[1:]); "
-    "sys.exit(9 if {'torch', 'nixl'} & set(sys.modules) else code)"
-)
-
-
-@contextmanager
-def exporting(endpoint, *arguments):
-    command = [sys.executable, "-c", PROGRAM, "--endpoint", endpoint, "export", "--port=0"]
-    process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        said = process.stdout.readline()
-        yield process, said
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def scrape(said):
-    with urllib.request.urlopen(re.search(r"http://\S+metrics", said)[0], timeout=20) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in families
-            for sample in family.samples
-        }
 
 
 def published(handle, version):
