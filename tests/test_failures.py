@@ -585,6 +585,35 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     wait_for(lambda: not trainer._shard.copies)
 
 
+def test_the_last_copy_here_of_what_is_retained_here_stays_until_the_next_is_here(opened):
+    west, _ = publisher(opened, datacenter="west")
+    east, got = reader(opened, "east", datacenter="east", retain=("latest@here",))
+    other, _ = reader(opened, "other", datacenter="west")
+    for rollout in (east, other):
+        rollout.replicate()
+    west.unpublish()
+    west.publish(2)
+    east.unpublish()  # the other one has version 1 too, and is elsewhere
+    for tensor in got.values():
+        tensor.fill_(666)
+    [copy] = west.list()[1] - {"other"}
+    assert copy.startswith("east+")
+    assert east.replicate("latest") == 2
+    wait_for(lambda: west.list() == {1: {"other"}, 2: {"trainer", "east"}})
+    wait_for(lambda: not east._shard.copies)
+
+
+def test_what_another_datacenter_retains_is_not_copied_here(opened):
+    west, _ = publisher(opened, datacenter="west", retain=("latest@here",))
+    east, _ = reader(opened, "east", datacenter="east")
+    east.replicate()
+    east.unpublish()
+    assert west.list() == {1: {"trainer"}}
+    west.unpublish()  # this one is the last there
+    ((copy,),) = east.list().values()
+    assert copy.startswith("trainer+")
+
+
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
 def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened, dtype):
     sent = torch.arange(8, dtype=torch.uint8)

@@ -375,6 +375,9 @@ def test_several_handles_of_one_process_are_several_replicas(opened):
 def test_bad_arguments_of_open_are_named(endpoint):
     for options, found in (
         ({"retain": ("newest",)}, "'newest'"),
+        ({"retain": ("latest@there",)}, "'latest@there'"),
+        ({"retain": ("@here",)}, "'@here'"),
+        ({"retain": (-1,)}, "-1"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"rank": 0, "world_size": 2}, "no process group"),
         ({"replica": ""}, "replica ''"),

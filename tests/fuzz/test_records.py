@@ -33,7 +33,7 @@ from torch_ros.protocol.records import (
     VersionRecord,
     VersionRef,
 )
-from torch_ros.protocol.retention import keeping
+from torch_ros.protocol.retention import GivenUp, keeping
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, listing, resolve
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -147,7 +147,7 @@ def test_a_key_that_parses_is_one_that_we_write(raw):
         made[MODEL.holding(held.run, held.version, held.datacenter, held.inst)] = True
     tails = {made_.split("/", 3)[-1] for made_ in made}
     assert len(tails) == 1
-    for parse in (k.parse_reader, k.parse_suspect, k.parse_rank, k.parse_group):
+    for parse in (k.parse_reader, k.parse_suspect, k.parse_rank, k.parse_group, k.parse_retain):
         parse(key)
 
 
@@ -172,14 +172,15 @@ def effects(rule, **options):
     )
 
 
+OLDER = VersionRef("run", 0, "v", 1)
 RULES = {
     "list": lambda view: Done(listing(view, MODEL)),
     **{
         f"resolve {version}": lambda view, v=version: resolve(view, MODEL, Spec.parse(v))
         for version in ("latest", "latest-1", 1, 2, 3)
     },
-    "keep": lambda view: keeping(view, MODEL, REF, OWN),
-    "keep an older": lambda view: keeping(view, MODEL, VersionRef("run", 0, "v", 1), OWN),
+    "keep": lambda view: keeping(view, MODEL, REF, GivenUp(OWN, "default")),
+    "keep an older": lambda view: keeping(view, MODEL, OLDER, GivenUp(OWN, "default")),
     "publish": effects(calls.publish, version=3, fresh_uid="new"),
     "replicate": effects(calls.replicate, spec=Spec(), is_relay=True),
     "claim": lambda view: sources.claim(view, SEAT, CALL),

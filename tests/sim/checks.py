@@ -697,23 +697,33 @@ class Checks:
 
     def _retained(self, before: dict[str, Holding], groups: dict[str, GroupRecord]) -> None:
         """I4: nobody gives up, of his own accord, the last copy of what others retain."""
-        lost = self._keepers(before)
-        for ref in self._keepers(self.holdings):
+        self._lost_to(None, before, groups)
+        for datacenter in {group.datacenter for group in groups.values()}:
+            self._lost_to(datacenter, before, groups)
+
+    def _lost_to(self, where: str | None, before: dict, groups: dict[str, GroupRecord]) -> None:
+        """`where`: a datacenter, and what those retain who are there; None: anywhere."""
+        held = self._keepers(before, where)
+        lost = dict(held)
+        for ref in self._keepers(self.holdings, where):
             lost.pop(ref, None)
         for (run, version, uid), keys in lost.items():
             dropped = [key for key in keys if self._is_seated(k.parse_holding(key).inst)]
-            dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst)]
+            dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst, where)]
             if not dropped:
                 continue  # its replica ended, or takes its seats again
-            there = sorted((v for r, v, _ in self._keepers(before) if r == run), reverse=True)
-            _, newest = max((self.numbers.get(r, 0), r) for r, _, _ in self._keepers(before))
+            there = sorted((v for r, v, _ in held if r == run), reverse=True)
+            _, newest = max((self.numbers.get(r, 0), r) for r, _, _ in held)
             if run != newest:
                 continue
             for key, group in groups.items():
                 if not group.is_complete or group.left is not None:
                     continue
                 for text in group.retain:
-                    spec = Spec.parse(int(text) if text.isdecimal() else text)
+                    spec, _, here = text.partition("@")
+                    if (group.datacenter if here else None) != where:
+                        continue
+                    spec = Spec.parse(int(spec) if spec.isdecimal() else spec)
                     meant = spec.absolute
                     if meant is None:
                         meant = there[spec.back] if spec.back < len(there) else None
@@ -723,7 +733,7 @@ class Checks:
                         f"{key} retains {text}",
                     )
 
-    def _could_linger(self, inst: str) -> bool:
+    def _could_linger(self, inst: str, where: str | None) -> bool:
         """Whether nothing has ended yet that lingers, nor need it: somebody could take it."""
         start = self.starts[k.owner_of(inst)]
         if not k.lingers(inst) or any(p.died_s is not None for p in start.processes):
@@ -733,15 +743,19 @@ class Checks:
         others = (
             g for key, g in self.groups.items() if key != self.world.keys.group(start.replica)
         )
-        is_awaited = any(g.left is None and g.is_complete and not g.spot for g in others)
+        is_awaited = any(
+            where in (None, g.datacenter) and g.left is None and g.is_complete and not g.spot
+            for g in others
+        )
         return len(shards) == start.size and self.world.now_s < until_s and is_awaited
 
-    def _keepers(self, holdings: dict[str, Holding]) -> dict[tuple, list[str]]:
+    def _keepers(self, holdings: dict[str, Holding], where: str | None) -> dict[tuple, list[str]]:
         found: dict[tuple, list[str]] = {}
         for key, holding in holdings.items():
-            if holding.state == "full" and not holding.spot:
-                where = k.parse_holding(key)
-                found.setdefault((where.run, where.version, holding.uid), []).append(key)
+            is_there = where in (None, holding.datacenter)
+            if is_there and holding.state == "full" and not holding.spot:
+                parsed = k.parse_holding(key)
+                found.setdefault((parsed.run, parsed.version, holding.uid), []).append(key)
         return found
 
     # At special moments

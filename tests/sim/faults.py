@@ -20,6 +20,7 @@ from unittest.mock import patch
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import ahead  # noqa: F401
 import farewell  # noqa: F401
+import here  # noqa: F401
 import installing  # noqa: F401
 import loans  # noqa: F401
 import msgspec
@@ -64,7 +65,7 @@ from torch_ros.shard import (
 )
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
-from torch_ros.store import loops, memory
+from torch_ros.store import loops, memory, txn
 from torch_ros.store import run as run_module
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -1020,22 +1021,14 @@ def _(rule):
 # Retention
 
 fault("the last copy is not kept", (unpublish, "keeping"), hole=21)(
-    lambda keeping: (
-        lambda view, keys, ref, inst: dataclasses.replace(
-            keeping(view, keys, ref, inst), is_needed=False
-        )
-    )
+    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_needed=False)
 )
 fault(
     "what a copy may go for is not guarded",
     (unpublish, "keeping"),
     hole=21,
     scenario="retained meanwhile",
-)(
-    lambda keeping: (
-        lambda view, keys, ref, inst: dataclasses.replace(keeping(view, keys, ref, inst), guards=())
-    )
-)
+)(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=()))
 fault("a witness may be draining", (retention, "_counts"), hole=21, scenario="both drain")(
     lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
@@ -1047,9 +1040,55 @@ fault("a spot replica is a witness", (retention, "_counts"), scenario="only on s
 )
 
 
+fault("a witness elsewhere is one here", (retention, "retained_here"), scenario="kept here")(
+    lambda _: lambda *_: iter(())
+)
+fault(
+    "the newest version anywhere is the newest here",
+    (retention, "_keepers"),
+    scenario="kept here",
+)(lambda keepers: lambda view, keys, _: keepers(view, keys, None))
+fault(
+    "what another datacenter retains is retained here",
+    (Keys, "retains"),
+    scenario="kept elsewhere",
+)(lambda _: lambda keys, _: txn.under(f"{keys.root}/retains/"))
+
+
+@fault(
+    "who begins to retain a version here is not heard of",
+    (unpublish, "keeping"),
+    scenario="asked meanwhile",
+)
+def _(keeping):
+    def faulty(*args):
+        keep = keeping(*args)
+        guards = tuple(guard for guard in keep.guards if "/retains/" not in str(guard))
+        return dataclasses.replace(keep, guards=guards)
+
+    return faulty
+
+
+fault("what is retained here is stayed for by all", (closing, "awaited"), scenario="closes here")(
+    lambda awaited: lambda view, keys, ref, inst, _: awaited(view, keys, ref, inst, None)
+)
+
+
+@fault(
+    "what is retained here is stayed for by nobody", (closing, "_keeping"), scenario="closes here"
+)
+def _(keeping):
+    def faulty(*args):
+        keep = keeping(*args)
+        return dataclasses.replace(keep, is_needed=keep.is_needed and not keep.only_in)
+
+    return faulty
+
+
 @fault("the own copy is the witness", (unpublish, "keeping"))
 def _(keeping):
-    return lambda view, keys, ref, inst: keeping(view, keys, ref, "nobody")
+    nobody = functools.partial(dataclasses.replace, inst="nobody")
+    return lambda view, keys, ref, dropped: keeping(view, keys, ref, nobody(dropped))
 
 
 @fault("a copy is offered before all ranks have theirs", (unpublish, "copied"))

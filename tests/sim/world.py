@@ -116,6 +116,7 @@ EVENTS = (
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
 GAPS = 0.04  # of the starts: their ranks lack a cell
+HERE = (("latest@here",), ("latest@here",), ("latest-1@here",), ("latest@here", "1@here"))
 STORY = 60  # steps that a failure shows
 STEPS_MAX = 60_000
 SHAPES = (
@@ -259,6 +260,8 @@ class World(Scheduler):
                 made.sharding = "gap"
         if self.is_in_datacenters:
             made.datacenter = rng.choice(["east", "west"])
+            if Random(f"{self.seed}/{made.number}/here").random() < 0.3 and not is_probe:
+                made.retain += Random(f"{self.seed}/here").choice(HERE)
         made.is_probe = is_probe
         for rank in range(size):
             process = Process(self, made, rank, len(self.processes))

@@ -17,6 +17,7 @@ from torch_ros.protocol.records import (
     Decisions,
     GroupRecord,
     Holding,
+    RetainRecord,
     RunRecord,
     ShardRecord,
     Suspect,
@@ -194,6 +195,9 @@ def test_who_loses_a_race_has_seen_what_there_is_now():
 # Versions, retention, runs
 
 
+DATACENTERS = ["east", "east", "west"]
+
+
 def any_store(rng):
     """Some runs, versions, holdings and groups."""
     store, names, todo = Store(), [f"r{number}" for number in range(rng.randrange(1, 9))], []
@@ -208,12 +212,16 @@ def any_store(rng):
                 uid, state = rng.choice("uuuo"), rng.choice(["full", "full", "filling", "draining"])
                 if not layout and uid == "u":
                     state = "filling"
-                held = Holding(uid, 1, state, 1, spot=rng.random() < 0.2)
-                todo.append((KEYS.holding(name, version, "default", f"{replica}@x"), held))
+                here = rng.choice(DATACENTERS)
+                held = Holding(uid, 1, state, 1, here, spot=rng.random() < 0.2)
+                todo.append((KEYS.holding(name, version, here, f"{replica}@x"), held))
     for name in rng.sample(names, rng.randrange(len(names))):
         retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
         group = GroupRecord("x", 1, rng.choice(RUNS), retain=retain, left=left)
         todo.append((KEYS.group(name), group))
+        if rng.random() < 0.3:
+            here = RetainRecord([rng.choice(["latest", "latest-1", "3"])])
+            todo.append((KEYS.retain(rng.choice(DATACENTERS), name), here))
     if rng.random() < 0.3:
         todo.append((KEYS.suspect("r0@x", "r1@x"), Suspect("")))
     rng.shuffle(todo)
@@ -242,11 +250,12 @@ def any_questions(rng):
         return Done(offer.ref if offer else None)
 
     def is_kept(view):
-        return Done(retention.keeping(view, KEYS, held, f"{name}@x").is_needed)
+        dropped = retention.GivenUp(f"{name}@x", "east")
+        return Done(retention.keeping(view, KEYS, held, dropped).is_needed)
 
     yield versions.spec_ranges(KEYS), resolved
     yield versions.newer_ranges(KEYS), newer
-    yield retention.keeping_ranges(KEYS, held), is_kept
+    yield retention.keeping_ranges(KEYS, held, "east"), is_kept
     yield membership.open_ranges(who), lambda view: membership.create_group(view, who)
 
 

@@ -11,7 +11,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody
 from torch_ros.protocol.membership import records_of
 from torch_ros.protocol.records import Holding, Ready, ShardRecord, VersionRef
-from torch_ros.protocol.retention import Keeping, awaited, keeping, keeping_ranges
+from torch_ros.protocol.retention import GivenUp, Keeping, awaited, keeping, keeping_ranges
 from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.protocol.unpublish import wake
 from torch_ros.protocol.versions import offered
@@ -48,6 +48,10 @@ class Leaving:
         return self.keys.holding(self.ref.run, self.ref.version, self.datacenter, self.lingering)
 
     @property
+    def retention(self) -> Ranges:
+        return keeping_ranges(self.keys, self.ref, self.datacenter)
+
+    @property
     def readers(self) -> tuple[Range, Range]:
         """Those that have begun before it moved, and after."""
         of = self.keys.readers_of
@@ -72,6 +76,7 @@ class Gone:
     """It is not offered any more, or will not be in a moment."""
 
     lost: tuple[VersionRef, ...] = ()  # what nobody else has, and somebody retains
+    lost_here: tuple[VersionRef, ...] = ()  # the same, in its datacenter; it is held elsewhere
     latest: int | None = None  # what is left
 
 
@@ -79,7 +84,11 @@ def let_finish_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
     of_each = (
         range_
         for each in leaving
-        for range_ in (one(each.held), each.readers[0], *keeping_ranges(each.keys, each.ref))
+        for range_ in (
+            one(each.held),
+            each.readers[0],
+            *keeping_ranges(each.keys, each.ref, each.datacenter),
+        )
     )
     return tuple(dict.fromkeys((*seat.own, *of_each)))
 
@@ -92,9 +101,9 @@ def let_finish(
     It does not wait if something is to linger: that lets its readers finish by itself.
     """
     anchor, there = own_group(view, seat).lease_id, _there(view, leaving)
-    keeps = {each: keeping(view, each.keys, each.ref, seat.inst, is_leaving=True) for each in there}
+    keeps = {each: _keeping(view, each, seat) for each in there}
     needed = [] if seat.spot else [each for each in there if keeps[each].is_needed]
-    lingers = any(awaited(view, each.keys, each.ref, seat.inst) for each in needed)
+    lingers = any(_awaited(view, each, seat, keeps[each]) for each in needed)
     state: Literal["full", "draining"] = "full" if lingers else "draining"
     # Peers that do not leave keep a copy full for as long as it is needed.
     changed = (
@@ -130,7 +139,7 @@ def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
             one(each.held),
             one(each.lingers),
             keys.shards(each.lingering),
-            *keeping_ranges(keys, each.ref),
+            *each.retention,
         )
     )
     ranks = keys.shards(seat.inst), keys.readies(seat.inst, CLOSING)
@@ -160,18 +169,20 @@ def give_up(
         return Done(Moved())
     own_group(view, seat)
     there = _there(view, leaving)
-    keeps = {each: keeping(view, keys, each.ref, seat.inst, is_leaving=True) for each in there}
+    keeps = {each: _keeping(view, each, seat) for each in there}
     own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     needed = [e for e in there if keeps[e].is_needed and there[e].state == "full"]
     if not needed:
         return _dropped(view, there, own, keeps.values()) if there else Done(Gone())
-    waiting = {name for each in needed for name in awaited(view, keys, each.ref, seat.inst)}
+    waiting = {name for each in needed for name in _awaited(view, each, seat, keeps[each])}
     alive = _ranks(view, keys.shards(seat.inst))
     is_ahead = any(call.number > calls_made for call in calls_of(view, seat))
     if not (is_patient and waiting) or len(alive) < world_size or is_ahead:
-        return Done(_gone(view, needed, {each.inst for each in leaving}))
+        here = [each for each in needed if keeps[each].only_in]
+        return Done(_gone(view, needed, {each.inst for each in leaving}, here))
     if not lease_id:
-        return Done(Awaited(_reason(waiting, needed)))
+        is_here = all(keeps[each].only_in for each in needed)
+        return Done(Awaited(_reason(waiting, needed, is_here=is_here)))
     puts: list[Op] = [
         Put(keys.shard(each.lingering, seat.rank), each.shard.encode(), lease_id)
         for each, held in there.items()
@@ -227,8 +238,7 @@ def _moved(
 
 
 def linger_ranges(each: Leaving) -> Ranges:
-    retention = keeping_ranges(each.keys, each.ref)
-    return (one(each.lingers), each.keys.shards(each.lingering), *each.readers, *retention)
+    return (one(each.lingers), each.keys.shards(each.lingering), *each.readers, *each.retention)
 
 
 def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
@@ -243,10 +253,12 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
         lost = _gone_if_needed(view, each)  # a rank has left, or died
         return Act(Txn((same,), gone), lambda _: lost)
     holding = Holding.decode(entry.value, each.lingers)
-    keep = keeping(view, keys, ref, each.lingering, retain=each.retain)
-    waiting = awaited(view, keys, ref, k.owner_of(each.inst)) if keep.is_needed else []
+    keep = _keeping_still(view, each)
+    owner = k.owner_of(each.inst)
+    waiting = awaited(view, keys, ref, owner, keep.only_in) if keep.is_needed else []
     if waiting and holding.state == "full":
-        return Wait(_reason(waiting, [each]), linger_ranges(each))
+        reason = _reason(waiting, [each], is_here=keep.only_in is not None)
+        return Wait(reason, linger_ranges(each))
     state: Literal["full", "draining"] = "full" if waiting else "draining"
     # A group that comes only now may be one to stay for.
     alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
@@ -275,6 +287,21 @@ def stop(view: View, each: Leaving) -> Step[Gone]:
     return Act(Txn(ops=(Delete(one(each.lingers)),)), lambda _: lost)
 
 
+def _keeping(view: View, each: Leaving, seat: Seat) -> Keeping:
+    dropped = GivenUp(seat.inst, each.datacenter, is_leaving=True)
+    return keeping(view, each.keys, each.ref, dropped)
+
+
+def _awaited(view: View, each: Leaving, seat: Seat, keep: Keeping) -> list[str]:
+    return awaited(view, each.keys, each.ref, seat.inst, keep.only_in)
+
+
+def _keeping_still(view: View, each: Leaving) -> Keeping:
+    """Whether a version is needed that lingers."""
+    dropped = GivenUp(each.lingering, each.datacenter, retain=each.retain)
+    return keeping(view, each.keys, each.ref, dropped)
+
+
 def _reading(view: View, ranges: Iterable[Range]) -> list[str]:
     return [
         reader
@@ -299,20 +326,26 @@ def _ranks(view: View, range_: Range) -> set[int]:
 
 
 def _gone_if_needed(view: View, each: Leaving) -> Gone:
-    keep = keeping(view, each.keys, each.ref, each.lingering, retain=each.retain)
-    return _gone(view, [each] if keep.is_needed else [], {each.lingering})
+    keep = _keeping_still(view, each)
+    lost, here = ([each] if holds else [] for holds in (keep.is_needed, keep.only_in))
+    return _gone(view, lost, {each.lingering}, here)
 
 
-def _gone(view: View, lost: Sequence[Leaving], own: Collection[str]) -> Gone:
+def _gone(
+    view: View, lost: Sequence[Leaving], own: Collection[str], here: Collection[Leaving] = ()
+) -> Gone:
+    """`here`: those of `lost` that others have elsewhere."""
     if not lost:
         return Gone()
     runs = offered(view, lost[0].keys)
     left = [offer.ref.version for run in runs for offer in run if offer.holdings.keys() - {*own}]
-    return Gone(tuple(each.ref for each in lost), next(iter(left), None))
+    refs, refs_here = ([e.ref for e in lost if (e in here) is is_here] for is_here in (False, True))
+    return Gone(tuple(refs), tuple(refs_here), next(iter(left), None))
 
 
-def _reason(waiting: Iterable[str], needed: Sequence[Leaving]) -> str:
-    return f"{_names(waiting)} to fetch {_numbers(needed)}, which only this replica holds"
+def _reason(waiting: Iterable[str], needed: Sequence[Leaving], *, is_here: bool) -> str:
+    holds = f"only this replica holds{' here' if is_here else ''}"
+    return f"{_names(waiting)} to fetch {_numbers(needed)}, which {holds}"
 
 
 def _numbers(needed: Sequence[Leaving]) -> str:

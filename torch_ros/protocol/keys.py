@@ -201,6 +201,14 @@ class Keys:
     def holding_at(self, run: str, version: int, place: str) -> str:
         return f"{self.root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
 
+    # What those of a datacenter retain there
+
+    def retains(self, datacenter: str) -> Range:
+        return under(f"{self.root}/retains/{_name(datacenter)}/")
+
+    def retain(self, datacenter: str, replica: str) -> str:
+        return f"{self.root}/retains/{place(datacenter, _name(replica))}"
+
     # Who reads from whom
 
     def readers(self) -> Range:
@@ -287,6 +295,14 @@ def parse_reader(key: str) -> tuple[str, str, str] | None:
 def parse_group(key: str) -> str | None:
     match key.split("/"):
         case ["", _, _, "groups", replica]:
+            return _unquoted(replica)
+    return None
+
+
+def parse_retain(key: str) -> str | None:
+    """The replica whose `retains/` key this is."""
+    match key.split("/"):
+        case ["", _, _, "retains", datacenter, replica] if _unquoted(datacenter):
             return _unquoted(replica)
     return None
 

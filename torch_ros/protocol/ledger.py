@@ -29,7 +29,7 @@ from torch_ros.protocol.records import (
     ShardRecord,
     VersionRef,
 )
-from torch_ros.protocol.retention import as_spec, retentions
+from torch_ros.protocol.retention import Wish, retained_here, retentions
 from torch_ros.protocol.seat import CALLS_KEPT, Seat
 from torch_ros.protocol.versions import Spec
 from torch_ros.store.session import Session
@@ -135,7 +135,7 @@ class Ledger:
         """Where this rank may still have records of calls that failed."""
         self._changes = 0  # of what it brings along, while it had no seat
         self._given_up = ("", "")  # the last call, if it was given up and had done nothing
-        self._retain = frozenset(Spec.parse(as_spec(text)) for text in retain)
+        self._retain = frozenset(Wish.parse(text).spec for text in retain)
         self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
         self._layouts: dict[str, str] = {}  # by the answers of ends that it has learned
         self._said = ("", Outcome())  # by this rank in a call that ended well, and that end
@@ -356,7 +356,9 @@ class Ledger:
     # Left by one call for the next
 
     def look_around(self, view: View) -> None:
-        self._retained = frozenset(retentions(view.seen(self.seat.keys.groups())))
+        keys, datacenter = self.seat.keys, self.seat.datacenter
+        anywhere = retentions(view.seen(keys.groups()))
+        self._retained = frozenset((*anywhere, *retained_here(view, keys, datacenter)))
 
     def layout_of(self, answers: str) -> str | None:
         """The layout that ranks with these answers have every element of (I9).

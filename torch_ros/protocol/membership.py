@@ -22,12 +22,14 @@ from torch_ros.protocol.records import (
     Install,
     Kept,
     Outcome,
+    RetainRecord,
     RunRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
     answers_of,
 )
+from torch_ros.protocol.retention import Wish
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
 from torch_ros.protocol.versions import run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
@@ -183,6 +185,9 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     )
     numbered, is_new = schema.put_own(view, who.keys)
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *numbered]
+    if here := [str(wish.spec) for wish in map(Wish.parse, who.retain) if wish.is_here]:
+        own = who.keys.retain(who.datacenter, who.replica)
+        ops.append(Put(own, RetainRecord(here).encode(), who.lease_id))
     if old:
         inst = k.instance(who.replica, old.nonce)
         decisions = who.keys.decisions(inst)

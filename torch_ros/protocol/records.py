@@ -115,6 +115,12 @@ class GroupRecord(Record, frozen=True):
     left: Number | None = None  # the rank that closed its handle, and so ended this incarnation
 
 
+class RetainRecord(Record, frozen=True):
+    """`retains/<datacenter>/<replica>`: versions that a group retains in its own datacenter."""
+
+    here: list[str] = []
+
+
 class SchemaRecord(Record, frozen=True):
     """`schema`: the format of all that stands under the model's name."""
 

@@ -1,7 +1,9 @@
 """May this copy go? The rules by which a retained version is not lost (I4). Pure."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ros.errors import UsageError
@@ -9,10 +11,53 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import readable, say
-from torch_ros.protocol.records import GroupRecord, Holding, VersionRef
+from torch_ros.protocol.records import GroupRecord, Holding, RetainRecord, VersionRef
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import Spec, run_numbers, spec_ranges
-from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, Ranges, Unseen, View, sample
+from torch_ros.store.txn import (
+    Entry,
+    Guard,
+    NoneNewer,
+    Range,
+    Ranges,
+    Sample,
+    Unseen,
+    View,
+    sample,
+)
+
+HERE = "@here"  # behind a spec: in the datacenter of who says so
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A version that shall not be lost; `is_here`: in the datacenter of who says so."""
+
+    spec: Spec
+    is_here: bool = False
+
+    @classmethod
+    def parse(cls, version: int | str) -> Wish:
+        spec = as_spec(version.removesuffix(HERE)) if isinstance(version, str) else version
+        is_here = isinstance(version, str) and version.endswith(HERE)
+        try:
+            return cls(Spec.parse(spec), is_here)
+        except UsageError as error:
+            reason = f"{error}; with {HERE!r} behind it: in this datacenter"
+            raise UsageError(f"retain: {version!r}: {reason}") from None
+
+    def __str__(self) -> str:
+        return f"{self.spec}{HERE if self.is_here else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A copy of a version that may go."""
+
+    inst: str
+    datacenter: str
+    is_leaving: bool = False  # with all that `inst` offers, copies in host memory included
+    retain: tuple[str, ...] = ()  # of its group, which has ended; no record says it any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,54 +67,102 @@ class Keeping:
     is_needed: bool  # it is the last one that counts of a version that is retained
     guards: tuple[Guard, ...]  # under which the answer holds
     is_elsewhere: bool = False  # somebody else has it, and counts
+    only_in: str | None = None  # the datacenter where it is needed; None: anywhere
 
 
-def keeping_ranges(keys: Keys, ref: VersionRef) -> Ranges:
+def keeping_ranges(keys: Keys, ref: VersionRef, datacenter: str) -> Ranges:
     holders = sample(keys.holdings_of(ref.run, ref.version))
-    return (*spec_ranges(keys), holders, sample(keys.groups()), keys.suspects())
+    wishes = keys.retains(datacenter)
+    return (*spec_ranges(keys), holders, sample(keys.groups()), wishes, keys.suspects())
 
 
-def keeping(
-    view: View,
-    keys: Keys,
-    ref: VersionRef,
-    inst: str,
-    *,
-    is_leaving: bool = False,
-    retain: Iterable[str] = (),
-) -> Keeping:
-    """Would the version be lost to those that retain it, if `inst` dropped its copy (I4)?
+def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keeping:
+    """Would the version be lost to those that retain it, if that copy went (I4)?"""
+    datacenter = given_up.datacenter
+    same: tuple[Guard, ...]
+    witnesses = _witnesses(view, keys, ref, given_up)
+    if datacenter in witnesses:
+        same = (view.unchanged(witnesses[datacenter]),)
+        return Keeping(is_needed=False, guards=same, is_elsewhere=True)
+    own = [*map(Wish.parse, given_up.retain)]
+    here = [*retained_here(view, keys, datacenter), *(w.spec for w in own if w.is_here)]
+    if here:
+        _see_near(view, keys.holdings_in(ref.run, ref.version, datacenter))
+    same = tuple(map(view.unchanged, [*witnesses.values()][:1]))
+    is_elsewhere = bool(same)
+    guards: tuple[Guard, ...] = (*same, NoneNewer(keys.retains(datacenter), view.rev))
+    if not is_elsewhere:
+        everywhere = [wish.spec for wish in own if not wish.is_here]
+        everywhere += retentions(view.within(keys.groups()))
+        superseded = _superseded(view, keys, ref, everywhere)
+        if superseded is None:
+            return Keeping(is_needed=True, guards=())
+        guards = (*guards, NoneNewer(keys.groups(), view.rev), *superseded)
+    if here:
+        superseded = _superseded(view, keys, ref, here, datacenter)
+        if superseded is None:
+            return Keeping(
+                is_needed=True, guards=same, is_elsewhere=is_elsewhere, only_in=datacenter
+            )
+        guards = (*guards, *superseded)
+    return Keeping(is_needed=False, guards=guards, is_elsewhere=is_elsewhere)
 
-    Args:
-        is_leaving: All that `inst` offers goes, copies in host memory included.
-        retain: The incarnation of a group which has ended, whose record does not say it any more.
-    """
-    suspected = suspects(view, keys)
+
+def _witnesses(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> dict[str, str]:
+    """Another holding that counts in each datacenter, of those that were seen."""
+    suspected, found = suspects(view, keys), dict[str, str]()
     there = view.seen(keys.holdings_of(ref.run, ref.version))
     for key, where, holding, _ in legible.holdings(there):
-        is_own = k.is_of(where.inst, inst) if is_leaving else where.inst == inst
+        is_own = where.inst == given_up.inst
+        is_own = is_own or (given_up.is_leaving and k.is_of(where.inst, given_up.inst))
         is_other = not (is_own or where.inst in suspected or k.lingers(where.inst))
         if is_other and _counts(holding) and holding.uid == ref.uid:
-            return Keeping(is_needed=False, guards=(view.unchanged(key),), is_elsewhere=True)
-    keepers = _keepers(view, keys)
-    own = (Spec.parse(as_spec(text)) for text in retain)
-    specs = [*retentions(view.within(keys.groups())), *own]
-    if not specs:
-        return Keeping(is_needed=False, guards=(NoneNewer(keys.groups(), view.rev),))
+            found.setdefault(where.datacenter, key)
+    return found
+
+
+def _see_near(view: View, near: Range) -> None:
+    """Among many, a witness that is here may not have been seen."""
+    if not view.has(sample(near)):
+        samples = (asked for asked in view.asked if isinstance(asked, Sample))
+        raise Unseen(*samples, sample(near))
+    if not view.shows(near):
+        raise Unseen
+
+
+def _superseded(
+    view: View, keys: Keys, ref: VersionRef, specs: Sequence[Spec], datacenter: str | None = None
+) -> list[Guard] | None:
+    """The guards under which none of these specs means `ref`. None: one does.
+
+    Args:
+        datacenter: Where they look; None: anywhere.
+    """
+    keepers = _keepers(view, keys, datacenter)
     refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
     newest = [r for r in refs if r.run == refs[0].run]
     retained = {newest[s.back] for s in specs if s.absolute is None and s.back < len(newest)}
     absolute = {spec.absolute for spec in specs if spec.absolute is not None}
     retained |= {r for r in newest if r.version in absolute}
     if ref in retained:
-        return Keeping(is_needed=True, guards=())
-    deepest = max((spec.back for spec in specs), default=0)
-    guards: list[Guard] = [NoneNewer(keys.groups(), view.rev)]
-    guards += [view.unchanged(keepers[r][0]) for r in newest[: 1 + deepest] if r in keepers]
+        return None
+    deepest = max((spec.back for spec in specs), default=-1)
+    guards: list[Guard] = [
+        view.unchanged(keepers[r][0]) for r in newest[: 1 + deepest] if r in keepers
+    ]
     if ref in newest[:deepest]:  # newer versions that come would make it `latest-<k>`
-        newer_ones = Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)
-        guards.append(NoneNewer(newer_ones, view.rev))
-    return Keeping(is_needed=False, guards=tuple(guards))
+        above = _above(view, keys, ref, datacenter)
+        guards += [NoneNewer(range_, view.rev) for range_ in above]
+    return guards
+
+
+def _above(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> list[Range]:
+    """Where the holdings of newer versions of its run are, or come with a record of theirs."""
+    if datacenter is None:
+        return [Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)]
+    records = keys.versions_above(ref.run, ref.version)
+    known = [number for _, (_, number), _ in legible.keyed(view.within(records), k.parse_version)]
+    return [records, *(keys.holdings_in(ref.run, number, datacenter) for number in known)]
 
 
 def as_spec(text: str) -> int | str:
@@ -77,17 +170,32 @@ def as_spec(text: str) -> int | str:
 
 
 def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
-    """Everything that anybody retains, as far as its record can be read."""
+    """Everything that anybody retains, wherever that is, as far as its record can be read."""
     for key, _, group, _ in readable(found, k.parse_group, GroupRecord):
-        for text in group.retain:
-            try:
-                yield Spec.parse(as_spec(text))
-            except UsageError as error:
-                say(key, f"retain: {error}")
+        yield from (wish.spec for wish in _wishes(key, group.retain) if not wish.is_here)
 
 
-def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
+def retained_here(view: View, keys: Keys, datacenter: str) -> Iterator[Spec]:
+    """Everything that those of a datacenter retain there."""
+    for key, _, record, _ in readable(
+        view.seen(keys.retains(datacenter)), k.parse_retain, RetainRecord
+    ):
+        yield from (wish.spec for wish in _wishes(key, record.here))
+
+
+def _wishes(key: str, texts: Iterable[str]) -> Iterator[Wish]:
+    for text in texts:
+        try:
+            yield Wish.parse(text)
+        except UsageError as error:
+            say(key, str(error))
+
+
+def awaited(view: View, keys: Keys, ref: VersionRef, inst: str, only_in: str | None) -> list[str]:
     """The replicas that `inst` stays for, which ends and alone has a version that is retained.
+
+    Args:
+        only_in: The datacenter where it is; None: anywhere.
 
     Raises:
         Unseen: Nobody, of those that were seen.
@@ -96,6 +204,8 @@ def awaited(view: View, keys: Keys, ref: VersionRef, inst: str) -> list[str]:
     for _, replica, group, _ in readable(view.seen(keys.groups()), k.parse_group, GroupRecord):
         other = k.instance(replica, group.nonce)
         if group.left is not None or group.refusal is not None or group.spot or other == inst:
+            continue
+        if only_in not in (None, group.datacenter):
             continue
         is_successor = replica == k.replica_of(inst)  # it may never come to read the version
         held = keys.holding(ref.run, ref.version, group.datacenter, other)
@@ -111,12 +221,12 @@ def _counts(holding: Holding) -> bool:
     return holding.state == "full" and not holding.spot
 
 
-def _keepers(view: View, keys: Keys) -> dict[VersionRef, list[str]]:
-    """The full holdings that count for retention, by version."""
+def _keepers(view: View, keys: Keys, datacenter: str | None) -> dict[VersionRef, list[str]]:
+    """The full holdings that count for retention, by version; in that datacenter, or anywhere."""
     numbers = run_numbers(view, keys)
     found: dict[VersionRef, list[str]] = {}
     for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
-        if _counts(holding):
+        if _counts(holding) and datacenter in (None, where.datacenter):
             number = numbers.get(where.run, 0)
             ref = VersionRef(where.run, where.version, holding.uid, number)
             found.setdefault(ref, []).append(key)

@@ -22,7 +22,7 @@ from torch_ros.protocol.records import (
     VersionRecord,
     VersionRef,
 )
-from torch_ros.protocol.retention import Keeping, keeping, keeping_ranges
+from torch_ros.protocol.retention import GivenUp, Keeping, keeping, keeping_ranges
 from torch_ros.protocol.seat import (
     Seat,
     calls_of,
@@ -42,7 +42,7 @@ def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     return (
         *seat.own,
         one(seat.holding(ref)),
-        *keeping_ranges(keys, ref),
+        *keeping_ranges(keys, ref, seat.datacenter),
         keys.readers_of_any(ref.run, ref.version, seat.inst),
         keys.shards_of_copies(seat.replica),
     )
@@ -68,7 +68,7 @@ def unpublish(
     holding = Holding.at(view, seat.holding(ref))
     if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
         return conclude(view, seat, call, Outcome())
-    keep = keeping(view, seat.keys, ref, seat.inst)
+    keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
     if not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
         return recorded(view, seat, with_copy)
     if call.copy and view.get(seat.copy_holding(ref, call.copy)) is None:
@@ -77,17 +77,19 @@ def unpublish(
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
     if keep.is_needed and not seat.spot:
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
-        return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref)))
+        return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref, seat.datacenter)))
     return _let_go(view, seat, call, ref, keep, is_new=is_new)
 
 
 def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
     """The call with a copy to be made: for those who retain it, or who read it from afar."""
-    if keep.is_elsewhere or seat.spot:
+    if seat.spot:
         return None
     with_copy = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, call.number))
     if keep.is_needed:
         return msgspec.structs.replace(with_copy, is_optional=False)
+    if keep.is_elsewhere:
+        return None
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
     is_wanted = _reading(view, readers)[1] or _is_filled_afar(view, seat, ref)
     if not is_wanted or call.is_optional or _has_copy(view, seat):
@@ -246,7 +248,8 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
 
 def _keeping_copy(view: View, seat: Seat, ref: VersionRef, copy: str) -> Keeping:
     """Whether it is retained, or somebody reads from afar, and what makes that true."""
-    keep, keys = keeping(view, seat.keys, ref, copy), seat.keys
+    keys = seat.keys
+    keep = keeping(view, keys, ref, GivenUp(copy, seat.datacenter))
     of_copy = keys.readers_of(ref.run, ref.version, copy)
     of_tensors = keys.readers_of_any(ref.run, ref.version, seat.inst)
     is_read = any(_reading(view, readers)[1] for readers in (of_copy, of_tensors))
@@ -282,7 +285,7 @@ def releasing_ranges(seat: Seat, ref: VersionRef, copy: str) -> Ranges:
     return (
         one(seat.group),
         one(seat.copy_holding(ref, copy)),
-        *keeping_ranges(keys, ref),
+        *keeping_ranges(keys, ref, seat.datacenter),
         keys.readers_of(ref.run, ref.version, copy),
         keys.readers_of_any(ref.run, ref.version, seat.inst),
     )

@@ -162,14 +162,12 @@ class Closing:
             raise Fenced(self._seat.replica, "its lease ended while it closed")
 
     def _tell(self, gone: Gone) -> None:
-        for ref in dict.fromkeys(gone.lost):
+        latest = "no version is left" if gone.latest is None else f"latest is now {gone.latest}"
+        for ref in dict.fromkeys((*gone.lost, *gone.lost_here)):
             if ref in self._told:
                 continue
             self._told.add(ref)
-            latest = "no version is left" if gone.latest is None else f"latest is now {gone.latest}"
-            log.warning(
-                "%s: version %d was held nowhere else and is gone; %s",
-                self._who,
-                ref.version,
-                latest,
-            )
+            is_far = ref in gone.lost_here
+            where = f" in datacenter {self._seat.datacenter!r}" if is_far else ""
+            text = "%s: version %d was held nowhere else%s and is gone; %s"
+            log.warning(text, self._who, ref.version, where, latest)

@@ -16,7 +16,7 @@ from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import AHEAD, DEFAULT_DATACENTER, Keys, forerunner_of
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Install
-from torch_ros.protocol.versions import Spec
+from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.handle import ShardHandle
@@ -125,7 +125,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
             ..., or a number. The replica that unpublishes the last copy outside spot
             replicas copies it to host memory first, where it stays until another replica has it
-            or it is no longer retained.
+            or it is no longer retained. With "@here" behind it, as in "latest@here": of the
+            versions that this datacenter has, and until another replica of it has that one.
         datacenter: A version is read from another one only where nobody in this one has it, or is
             reading it: so it crosses a slow link once. The others read from those here. No
             `unpublish` waits for that link: it copies to host memory what somebody else still
@@ -196,7 +197,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         DeadlineExceeded: Not all ranks came.
     """
     arguments.check(locals(), OPTIONS)
-    retained = tuple(str(Spec.parse(version)) for version in retain)
+    retained = tuple(str(Wish.parse(version)) for version in retain)
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
