@@ -352,7 +352,7 @@ def test_ranks_that_were_given_different_seedings_are_told(opened, monkeypatch):
         assert update()
         trainer.unpublish()
         trainer.publish(2)
-        monkeypatch.setattr("torch_ros.shard.replication.next_version", fetches)
+        monkeypatch.setattr("torch_ros.shard.following.next_version", fetches)
         with pytest.raises(UsageError, match="on some ranks only"):
             update()
 

@@ -12,7 +12,8 @@ class Deadline:
     """The end of a call: `what` is being done, within `timeout_s` from when this was made.
 
     `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
-    that helps people; it may ask etcd.
+    that helps people; it may ask etcd. When `is_cut` is true, nobody waits any longer: it is asked
+    a few times a second.
     """
 
     what: str
@@ -20,8 +21,11 @@ class Deadline:
     started_s: float = field(default_factory=time.monotonic)
     check_open: Callable[[], object] = lambda: None
     hint: Callable[..., str] = lambda _: ""
+    is_cut: Callable[[], bool] | None = None
 
     def left_s(self) -> float:
+        if self.is_cut is not None and self.is_cut():
+            return 0.0
         return self.started_s + self.timeout_s - time.monotonic()
 
     def check(self, reason: str) -> None:

@@ -787,6 +787,8 @@ class Checks:
                 if peer.start.replica == process.start.replica
             ):
                 continue  # the last to come completes the group, or nobody does
+            if actor.waiting.until is not None and actor.waiting.until():
+                continue  # that is no change of the store: it looks by itself
             ranges, rule = actor.loops[-1]
             if ranges not in views:
                 views[ranges] = world.store.read(Read(whole(ranges)))

@@ -23,6 +23,7 @@ import farewell  # noqa: F401
 import here  # noqa: F401
 import installing  # noqa: F401
 import loans  # noqa: F401
+import lookouts  # noqa: F401
 import msgspec
 import numpy as np
 import seeding  # noqa: F401
@@ -38,6 +39,7 @@ from torch_ros.protocol import (
     forerunners,
     installs,
     ledger,
+    lookout,
     membership,
     records,
     retention,
@@ -57,12 +59,14 @@ from torch_ros.shard import (
     beginnings,
     borrowing,
     filling,
+    following,
     forerunner,
     manifests,
     reads,
     replication,
     word,
 )
+from torch_ros.shard import handle as handle_module
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
 from torch_ros.store import loops, memory, txn
@@ -740,12 +744,12 @@ def _(order):
     return faulty
 
 
-@fault("what is coming is passed by for ever", (replication, "Skipping"), scenario="passed by")
+@fault("what is coming is passed by for ever", (following, "Skipping"), scenario="passed by")
 def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=False)
 
 
-@fault("what is coming is gone to at once", (replication, "Skipping"), scenario="passed by")
+@fault("what is coming is gone to at once", (following, "Skipping"), scenario="passed by")
 def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
 
@@ -757,14 +761,41 @@ fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passe
 
 @fault(
     "an update that skips goes to the newest all the same",
-    (replication, "replicate"),
+    (following, "replicate"),
     scenario="passed by",
 )
 def _(read):
     return lambda shard, spec, deadline: read(shard, versions.Spec(floor=spec.only), deadline)
 
 
-@fault("what is here is passed by", (replication, "next_version"), scenario="newest here")
+fault("who waits does not hear of its peers", (calls, "_with_own"), scenario="waits for versions")(
+    lambda rule: lambda wait, seat: wait
+)
+fault(
+    "a copy that is whole here wakes nobody", (lookout, "near_range"), scenario="waits for a copy"
+)(lambda range_: lambda seat, ref: one("nothing"))
+fault(
+    "who comes second is not asked to stop",
+    (following, "_all_go_on"),
+    scenario="slow rank told to stop",
+)(lambda rule: lambda *_: True)
+
+
+@fault(
+    "a rank that is told to stop leaves by itself",
+    (handle_module, "newer_versions"),
+    scenario="told to stop",
+)
+def _(made):
+    def faulty(shard, request, stop):
+        versions = made(shard, request, lambda: False)
+        while not stop():
+            yield next(versions)
+
+    return faulty
+
+
+@fault("what is here is passed by", (following, "next_version"), scenario="newest here")
 def _(rule):
     def faulty(view, seat, spec, held, skipping):
         found = rule(view, seat, spec, held, skipping)

@@ -29,6 +29,7 @@ CONTENT = 1000  # a cell says which content it is of, and where in it
 # Rows so short that they are staged, although there are few of them.
 CHEAP_COPIES = Costs(copy_s=0.0)
 RELEASE_S = 1e-6  # until one that is not suspended any more is let go on
+WAIT_S = 3.0  # of an update that waits
 PATIENCE_S = 600  # of a program, once all faults are over
 
 
@@ -374,7 +375,12 @@ class Process:
     def update(self, task: Task):
         if self.start.loads:
             return self.load(task)
-        is_new = self.handle.update(task.version, timeout_s=task.timeout_s)
+        # Drawn apart, so that each seed stays much what it was.
+        draw = Random(f"waits/{self.world.seed}/{self.start.number}/{self.made}").random()
+        wait_s = WAIT_S if draw < 0.3 and task is self.task else 0.0  # which all ranks make
+        is_new = self.handle.update(task.version, wait_s=wait_s, timeout_s=task.timeout_s)
+        if wait_s:
+            self.world.saw(f"waited for {'something' if is_new else 'nothing'}")
         if self.handle.version is not None:  # else its end was learned, and then forgotten
             self.world.checks.returned(self, self.handle.version)
         return None if is_new else False

@@ -112,6 +112,8 @@ EVENTS = (
     "unpublish: DeadlineExceeded",
     "unpublished with a copy",
     "update: CallAborted",
+    "waited for nothing",
+    "waited for something",
 )
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}

@@ -20,6 +20,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
     VersionConflict,
+    VersionNotFound,
 )
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
@@ -48,6 +49,7 @@ from torch_ros.protocol.seat import (
 )
 from torch_ros.protocol.sources import choice_ranges
 from torch_ros.protocol.versions import (
+    AvailableVersion,
     Spec,
     first_holders,
     published,
@@ -55,7 +57,7 @@ from torch_ros.protocol.versions import (
     shows_all,
     spec_ranges,
 )
-from torch_ros.store.loops import Act, Done, Step, Wait
+from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
 from torch_ros.store.txn import (
     Count,
     Delete,
@@ -113,9 +115,17 @@ def decide(
     except TorchRosError as error:
         failure = Failure.of(error, replica=seat.replica, call=number, rank=seat.rank)
         return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
-    if isinstance(step, Wait):
-        return Wait(step.reason, (*seat.own, *step.ranges))
+    match step:
+        case Wait():
+            return _with_own(step, seat)
+        case WaitAtMost():
+            return msgspec.structs.replace(step, wait=_with_own(step.wait, seat))
     return step
+
+
+def _with_own(wait: Wait, seat: Seat) -> Wait:
+    """A peer may decide meanwhile."""
+    return msgspec.structs.replace(wait, ranges=(*seat.own, *wait.ranges))
 
 
 def sure(
@@ -292,15 +302,14 @@ def replicate(
 
     It comes second, so that it sees all that is older than this holding (I13).
     """
-    offer = resolve(view, seat.keys, spec)
+    try:
+        offer = elsewhere(view, seat, spec)
+    except VersionNotFound:
+        if not spec.may_miss:
+            raise
+        return nothing(view, seat, call)
     if isinstance(offer, Wait):
-        return offer
-    if all(k.is_of(inst, seat.inst) for inst in offer.holdings):
-        if not shows_all(view, seat.keys, offer):
-            raise Unseen
-        reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
-        holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
-        return Wait(reason, (seat.keys.versions(), holders))
+        return nothing(view, seat, call) if spec.may_miss else offer
     refuse_second(view, seat)
     ref = offer.ref
     held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
@@ -309,6 +318,23 @@ def replicate(
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))
     return msgspec.structs.replace(step, ahead=choice_ranges(seat, ref))
+
+
+def elsewhere(view: View, seat: Seat, spec: Spec) -> AvailableVersion | Wait:
+    """The version that `spec` means now, if it can be read from another replica."""
+    offer = resolve(view, seat.keys, spec)
+    if isinstance(offer, Wait) or not all(k.is_of(inst, seat.inst) for inst in offer.holdings):
+        return offer
+    if not shows_all(view, seat.keys, offer):
+        raise Unseen
+    reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
+    holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
+    return Wait(reason, (seat.keys.versions(), holders))
+
+
+def nothing(view: View, seat: Seat, call: Call) -> Step[Call]:
+    """The end of a call in which nothing is to be done: it has no `ref`, and has ended well."""
+    return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome()))
 
 
 def filling(

@@ -25,6 +25,7 @@ from torch_ros.store.txn import NoneNewer, Range, Ranges, Sample, Unseen, View, 
 # Said by an update that goes nowhere:
 FETCHED = "ahead"  # its `ref` is fetched by the forerunner
 COMING = "coming"  # another replica here reads a newer version
+STOPPED = "stopped"  # a rank was told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def next_version(
     for ref, near in there.items():
         if any(holding.state == "full" for holding in near.values()):
             return Next(ref)
-        if not view.shows(_range(seat, ref)):
-            raise Unseen(*_of_holdings(view, seat), _range(seat, ref))
+        if not view.shows(near_range(seat, ref)):
+            raise Unseen(*_of_holdings(view, seat), near_range(seat, ref))
     return _elsewhere(there, offer.ref, skipping)
 
 
@@ -88,7 +89,7 @@ def _elsewhere(
 
 def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
     """The holdings of this content in the own datacenter, as far as they were seen."""
-    found = view.seen(_range(seat, ref))
+    found = view.seen(near_range(seat, ref))
     return {
         where.inst: holding
         for _, where, holding, _ in legible.holdings(found)
@@ -96,13 +97,14 @@ def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
     }
 
 
-def _range(seat: Seat, ref: VersionRef) -> Range:
+def near_range(seat: Seat, ref: VersionRef) -> Range:
+    """The holdings of that version in the own datacenter."""
     return seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
 
 
 def _first(seat: Seat, ref: VersionRef) -> Sample:
     """Those that are full first."""
-    return Sample(_range(seat, ref), HOLDERS_MAX, is_oldest=True)
+    return Sample(near_range(seat, ref), HOLDERS_MAX, is_oldest=True)
 
 
 def _of_holdings(view: View, seat: Seat) -> list[Range | Sample]:
@@ -118,7 +120,7 @@ def _is_relayed(holding: Holding) -> bool:
     return holding.state == "filling" and holding.is_relay
 
 
-def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Step[Call]:
+def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Act[Call]:
     """The end of an update, written down, so that all ranks do the same (I3)."""
     outcome = Outcome(said=found.said)
     return recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
@@ -133,18 +135,17 @@ def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
 
     Then the call has no `ref`, and has ended well: nothing is to be done (I15).
     """
-    nothing = recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome()))
     spec = Spec.at_hand(wanted)
     try:
         resolve(view, seat.keys, spec)
     except VersionNotFound:
-        return nothing
-    here = _range(seat, wanted)
+        return calls.nothing(view, seat, call)
+    here = near_range(seat, wanted)
     if not view.shows(here):
         raise Unseen(*_of_holdings(view, seat), here)
     near = _near(view, seat, wanted)
     if _is_fetching(near) or any(holding.state == "full" for holding in near.values()):
-        return nothing
+        return calls.nothing(view, seat, call)
     step = calls.replicate(view, seat, call, spec, is_relay=True)
     assert isinstance(step, Act)
     guards = (*step.txn.guards, NoneNewer(here, view.rev))
@@ -166,7 +167,7 @@ def await_spare(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
     if view.get(seat.holding(ref)) is None:
         return Done(None)
     refs = [ref, *newer_refs(view, seat.keys, ref)]
-    ranges = [_range(seat, each) for each in refs]
+    ranges = [near_range(seat, each) for each in refs]
     if not all(map(view.shows, ranges)):
         raise Unseen(Sample(seat.keys.holdings(), 1), *ranges)
     for each in refs:

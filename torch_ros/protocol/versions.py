@@ -26,6 +26,7 @@ class Spec:
     back: int = 0
     floor: VersionRef | None = None  # never an older one
     only: VersionRef | None = None  # this content, or none
+    may_miss: bool = False  # where there is none yet, or none any more, that is the answer
 
     @classmethod
     def at_hand(cls, ref: VersionRef) -> Spec:

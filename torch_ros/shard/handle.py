@@ -1,10 +1,11 @@
 """ShardHandle: one process's shard of a replica, as its users see it."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -20,6 +21,7 @@ from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
+from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport
@@ -40,7 +42,7 @@ class ShardHandle:
     1. `torch_ros.open`
     2. `register` the tensors
     3. trainer: `publish`; mutate only after `unpublish` has returned; again from 3
-       rollout: `replicate`, then `update` as often as wanted
+       rollout: `replicate`, then `update` as often as wanted, or `follow`
     4. `unpublish`, `unregister`, `close`; or just `close`
 
     publish, unpublish, replicate, update, read, serve, the beginning of a stream and both ends of
@@ -312,7 +314,27 @@ class ShardHandle:
 
     # Reading
 
-    def replicate(self, version: int | str = "latest", *, timeout_s: float | None = None) -> int:
+    @overload
+    def replicate(
+        self,
+        version: int | str = "latest",
+        *,
+        missing_ok: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> int: ...
+
+    @overload
+    def replicate(
+        self, version: int | str = "latest", *, missing_ok: bool, timeout_s: float | None = None
+    ) -> int | None: ...
+
+    def replicate(
+        self,
+        version: int | str = "latest",
+        *,
+        missing_ok: bool = False,
+        timeout_s: float | None = None,
+    ) -> int | None:
         """Read a whole version into the registered tensors, and become a source of it.
 
         Collective. Blocks until the version exists; a version below the newest that nobody holds
@@ -321,9 +343,12 @@ class ShardHandle:
 
         Args:
             version: A number, "latest", or "latest-k" for the k-th newest that is available.
+            missing_ok: Whether to return None, at once and on all ranks, where there is no such
+                version: not yet, or not any more. No tensor has changed then. The same on all
+                ranks.
 
         Returns:
-            The version's number.
+            The version's number; with `missing_ok` None, if there is none.
 
         Raises:
             UsageError: Nothing is registered, or a version is held.
@@ -338,14 +363,17 @@ class ShardHandle:
         """
         shard = self._shard
         deadline = shard.deadline(f"replicate {version}", timeout_s)
-        flow = partial(replication.replicate, shard, Spec.parse(version), deadline)
-        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+        read = replication.replicate_if_there if missing_ok else replication.replicate
+        flow = partial(read, shard, Spec.parse(version), deadline)
+        ref = shard.busy(lambda: shard.as_one(deadline.what, flow))
+        return ref.version if ref is not None else None
 
     def update(
         self,
         version: int | str = "latest",
         *,
         skip: bool | None = None,
+        wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
@@ -365,20 +393,74 @@ class ShardHandle:
         Args:
             skip: Whether to. None: if `open` was given a datacenter, or `seeding="host"`. The same
                 on all ranks.
+            wait_s: For how long to wait until there is a version to go to, also for who holds
+                nothing; then it returns False. The first rank whose time is over says so for all.
+                One that skips waits for what is here; in that time it orders, but goes to nothing
+                that is only being read. 0: not at all, but what is not held is replicated. All
+                ranks wait, or none.
+            timeout_s: For everything else, each time from when there is a version.
 
         Returns:
             Whether this replica now holds another version than before. False costs one read of
             etcd; with several ranks, and one write that tells the others. One that skips reads
-            twice while something newer is elsewhere.
+            twice while something newer is elsewhere. Waiting costs a read every 10 s, and one for
+            each version that is published.
 
         Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
         fetched, or that is not for these tensors: then nothing is given up. Once the old version
         was given up, the handle holds nothing, and a later `update` replicates.
         """
-        shard = self._shard
-        deadline = shard.deadline(f"update {version}", timeout_s)
-        flow = partial(replication.update, shard, version, deadline, skip)
-        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+        shard, request = self._shard, UpdateRequest(version, skip, timeout_s)
+        return shard.busy(lambda: update(shard, request, wait_s)) is not None
+
+    def follow(
+        self,
+        version: str = "latest",
+        *,
+        stop: threading.Event | Callable[[], bool] | None = None,
+        skip: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[int]:
+        """Go to each newer version as it comes, and yield its number when it has been read.
+
+            for version in handle.follow(stop=stop):
+                evaluate(model, version)
+
+        Collective: all ranks follow, and all get the same versions. Between two of them no call is
+        open, so the loop may take its time, call the handle, or be left by `break`, on all ranks
+        alike. While it waits, other calls of this handle wait with it, in other threads.
+
+        A version that is passed by while the loop is busy is not read. If one vanishes before it
+        is here, the handle holds nothing and waits for the next. Waiting has no end; it lasts
+        through an outage of etcd, after which this process has its seat again.
+
+        Args:
+            version: "latest" or "latest-k".
+            stop: Ends the loop on all ranks, after the version that it is at, when it is set, or
+                returns true, on one of them. Asked a few times a second while it waits, and once
+                before what is held is given up. If etcd does not answer for 5 s then, there is
+                nobody to agree with: a group of one ends its loop; others raise StoreUnavailable or
+                SeatLost.
+            skip: As for `update`.
+            timeout_s: For each version, from when it is there: for all ranks to come, and to read.
+
+        Raises:
+            UsageError: A number, or a `stop` that cannot be asked.
+            ClosedError: The handle was closed.
+            SourceLost, VersionNotFound: Three versions in a row could not be read.
+            SeatLost: The seat is lost for good; or other ranks are missing for two `ttl_s`.
+            DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
+            ManifestMismatch, CorruptWeights: As `replicate`.
+
+        Cost: As `update(wait_s=...)`; with several ranks one more call of the group for each
+        version, in which they agree to go on, before they give up what they hold.
+        """
+        ask = getattr(stop, "is_set", stop) if stop is not None else lambda: False
+        if not callable(ask):
+            raise UsageError(f"stop={stop!r}: expected a threading.Event or a function")
+        if Spec.parse(version).absolute is not None:
+            raise UsageError(f"follow({version!r}): expected 'latest' or 'latest-<k>'")
+        return newer_versions(self._shard, UpdateRequest(version, skip, timeout_s), ask)
 
     def read(
         self,

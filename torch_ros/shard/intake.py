@@ -26,8 +26,8 @@ class Intake:
                 "`with handle.installing(version):` only"
             )
 
-    def ends(self, ref: VersionRef, call: Deadline) -> None:
-        """It has brought all. No other call mends one that has not."""
+    def ends(self, ref: VersionRef | None, call: Deadline) -> None:
+        """It has brought all; None: there was nothing. No other call mends one that has not."""
         self.torn.discard(call)
-        if self.refs is not None:
+        if self.refs is not None and ref is not None:
             self.refs.add(ref)

@@ -3,7 +3,8 @@
 import logging
 import socket
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -11,35 +12,23 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
     CorruptWeights,
-    SeatLost,
     SourceLost,
     UsageError,
-    VersionNotFound,
 )
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
 from torch_ros.protocol.forerunners import (
-    COMING,
-    FETCHED,
-    Next,
-    Skipping,
-    decided_next,
     fetch,
-    next_of,
-    next_version,
 )
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.keys import DEFAULT_DATACENTER, replica_of
-from torch_ros.protocol.records import Call, VersionRef
-from torch_ros.protocol.seat import Seat, own_group
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
-from torch_ros.protocol.versions import Spec, newer_ranges
+from torch_ros.protocol.versions import Spec
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
-from torch_ros.store.loops import Done, Step
-from torch_ros.store.txn import View
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
@@ -90,86 +79,28 @@ class Target:
         """All of it is there, and the call has ended well."""
 
 
-def replicate(shard: Shard, spec: Spec, deadline: Deadline) -> int:
-    """Read a whole version into the registered tensors. Returns its number."""
+def replicate(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef:
+    """Read a whole version into the registered tensors."""
     shard.intake.begins(deadline)
-    asked = f"replicate {spec}" + (f" not below {spec.floor.version}" if spec.floor else "")
-    return read_version(shard, asked, spec, SourceTerms(), Target(shard), deadline).version
+    made = partial(Replication, shard, spec, SourceTerms(), Target(shard), deadline)
+    return _healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
 
 
-def update(shard: Shard, version: int | str, deadline: Deadline, skip: bool | None = None) -> bool:
-    """Replicate `version` if it is newer than what is held. Returns whether it was."""
+def replicate_if_there(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef | None:
+    """As `replicate`, if there is such a version; None: there is none, or none any more."""
     shard.intake.begins(deadline)
-    shard.begin("update", deadline.what, deadline)
-    held = shard.held
-    if skip is None:  # the same on all ranks, whatever datacenter each was given
-        is_named = shard.group.seat.datacenter != DEFAULT_DATACENTER
-        skip = is_named or shard.forerunner is not None
-    # An install has entered a version that it has to bring.
-    skips = skip and shard.intake.refs is None
-    found = find_newer(shard, version, held, deadline, skips=skips) if held else Next()
-    shard.intake.has_waited = found.said == COMING or (shard.intake.has_waited and not found.ref)
-    if held is not None and (found.ref is None or found.said == FETCHED):
-        if found.ref is not None:
-            _fetch_ahead(shard, found.ref, deadline)
-        shard.intake.ends(held, deadline)
-        return False
-    shard.unpublish_first(deadline.what, deadline, may_forget=False)
-    if skips and found.ref is not None:
-        # The one that is here, and not a newer one that is far.
-        with suppress(VersionNotFound):
-            replicate(shard, Spec.at_hand(found.ref), deadline)
-            return True
-    replicate(shard, Spec.parse(version, found.ref), deadline)
-    return True
+    spec = replace(spec, may_miss=True)
+    made = partial(Replication, shard, spec, SourceTerms(), Target(shard), deadline)
+    ref: VersionRef | None = _healed(
+        shard, f"{_asked(spec)}, if it is there", deadline, made, lambda read: read.if_there
+    )
+    if ref is None:
+        shard.intake.ends(None, deadline)
+    return ref
 
 
-def _fetch_ahead(shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
-    if shard.forerunner is not None:
-        shard.forerunner.fetch(ref, deadline)
-        return
-    error = UsageError("seeding='host' was given to open on some ranks only; give it to all")
-    shard.refuse(deadline.what, error)
-    raise error
-
-
-def find_newer(
-    shard: Shard, version: int | str, held: VersionRef, deadline: Deadline, *, skips: bool
-) -> Next:
-    """The step about versions newer than `held`, the same on all ranks."""
-    group, spec = shard.group, Spec.parse(version)
-    ranges, forerunner = newer_ranges(group.seat.keys), shard.forerunner
-
-    def find(view: View, seat: Seat) -> Next:
-        is_idle = forerunner.is_idle if forerunner else None
-        skipping = Skipping(is_idle, shard.intake.has_waited) if skips else None
-        found = next_version(view, seat, spec, held, skipping)
-        if forerunner and found.ref and found.said == FETCHED:
-            forerunner.require_fit(found.ref)
-        return found
-
-    def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-        return decided_next(view, seat, call, find(view, seat))
-
-    def search(call: GroupCall) -> Next:
-        call.decide(ranges, effects)
-        return next_of(call.decided)
-
-    if not shard.is_alone:
-        return shard.make(GroupTask("update", deadline.what, deadline, search))
-
-    def rule(view: View) -> Step[Next]:
-        own_group(view, group.seat)
-        return Done(find(view, group.seat))
-
-    # Nobody could decide otherwise: one read, nothing written.
-    while True:
-        group.await_seat(deadline)
-        session = group.session
-        try:
-            return group.ask((*group.seat.own, *ranges), rule, deadline)
-        except SeatLost as lost:
-            group.fence(lost, session)
+def _asked(spec: Spec) -> str:
+    return f"replicate {spec}" + (f" not below {spec.floor.version}" if spec.floor else "")
 
 
 def read_version(
@@ -246,6 +177,21 @@ class Replication:
         self._should_be_fast = False  # all of the source is there, on this host
 
     def perform(self, call: GroupCall) -> ReadReport:
+        self._decide(call)
+        return self.read(call)
+
+    def whole(self, call: GroupCall) -> VersionRef:
+        self.perform(call)
+        return call.ref
+
+    def if_there(self, call: GroupCall) -> VersionRef | None:
+        self._decide(call)
+        if call.decided.ref is None:
+            return None
+        self.read(call)
+        return call.ref
+
+    def _decide(self, call: GroupCall) -> None:
         self._target.prepare()
         self._book_lost_time()
         call.decide_to_read(
@@ -254,7 +200,6 @@ class Replication:
             sources_max=sources_max(self._target.bytes_total),
             avoided=self._avoided,
         )
-        return self.read(call)
 
     def read(self, call: GroupCall) -> ReadReport:
         """Do what was decided."""

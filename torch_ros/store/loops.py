@@ -58,6 +58,7 @@ class Wait(Struct, frozen=True):
     reason: str
     ranges: Ranges  # what has to change first
     limit_s: float = math.inf  # of a question of `follow`: then it is asked again
+    until: Callable[[], bool] | None = None  # except there: when it is true, the rule is asked
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
@@ -65,7 +66,7 @@ class WaitAtMost(Struct, Generic[T_co], frozen=True):
 
     wait: Wait
     limit_s: float
-    otherwise: Act[T_co]
+    otherwise: Act[T_co] | Done[T_co]
 
 
 Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
@@ -102,8 +103,8 @@ def settle(
         match step:
             case Done(value):
                 return value
-            case Wait(reason, watched):
-                took_s = yield Watch(whole(watched), view.rev, reason, left_s)
+            case Wait(reason, watched, _, until):
+                took_s = yield Watch(whole(watched), view.rev, reason, left_s, until)
                 waited_s += took_s if is_limited else 0.0
             case Act(txn, then):
                 reply: Reply = yield Commit(replace(txn, otherwise=ranges))

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2
 LOOK_S = 2.0  # a wait asks this often whether this process may still go on
+GLANCE_S = 0.2  # or this often, if somebody may want the wait to end
 REMIND_S = 10.0  # a wait looks again this often, whatever it hears
 FOLLOW_S = 0.05  # between two looks at what changes all the time
 PATIENCE_S = 10.0  # a wait of this length is worth a warning
@@ -140,7 +141,11 @@ def _wait(
     """Seconds waited. Returns to look again from time to time, whatever happened."""
     started_s = time.monotonic()
     look_s = REMIND_S if check is None else min(LOOK_S, REMIND_S)
+    if watch.until is not None or deadline.is_cut is not None:
+        look_s = GLANCE_S
     while (waited_s := time.monotonic() - started_s) < REMIND_S:
+        if watch.until is not None and watch.until():
+            break
         if deadline.left_s() <= 0:
             deadline.check(watch.reason + deadline.hint(watch))
         deadline.check_open()

@@ -7,7 +7,7 @@ changed it, a transaction is guards and operations, applied whole or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -236,13 +236,15 @@ class Watch(Struct, frozen=True):
     `after_rev`, or `limit_s` were over.
 
     May come early (a broken connection, a compacted revision), never late. `reason` is for
-    people: it says what is waited for, in logs and in DeadlineExceeded.
+    people: it says what is waited for, in logs and in DeadlineExceeded; "": waiting is in order.
+    `until` ends it too, and is asked a few times a second.
     """
 
     ranges: tuple[Range, ...]
     after_rev: int
     reason: str
     limit_s: float = math.inf
+    until: Callable[[], bool] | None = None
 
 
 class Follow(Struct, frozen=True):

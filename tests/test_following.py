@@ -1,0 +1,403 @@
+"""Going to versions as they come: what is not there, what is waited for, and who says stop."""
+
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from torch_ros.errors import (
+    CallAborted,
+    CallMismatch,
+    ClosedError,
+    SourceLost,
+    UsageError,
+    VersionNotFound,
+)
+from torch_ros.shard.replication import replicate_if_there
+from torch_ros.store import run
+
+WAIT_S = 20
+
+
+def publisher(opened, version=1, name="trainer", **options):
+    handle = opened(name, **options)
+    handle.register({"w": torch.full((8,), float(version))})
+    handle.publish(version)
+    return handle
+
+
+def go_on(trainer, version, weights=None):
+    trainer.unpublish()
+    trainer._shard.tensors.registered.memory[0].fill_(version)
+    trainer.publish(version)
+
+
+@pytest.fixture
+def replica(ranks):
+    """The ranks of a rollout, each with a row of its tensor."""
+    handles = ranks("rollout")
+    for handle in handles:
+        handle.register({"w": torch.zeros(8)})
+    return handles
+
+
+def on_all(pool, handles, call):
+    """The answers of all ranks, or their errors."""
+    each = [pool.submit(call, handle) for handle in handles]
+    return [one.exception(WAIT_S) or one.result() for one in each]
+
+
+def until(holds):
+    until_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def until_waiting(monkeypatch):
+    """Returns when each of these handles is in an update that has found nothing."""
+    wait, inside = run._wait, Counter()
+
+    def noted(watch, ask, endpoint, deadline, *args):
+        if not deadline.what.startswith(("update", "follow")):
+            return wait(watch, ask, endpoint, deadline, *args)
+        kv = ask.func.__self__
+        inside[kv] += 1
+        try:
+            return wait(watch, ask, endpoint, deadline, *args)
+        finally:
+            inside[kv] -= 1
+
+    def until_waiting(*handles):
+        until(lambda: all(inside[handle._shard.group.kv] for handle in handles))
+
+    monkeypatch.setattr(run, "_wait", noted)
+    return until_waiting
+
+
+@pytest.mark.parametrize("version", ["latest", "latest-1", 1])
+def test_nothing_is_found_on_all_ranks_where_nothing_is(opened, pool, replica, version):
+    found = on_all(pool, replica, lambda h: h.replicate(version, missing_ok=True))
+    assert found == [None, None]
+    publisher(opened)
+    publisher(opened, 2, "t2")
+    found = on_all(pool, replica, lambda h: h.replicate(version, missing_ok=True))
+    assert len(set(found)) == 1
+    assert found[0] in {1, 2}
+    assert [handle.version for handle in replica] == found
+
+
+def test_ranks_that_come_when_it_is_there_learn_that_it_was_missing(opened, pool, replica):
+    first, second = replica
+    assert first.replicate(missing_ok=True) is None
+    publisher(opened)
+    assert second.replicate(missing_ok=True) is None
+    assert on_all(pool, replica, lambda h: h.replicate(missing_ok=True)) == [1, 1]
+
+
+def test_a_version_that_is_gone_is_missing_too(opened):
+    trainer = publisher(opened)
+    go_on(trainer, 2)
+    rollout = opened("rollout")
+    target = torch.zeros(8)
+    rollout.register({"w": target})
+    with pytest.raises(VersionNotFound):
+        rollout.replicate(1)
+    assert rollout.replicate(1, missing_ok=True) is None
+    assert target.tolist() == [0.0] * 8
+
+
+def test_ranks_that_differ_about_what_is_missing_are_told(pool, replica):
+    first, second = replica
+    assert first.replicate(missing_ok=True) is None
+    with pytest.raises(CallMismatch):
+        second.replicate()
+
+
+def test_missing_is_not_lost(opened, monkeypatch):
+    """A source that fails is an error still: there was one."""
+    publisher(opened)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+
+    def lost(*_):
+        raise SourceLost("trainer", "it is gone", 0, 0)
+
+    monkeypatch.setattr("torch_ros.shard.replication.connect", lost)
+    with pytest.raises(SourceLost):
+        rollout.replicate(missing_ok=True)
+
+
+def test_an_update_waits_until_there_is_something_newer(opened, pool, replica, until_waiting):
+    trainer = publisher(opened)
+    assert on_all(pool, replica, lambda h: h.update(wait_s=WAIT_S)) == [True, True]
+    each = [pool.submit(handle.update, wait_s=WAIT_S) for handle in replica]
+    until_waiting(*replica)
+    go_on(trainer, 2)
+    assert [one.result(WAIT_S) for one in each] == [True, True]
+    assert [handle.version for handle in replica] == [2, 2]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_first_rank_whose_wait_is_over_says_so_for_all(
+    opened, pool, replica, is_held, until_waiting
+):
+    first, second = replica
+    if is_held:
+        publisher(opened)
+        assert on_all(pool, replica, lambda h: h.update()) == [True, True]
+    began_s = time.monotonic()
+    late = pool.submit(first.update, wait_s=10 * WAIT_S)
+    until_waiting(first)
+    assert second.update(wait_s=0.1) is False
+    assert late.result(WAIT_S) is False
+    assert time.monotonic() - began_s < WAIT_S
+
+
+def test_a_rank_that_comes_late_finds_that_the_wait_is_over(opened, pool, replica):
+    first, second = replica
+    publisher(opened)
+    assert on_all(pool, replica, lambda h: h.update()) == [True, True]
+    assert first.update(wait_s=0.1) is False
+    publisher(opened, 2, "t2")
+    assert second.update(wait_s=WAIT_S) is False
+    assert on_all(pool, replica, lambda h: h.update(wait_s=WAIT_S)) == [True, True]
+
+
+def test_a_call_that_waited_has_its_time_for_the_rest(opened, pool, until_waiting):
+    trainer, rollout = publisher(opened), opened("rollout", timeout_s=WAIT_S)
+    rollout.register({"w": torch.zeros(8)})
+    assert rollout.update()
+    waiting = pool.submit(rollout.update, wait_s=WAIT_S, timeout_s=0.5)
+    until_waiting(rollout)
+    time.sleep(1)
+    go_on(trainer, 2)
+    assert waiting.result(WAIT_S)
+
+
+def test_a_version_that_goes_before_it_is_read_is_waited_out(
+    opened, pool, replica, monkeypatch, until_waiting
+):
+    """All ranks look out anew: they hold nothing, and take the next one."""
+    trainer = publisher(opened)
+    assert on_all(pool, replica, lambda h: h.update()) == [True, True]
+    gone = threading.Event()
+
+    def goes(shard, spec, deadline):
+        if not gone.is_set():
+            trainer.unpublish()
+            gone.set()
+        return replicate_if_there(shard, spec, deadline)
+
+    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", goes)
+    each = [pool.submit(handle.update, wait_s=WAIT_S) for handle in replica]
+    until_waiting(*replica)
+    go_on(trainer, 2)
+    assert gone.wait(WAIT_S)
+    until(lambda: {handle.version for handle in replica} == {None})
+    until_waiting(*replica)
+    trainer.publish(3)
+    assert [one.result(WAIT_S) for one in each] == [True, True]
+    assert [handle.version for handle in replica] == [3, 3]
+
+
+def test_what_only_this_replica_has_kept_is_none_to_go_to(opened):
+    """Its own copy in host memory: nobody reads from himself."""
+    owner = publisher(opened, retain=("latest",))
+    owner.unpublish()
+    assert owner.list() == {1: {"trainer+2"}}
+    assert owner.update(wait_s=0.2) is False
+    assert owner.replicate(missing_ok=True) is None
+    publisher(opened, 2, "other")
+    assert owner.update(wait_s=WAIT_S)
+
+
+def test_a_wait_ends_when_the_handle_is_closed(opened, pool, until_waiting):
+    publisher(opened)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    rollout.update()
+    waiting = pool.submit(rollout.update, wait_s=10 * WAIT_S)
+    until_waiting(rollout)
+    rollout.close()
+    assert isinstance(waiting.exception(WAIT_S), ClosedError)
+
+
+def test_a_copy_that_comes_here_is_waited_for(opened):
+    """An update that skips has its forerunner fetch the version, and goes to it when it is here."""
+    trainer = publisher(opened, datacenter="west")
+    rollout = opened("rollout", datacenter="east", seeding="host")
+    target = torch.zeros(8)
+    rollout.register({"w": target})
+    assert rollout.update(wait_s=WAIT_S)
+    go_on(trainer, 2)
+    assert rollout.update(wait_s=WAIT_S)
+    assert target.tolist() == [2.0] * 8
+    assert rollout.last_read.source == "rollout+host"
+
+
+def follow_all(pool, handles, stops, seen=lambda handle, version: None):
+    """Each rank follows in a thread of its own; the futures of what each has seen."""
+
+    def follow(handle, stop):
+        versions = []
+        for version in handle.follow(stop=stop):
+            assert version == handle.version
+            versions.append(version)
+            seen(handle, version)
+        return versions
+
+    return [pool.submit(follow, *each) for each in zip(handles, stops, strict=True)]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_followers_get_each_version_until_one_of_them_is_told_to_stop(
+    opened, pool, replica, until_waiting, told
+):
+    stops = [threading.Event(), threading.Event()]
+    each = follow_all(pool, replica, stops)
+    until_waiting(*replica)
+    trainer = publisher(opened)
+    until(lambda: {handle.version for handle in replica} == {1})
+    until_waiting(*replica)
+    go_on(trainer, 2)
+    until(lambda: {handle.version for handle in replica} == {2})
+    until_waiting(*replica)
+    stops[told].set()
+    assert [one.result(WAIT_S) for one in each] == [[1, 2], [1, 2]]
+    assert [handle.version for handle in replica] == [2, 2]
+    go_on(trainer, 3)
+    assert on_all(pool, replica, lambda h: h.update()) == [True, True]
+
+
+def test_a_rank_that_always_comes_second_can_stop_its_peers(opened, pool, replica):
+    """It has more to do with a version, and when it comes its peers have decided on the next."""
+    trainer, stop = publisher(opened), threading.Event()
+    slow = replica[1]
+
+    def seen(handle, version):
+        if handle is slow:
+            go_on(trainer, version + 1)
+            ledger = replica[0]._shard.group.ledger
+            until(lambda: ledger.ended[-1].kind == "update")  # and goes to it
+            if version == 3:
+                stop.set()
+
+    each = follow_all(pool, replica, [None, stop], seen)
+    assert [one.result(WAIT_S) for one in each] == [[1, 2, 3], [1, 2, 3]]
+    assert [handle.version for handle in replica] == [3, 3]
+
+
+def test_who_is_told_before_it_begins_gets_nothing(opened):
+    publisher(opened)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    assert list(rollout.follow(stop=lambda: True)) == []
+    assert rollout.version is None
+
+
+def test_a_loop_that_is_left_leaves_nothing_behind(opened):
+    trainer, rollout = publisher(opened), opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    for _ in rollout.follow():
+        break
+    go_on(trainer, 2)
+    with pytest.raises(ZeroDivisionError):
+        for _ in rollout.follow():
+            1 / 0  # noqa: B018
+    go_on(trainer, 3)
+    versions = rollout.follow("latest")
+    assert next(versions) == 3
+    versions.close()
+    go_on(trainer, 4)
+    assert rollout.update()
+
+
+def test_a_body_may_call_the_handle(opened):
+    """No call is open between two versions."""
+    trainer, rollout = publisher(opened), opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    seen = []
+    for version in rollout.follow(stop=lambda: len(seen) == 3):
+        seen.append(version)
+        rollout.unpublish()
+        go_on(trainer, version + 1)
+    assert seen == [1, 2, 3]
+
+
+def test_a_follower_whose_handle_is_closed_is_told(opened, pool, until_waiting):
+    publisher(opened)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    [follower] = follow_all(pool, [rollout], [None])
+    until(lambda: rollout.version == 1)
+    until_waiting(rollout)
+    rollout.close()
+    assert isinstance(follower.exception(WAIT_S), ClosedError)
+
+
+def test_ctrl_c_ends_a_follower_and_its_peers(opened, pool, replica, until_waiting, ctrl_c):
+    publisher(opened)
+    first, second = replica
+    [peer] = follow_all(pool, [second], [None])
+    own = first.follow()
+    assert next(own) == 1
+    until_waiting(second)
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(own)
+    assert isinstance(peer.exception(WAIT_S), CallAborted)
+    assert on_all(pool, replica, lambda h: h.update()) == [False, False]
+
+
+def test_a_follower_goes_on_after_its_seat_was_lost(opened, pool, until_waiting):
+    trainer, stop = publisher(opened), threading.Event()
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    [follower] = follow_all(pool, [rollout], [stop])
+    until(lambda: rollout.version == 1)
+    until_waiting(rollout)
+    group, seat = rollout._shard.group, rollout._shard.group.seat
+    group.kv.revoke(seat.lease_id, timeout_s=5)
+    until(lambda: group.seat is not seat)
+    go_on(trainer, 2)
+    until(lambda: rollout.version == 2)
+    stop.set()
+    assert follower.result(WAIT_S) == [1, 2]
+
+
+def test_versions_that_cannot_be_read_are_passed_by_and_the_third_is_an_error(opened, monkeypatch):
+    trainer, failing = publisher(opened), 2
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+
+    def lost(*args):
+        nonlocal failing
+        failing -= 1
+        if failing >= 0:
+            raise SourceLost("trainer", "it is gone", 0, 0)
+        return replicate_if_there(*args)
+
+    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", lost)
+    assert next(rollout.follow()) == 1
+    go_on(trainer, 2)
+    failing = 3
+    with pytest.raises(SourceLost):
+        next(rollout.follow())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"stop": 3}, "stop=3"),
+        ({"version": 7}, r"follow\(7\)"),
+        ({"version": "newest"}, "'newest'"),
+    ],
+)
+def test_bad_arguments_of_follow_are_named_at_once(opened, options, named):
+    with pytest.raises(UsageError, match=named):
+        opened("rollout").follow(**options)

@@ -1,0 +1,282 @@
+"""Going to newer versions: to one that is there, or that comes while a call waits for it."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from torch_ros import arguments
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    Fenced,
+    SeatLost,
+    SourceLost,
+    StoreUnavailable,
+    UsageError,
+    VersionNotFound,
+)
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.calls import CHECK
+from torch_ros.protocol.forerunners import (
+    COMING,
+    FETCHED,
+    STOPPED,
+    Next,
+    Skipping,
+    decided_next,
+    next_of,
+    next_version,
+)
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.keys import DEFAULT_DATACENTER
+from torch_ros.protocol.lookout import look_out
+from torch_ros.protocol.records import Call, Outcome, VersionRef
+from torch_ros.protocol.seat import Seat, own_group, recorded
+from torch_ros.protocol.versions import Spec, newer_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.shard.replication import replicate, replicate_if_there
+from torch_ros.store.loops import Act, Done, Step, WaitAtMost
+from torch_ros.store.txn import View
+
+T = TypeVar("T")
+Stop = Callable[[], bool]
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
+LOSSES_MAX = 3  # versions in a row that cannot be read; the next one may be
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """The update that a caller asks for."""
+
+    version: int | str
+    skip: bool | None = None  # None: as the handle was opened
+    timeout_s: float | None = None
+
+
+class Lookout:
+    """The time for which a call looks out for a version.
+
+    Args:
+        stop: Ends it for all ranks when it is true on one. None: nobody is asked.
+    """
+
+    def __init__(self, wait_s: float, stop: Stop | None = None) -> None:
+        self._wait_s, self._began_s = wait_s, time.monotonic()
+        self.stop, self._told_s = stop, math.inf
+
+    @property
+    def left_s(self) -> float:
+        return self._began_s + self._wait_s - time.monotonic()
+
+    def is_told(self) -> bool:
+        """Whether this rank was told to stop."""
+        if self.stop is not None and self._told_s == math.inf and self.stop():
+            self._told_s = time.monotonic()
+        return self._told_s < math.inf
+
+    def is_over(self) -> bool:
+        """Whether etcd is not waited for any longer either."""
+        return self.is_told() and time.monotonic() > self._told_s + STOP_S
+
+    def beside(self, deadline: Deadline) -> Deadline:
+        """The end of looking out: the call's own time begins with what it leads to."""
+        timeout_s = max(0.0, self.left_s) + deadline.timeout_s
+        if self.stop is None:
+            return replace(deadline, timeout_s=timeout_s)
+        is_cut = deadline.is_cut or (lambda: False)
+        return replace(deadline, timeout_s=timeout_s, is_cut=lambda: is_cut() or self.is_over())
+
+
+def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | None:
+    """Go to `request` if it is newer than what is held; None: it is not.
+
+    With a `wait_s`: when it is, or when there is one, if nothing is held.
+    """
+    arguments.seconds("wait_s", wait_s)
+    what, lookout = f"update {request.version}", Lookout(wait_s)
+    if not wait_s:
+        deadline = shard.deadline(what, request.timeout_s)
+        return shard.as_one(what, partial(_update_now, shard, request, deadline))
+    what += ", waiting"
+    return shard.as_one(what, partial(_update_within, shard, request, lookout, what))
+
+
+def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
+    search = _Search(shard, request, deadline)
+    search.begin()
+    found = search.run() if search.held else Next()
+    if search.held and not search.is_to_go(found):
+        shard.intake.ends(search.held, deadline)
+        return None
+    shard.unpublish_first(deadline.what, deadline, may_forget=False)
+    if search.skips and found.ref is not None:
+        # The one that is here, and not a newer one that is far.
+        with suppress(VersionNotFound):
+            return replicate(shard, Spec.at_hand(found.ref), deadline)
+    return replicate(shard, Spec.parse(request.version, found.ref), deadline)
+
+
+def _update_within(
+    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str
+) -> VersionRef | None:
+    ref = None
+    while ref is None:
+        search = _Search(shard, request, lookout.beside(shard.deadline(what, request.timeout_s)))
+        search.begin()
+        found = search.run(lookout)
+        shard.intake.ends(search.held, search.deadline)
+        if found.ref is None:
+            return None
+        if search.is_to_go(found):
+            deadline = shard.deadline(what, request.timeout_s)
+            shard.intake.begins(deadline)
+            if lookout.stop is not None and not _all_go_on(shard, what, deadline, lookout):
+                shard.intake.ends(None, deadline)
+                return None
+            shard.unpublish_first(what, deadline, may_forget=False)
+            is_near = search.skips  # then not a newer one that is far
+            spec = Spec.at_hand(found.ref) if is_near else Spec.parse(request.version, found.ref)
+            ref = replicate_if_there(shard, spec, deadline)
+    return ref
+
+
+def _all_go_on(shard: Shard, what: str, deadline: Deadline, lookout: Lookout) -> bool:
+    """Whether no rank was told to stop. Returns when all have come, who hold what they held."""
+
+    def ask(call: GroupCall) -> bool:
+        call.decide((), recorded)
+        with call.ending():
+            if not call.has_ended and (said := call.finish(STOPPED if lookout.is_told() else "")):
+                call.complete(Outcome(said=max(said.values())))
+        return call.said != STOPPED
+
+    return shard.is_alone or shard.make(GroupTask("agree", CHECK + what, deadline, ask))
+
+
+def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator[int]:
+    """Go to each newer version; yields its number when it is here, and no call is open."""
+    what, losses = f"follow {request.version}", 0
+    while True:
+        lookout = Lookout(math.inf, stop)
+        flow = partial(_update_within, shard, request, lookout, what)
+        try:
+            ref = shard.busy(partial(shard.as_one, what, flow))
+        except (SourceLost, VersionNotFound) as lost:
+            losses += 1
+            if losses == LOSSES_MAX:
+                raise
+            log.warning("%s: %s; it waits for another one", what, lost)
+            continue
+        except (SeatLost, StoreUnavailable) as away:
+            # Alone it has nobody to agree with, and etcd comes back.
+            if isinstance(away, Fenced) or not shard.is_alone:
+                raise
+            if lookout.is_told():
+                return
+            log.warning("%s: %s; it goes on", what, away)
+            continue
+        if ref is None:
+            return
+        losses = 0
+        yield ref.version
+
+
+class _Search:
+    """One rank's part in finding a version to go to."""
+
+    def __init__(self, shard: Shard, request: UpdateRequest, deadline: Deadline) -> None:
+        self._shard, self.deadline = shard, deadline
+        self._spec, self.held = Spec.parse(request.version), shard.held
+        self._lookout: Lookout | None = None
+        self._left_s = 0.0
+        skip = request.skip
+        if skip is None:  # the same on all ranks, whatever datacenter each was given
+            is_named = shard.group.seat.datacenter != DEFAULT_DATACENTER
+            skip = is_named or shard.forerunner is not None
+        # An install has entered a version that it has to bring.
+        self.skips = skip and shard.intake.refs is None
+
+    def begin(self) -> None:
+        self._shard.intake.begins(self.deadline)
+        self._shard.begin("update", self.deadline.what, self.deadline)
+        self.held = self._shard.held
+
+    def run(self, lookout: Lookout | None = None) -> Next:
+        """The step to take, the same on all ranks. An order is carried out."""
+        self._lookout, intake = lookout, self._shard.intake
+        found = self._find()
+        intake.has_waited = found.said == COMING or (intake.has_waited and not found.ref)
+        if found.ref is not None and found.said == FETCHED:
+            self._fetch_ahead(found.ref)
+        return found
+
+    def is_to_go(self, found: Next) -> bool:
+        return found.ref is not None and found.said != FETCHED
+
+    def _fetch_ahead(self, ref: VersionRef) -> None:
+        shard, deadline = self._shard, self.deadline
+        if shard.forerunner is not None:
+            shard.forerunner.fetch(ref, deadline)
+            return
+        error = UsageError("seeding='host' was given to open on some ranks only; give it to all")
+        shard.refuse(deadline.what, error)
+        raise error
+
+    def _find(self) -> Next:
+        shard, group, deadline = self._shard, self._shard.group, self.deadline
+        ranges = newer_ranges(group.seat.keys)
+        if not shard.is_alone:
+
+            def search(call: GroupCall) -> Next:
+                self._note_left()
+                call.decide(ranges, self._effects)
+                return next_of(call.decided)
+
+            return shard.make(GroupTask("update", deadline.what, deadline, search))
+
+        def rule(view: View) -> Step[Next]:
+            own_group(view, group.seat)
+            return self._step(view, group.seat, Done)
+
+        # Nobody could decide otherwise: one read, nothing written.
+        while True:
+            group.await_seat(deadline)
+            session = group.session
+            self._note_left()
+            try:
+                return group.ask((*group.seat.own, *ranges), rule, deadline)
+            except SeatLost as lost:
+                group.fence(lost, session)
+
+    def _note_left(self) -> None:
+        """A loop counts how long it waits by itself."""
+        self._left_s = self._lookout.left_s if self._lookout else 0.0
+
+    def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
+        return self._step(view, seat, partial(decided_next, view, seat, call))
+
+    def _step(
+        self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]
+    ) -> Act[T] | Done[T] | WaitAtMost[T]:
+        shard, forerunner, held = self._shard, self._shard.forerunner, self.held
+        if self._lookout is not None and self._lookout.is_told():
+            return end(Next(said=STOPPED))
+        is_idle = forerunner.is_idle if forerunner else None
+        skipping = Skipping(is_idle, shard.intake.has_waited) if self.skips else None
+        if self._lookout is not None:
+            until = self._lookout.is_told if self._lookout.stop is not None else None
+            found, wait = look_out(view, seat, self._spec, held, skipping, until)
+        else:
+            assert held is not None
+            found, wait = next_version(view, seat, self._spec, held, skipping), None
+        if forerunner and found.ref and found.said == FETCHED:
+            forerunner.require_fit(found.ref)
+        if wait is None:
+            return end(found)
+        return WaitAtMost(wait, self._left_s, end(found))
