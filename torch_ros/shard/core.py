@@ -18,15 +18,13 @@ from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchR
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
-from torch_ros.protocol.closing import Leaving
 from torch_ros.protocol.group import Group, GroupTask
-from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
-from torch_ros.shard.handover import Closing
-from torch_ros.shard.host_copies import Copies, shard_of
+from torch_ros.shard.handover import Closing, all_leaving
+from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.report import ReadReport
@@ -457,7 +455,7 @@ class Shard:
         if has_nothing or not self._lock.acquire(timeout=max(0.0, linger_s)):
             return False
         try:
-            leaving = self._leaving()
+            leaving = all_leaving(self.group, self.copies, self.mailbox)
         finally:
             self._lock.release()
         linger_s = 0.0 if self._hurries else linger_s
@@ -465,21 +463,6 @@ class Shard:
         if self._hurries:
             self._closing.stop()
         return self._closing.hand_over()
-
-    def _leaving(self) -> list[Leaving]:
-        group, seat = self.group, self.group.seat
-        made = [
-            (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.mailbox)
-            for copy in self.copies.made
-        ]
-        # A version that is not certainly held may be half there.
-        if group.ledger.held is not None and not group.ledger.unfinished:
-            made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, self.mailbox))
-        keys, here, retain = seat.keys, seat.datacenter, group.applicant.retain
-        return [
-            Leaving(keys, ref, call, here, inst, shard_of(mailbox), retain)
-            for ref, call, inst, mailbox in made
-        ]
 
 
 @functools.cache

@@ -11,18 +11,38 @@ from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailabl
 from torch_ros.protocol import closing
 from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
+from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.seat import CLOSED
+from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Ranges, View
+from torch_ros.transfer.mailbox import Mailbox
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # for etcd to say whether anything is needed, or to be told that it goes
 QUIET_S = 3.0  # of waiting, before a line says so to everybody
+
+
+def all_leaving(group: Group, copies: Copies, mailbox: Mailbox) -> list[Leaving]:
+    """All that a rank would hand over: its host copies, and what it holds."""
+    seat = group.seat
+    made = [
+        (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.mailbox)
+        for copy in copies.made
+    ]
+    # A version that is not certainly held may be half there.
+    if group.ledger.held is not None and not group.ledger.unfinished:
+        made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, mailbox))
+    keys, here, retain = seat.keys, seat.datacenter, group.applicant.retain
+    return [
+        Leaving(keys, ref, call, here, inst, shard_of(shown), retain)
+        for ref, call, inst, shown in made
+    ]
 
 
 class Closing:
