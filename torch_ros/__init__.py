@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.records import Install
+    from torch_ros.shard.aio import AsyncHandle
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.handle import ShardHandle
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = RELEASE
 __all__ = [
+    "AsyncHandle",
     "Borrowed",
     "Cast",
     "Chunked",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {  # imported at their first use
+    "AsyncHandle": "torch_ros.shard.aio",
     "Borrowed": "torch_ros.shard.borrowing",
     "Cast": "torch_ros.weights.transforms",
     "Chunked": "torch_ros.weights.chunked",

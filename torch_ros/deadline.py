@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from torch_ros.errors import DeadlineExceeded
 
 
+class Cancelled(BaseException):
+    """Nobody waits for this call any more: it ends, as by Ctrl-C, where it waits next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """The end of a call: `what` is being done, within `timeout_s` from when this was made.
 
     `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
     that helps people; it may ask etcd. When `is_cut` is true, nobody waits any longer: it is asked
-    a few times a second.
+    every 2 s.
     """
 
     what: str

@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from torch_ros import arguments
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Cancelled, Deadline
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
@@ -38,6 +39,8 @@ from torch_ros.transfer.registered import Registered, finish_kernels
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
+is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
+"""Says in a thread whether nobody waits any more for the call that it makes."""
 State = Literal["seated", "away", "gone", "closed"]
 log = logging.getLogger(__name__)
 
@@ -103,10 +106,9 @@ class Shard:
         self.intake = Intake(group.ledger)
         self.is_closed = False
         self.before_end: list[Callable[[], object]] = []  # done first when it closes
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # of the call that is under way
         self._ending = threading.Lock()
-        self._caller = 0  # the thread that is in a call
-        self._pid = os.getpid()
+        self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
         self._closing: Closing | None = None
         self._hurries = False  # somebody does not wait for `close` any more
         _open_shards.add(self)
@@ -146,7 +148,7 @@ class Shard:
         """
         self.require_usable()
         self._refuse_nested("used")
-        with self._lock:
+        with self.lock:
             try:
                 self._caller = threading.get_ident()
                 if is_member:
@@ -177,8 +179,9 @@ class Shard:
         """The end of a call that is asked for as `what`; None: after the handle's `timeout_s`."""
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         arguments.seconds("timeout_s", timeout_s)
-        group = self.group
-        return Deadline(what, timeout_s, check_open=group.ledger.check_open, hint=group.hint)
+        group, is_cut = self.group, is_cancelled.get()
+        check_open = unless_cancelled(group.ledger.check_open)
+        return Deadline(what, timeout_s, check_open=check_open, hint=group.hint, is_cut=is_cut)
 
     def require_nothing_held(self, call: str) -> None:
         if self.held is not None:
@@ -440,7 +443,7 @@ class Shard:
                 self.group.close(partial(self._hand_over, linger_s, drains=drains))
             finally:
                 self.copies.close()
-                with self._lock:  # a call in another thread ends first
+                with self.lock:  # a call in another thread ends first
                     self.word.void()  # readers in the middle notice; then the memory may go
                     self.reading.close()
                     self.reading.peers.close()
@@ -452,17 +455,29 @@ class Shard:
     def _hand_over(self, linger_s: float, *, drains: bool) -> bool:
         has_nothing = self.group.ledger.held is None and not self.copies
         # A call in another thread ends first.
-        if has_nothing or not self._lock.acquire(timeout=max(0.0, linger_s)):
+        if has_nothing or not self.lock.acquire(timeout=max(0.0, linger_s)):
             return False
         try:
             leaving = all_leaving(self.group, self.copies, self.mailbox)
         finally:
-            self._lock.release()
+            self.lock.release()
         linger_s = 0.0 if self._hurries else linger_s
         self._closing = Closing(self.group, leaving, linger_s, drains=drains)
         if self._hurries:
             self._closing.stop()
         return self._closing.hand_over()
+
+
+def unless_cancelled(check: Callable[[], object] = lambda: None) -> Callable[[], None]:
+    """`check`, and a check whether anybody still waits for the call that this thread makes."""
+    is_cut = is_cancelled.get()
+
+    def check_both() -> None:
+        check()
+        if is_cut is not None and is_cut():
+            raise Cancelled("its task was cancelled")
+
+    return check_both
 
 
 @functools.cache

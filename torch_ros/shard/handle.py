@@ -17,6 +17,7 @@ from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
+from torch_ros.shard.aio import AsyncHandle
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
@@ -111,6 +112,11 @@ class ShardHandle:
     def last_read(self) -> ReadReport | None:
         """The report of the handle's last replicate, update, read or dcp.load."""
         return self._shard.last_read
+
+    @property
+    def aio(self) -> AsyncHandle:
+        """Replicate, update, follow and wait as coroutines."""
+        return AsyncHandle(self, self._shard)
 
     @property
     def huge_pages(self) -> HugePageReport:
@@ -437,8 +443,8 @@ class ShardHandle:
         Args:
             version: "latest" or "latest-k".
             stop: Ends the loop on all ranks, after the version that it is at, when it is set, or
-                returns true, on one of them. Asked a few times a second while it waits, and once
-                before what is held is given up. If etcd does not answer for 5 s then, there is
+                returns true, on one of them. Asked every 2 s while it waits, and once before
+                what is held is given up. If etcd does not answer for 5 s then, there is
                 nobody to agree with: a group of one ends its loop; others raise StoreUnavailable or
                 SeatLost.
             skip: As for `update`.

@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2
-LOOK_S = 2.0  # a wait asks this often whether this process may still go on
-GLANCE_S = 0.2  # or this often, if somebody may want the wait to end
+LOOK_S = 2.0  # a wait asks this often whether to go on: each time etcd begins a new watch
 REMIND_S = 10.0  # a wait looks again this often, whatever it hears
 FOLLOW_S = 0.05  # between two looks at what changes all the time
 PATIENCE_S = 10.0  # a wait of this length is worth a warning
@@ -140,9 +139,8 @@ def _wait(
 ) -> float:
     """Seconds waited. Returns to look again from time to time, whatever happened."""
     started_s = time.monotonic()
-    look_s = REMIND_S if check is None else min(LOOK_S, REMIND_S)
-    if watch.until is not None or deadline.is_cut is not None:
-        look_s = GLANCE_S
+    is_asked = check is not None or watch.until is not None or deadline.is_cut is not None
+    look_s = min(LOOK_S, REMIND_S) if is_asked else REMIND_S
     while (waited_s := time.monotonic() - started_s) < REMIND_S:
         if watch.until is not None and watch.until():
             break

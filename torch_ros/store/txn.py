@@ -237,7 +237,7 @@ class Watch(Struct, frozen=True):
 
     May come early (a broken connection, a compacted revision), never late. `reason` is for
     people: it says what is waited for, in logs and in DeadlineExceeded; "": waiting is in order.
-    `until` ends it too, and is asked a few times a second.
+    `until` ends it too, and is asked every 2 s.
     """
 
     ranges: tuple[Range, ...]

@@ -1,0 +1,203 @@
+"""Calls as coroutines: the loop goes on, and a task that is cancelled leaves nothing behind."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from torch_ros.errors import CallAborted, ClosedError, DeadlineExceeded
+from torch_ros.p2p.memory import MemoryTransfer
+
+SOON_S = 10  # a wait looks every 2 s
+
+
+def rollout_of(opened, name="rollout", **options):
+    handle = opened(name, **options)
+    handle.register({"w": torch.zeros(8)})
+    return handle
+
+
+def publisher(opened):
+    handle = opened("trainer")
+    handle.register({"w": torch.ones(8)})
+    handle.publish(1)
+    return handle
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name == "torch_ros aio"]
+
+
+async def cancelled(task):
+    """How long it took for a task to end that is cancelled."""
+    began_s = time.monotonic()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not threads()
+    return time.monotonic() - began_s
+
+
+async def until(holds):
+    async with asyncio.timeout(SOON_S):
+        while not holds():  # noqa: ASYNC110  # set by threads
+            await asyncio.sleep(0.01)
+
+
+def pending(handle):
+    return handle._shard.group.ledger.pending
+
+
+def test_they_are_the_calls_of_the_handle(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        assert await rollout.aio.replicate(missing_ok=True) is None
+        assert await rollout.aio.update(wait_s=0.1) is False
+        with pytest.raises(DeadlineExceeded):
+            await rollout.aio.replicate(timeout_s=0.1)
+        trainer = publisher(opened)
+        assert await rollout.aio.wait(bool) == {1: {"trainer"}}
+        assert await rollout.aio.replicate() == 1
+        trainer.unpublish()
+        trainer.publish(2)
+        async for version in rollout.aio.follow():
+            assert version == rollout.version == 2
+            break
+
+    asyncio.run(main())
+    assert not threads()
+
+
+def test_the_loop_goes_on_while_a_call_waits(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        waiting = asyncio.create_task(rollout.aio.replicate())
+        await until(lambda: pending(rollout))
+        publisher(opened)  # by this very thread
+        assert await waiting == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_ends_on_all_ranks_and_the_handles_are_of_use(opened, ranks, pool):
+    first, second = ranks("rollout")
+    for handle in (first, second):
+        handle.register({"w": torch.zeros(8)})
+
+    async def main():
+        waiting = asyncio.create_task(first.aio.replicate())
+        await until(lambda: pending(first))
+        peer = pool.submit(second.replicate)
+        await until(lambda: pending(second))
+        assert await cancelled(waiting) < SOON_S
+        return peer
+
+    error = asyncio.run(main()).exception(SOON_S)
+    assert isinstance(error, CallAborted)
+    assert "Cancelled: its task was cancelled" in str(error)
+    publisher(opened)
+    each = [pool.submit(handle.replicate) for handle in (first, second)]
+    assert [one.result(SOON_S) for one in each] == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["update", "follow", "wait"])
+def test_what_waits_without_end_can_be_cancelled(opened, call):
+    async def follow(handle):
+        async for _ in handle.aio.follow():
+            pass
+
+    calls = {
+        "update": lambda handle: handle.aio.update(wait_s=1e6),
+        "follow": follow,
+        "wait": lambda handle: handle.aio.wait(lambda there: 7 in there, timeout_s=1e6),
+    }
+
+    async def main():
+        rollout = rollout_of(opened)
+        waiting = asyncio.create_task(calls[call](rollout))
+        await until(threads)
+        await asyncio.sleep(0.1)
+        assert await cancelled(waiting) < SOON_S
+        publisher(opened)
+        assert await rollout.aio.update(wait_s=SOON_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_read_that_does_not_go_on_can_be_cancelled(opened, monkeypatch):
+    publisher(opened)
+    rollout = rollout_of(opened, "rollout")
+    posted = threading.Event()
+
+    def is_done(_):
+        posted.set()
+        return False
+
+    async def main():
+        reading = asyncio.create_task(rollout.aio.replicate())
+        await until(posted.is_set)
+        assert await cancelled(reading) < SOON_S
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryTransfer, "is_done", is_done)
+        asyncio.run(main())
+    assert rollout.version is None
+    assert rollout.replicate() == 1
+
+
+def test_who_waits_for_his_turn_can_be_cancelled(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        first = asyncio.create_task(rollout.aio.replicate())
+        await until(lambda: pending(rollout))
+        second = asyncio.create_task(rollout.aio.replicate())
+        await until(lambda: len(threads()) == 2)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert len(threads()) == 1
+        publisher(opened)
+        assert await first == 1
+
+    asyncio.run(main())
+
+
+def test_a_timeout_of_asyncio_is_one(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await rollout.aio.replicate()
+        publisher(opened)
+        assert await rollout.aio.replicate() == 1
+
+    asyncio.run(main())
+    assert not threads()
+
+
+def test_it_is_cancelled_once_however_often_it_is_asked_for(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        waiting = asyncio.create_task(rollout.aio.replicate())
+        await until(lambda: pending(rollout))
+        for _ in range(3):
+            waiting.cancel()
+            await asyncio.sleep(0)
+        assert await cancelled(waiting) < SOON_S
+
+    asyncio.run(main())
+
+
+def test_a_handle_that_is_closed_ends_its_coroutines(opened):
+    async def main():
+        rollout = rollout_of(opened)
+        waiting = asyncio.create_task(rollout.aio.replicate())
+        await until(lambda: pending(rollout))
+        rollout.close()
+        with pytest.raises(ClosedError):
+            await waiting
+
+    asyncio.run(main())
