@@ -11,6 +11,7 @@ TRANSPORT = "TORCH_ROS_TRANSPORT"  # `open(transport=...)`
 CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`
 PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars
 HUGE_PAGES = "TORCH_ROS_HUGE_PAGES"  # "0": `open(huge_pages=False)`
+METRICS_PORT = "TORCH_ROS_METRICS_PORT"  # `torch_ros.metrics.serve`, when a handle is opened
 INIT_METHOD = "TORCH_ROS_INIT_METHOD"  # the URL behind `init_method="etcd://"`
 
 # Files and names, never secrets: an endpoint ends up in logs and process lists.

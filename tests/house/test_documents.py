@@ -13,6 +13,7 @@ import pytest
 
 import torch_ros
 import torch_ros.dcp
+import torch_ros.metrics
 import torch_ros.store
 from torch_ros import environment
 from torch_ros.store import local
@@ -37,7 +38,9 @@ def test_code_runs_as_printed(name):
 
 
 @pytest.mark.parametrize(
-    "module", [torch_ros, torch_ros.dcp, torch_ros.store], ids=lambda m: m.__name__
+    "module",
+    [torch_ros, torch_ros.dcp, torch_ros.metrics, torch_ros.store],
+    ids=lambda m: m.__name__,
 )
 def test_exported_names_are_documented_and_listed_in_the_api(module):
     listed = (ROOT / "docs" / "API.md").read_text().splitlines()

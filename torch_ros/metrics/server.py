@@ -1,7 +1,9 @@
 """The server that Prometheus scrapes."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
@@ -9,15 +11,11 @@ from prometheus_client.registry import Collector
 from torch_ros.errors import UsageError
 
 
-@contextmanager
-def serving(collector: Collector, host: str, port: int) -> Iterator[str]:
-    """Serve what a collector draws, by threads of its own, until the block is left.
+def start(collector: Collector, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
+    """Serve what a collector draws, by daemon threads.
 
     Args:
         port: 0: any that is free.
-
-    Yields:
-        Its address.
 
     Raises:
         UsageError: The port is taken, or no such host is this one.
@@ -25,9 +23,15 @@ def serving(collector: Collector, host: str, port: int) -> Iterator[str]:
     registry = CollectorRegistry()
     registry.register(collector)
     try:
-        server, thread = start_http_server(port, host, registry)
+        return start_http_server(port, host, registry)
     except OSError as error:
         raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+
+
+@contextmanager
+def serving(collector: Collector, host: str, port: int) -> Iterator[str]:
+    """As `start`, until the block is left. Yields the address."""
+    server, thread = start(collector, host, port)
     try:
         yield f"http://{host}:{server.server_port}/metrics"
     finally:

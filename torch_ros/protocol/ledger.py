@@ -113,6 +113,7 @@ class Ledger:
         self.seat, self.standing, self.is_closed = seat, Standing(), False
         # In C: `with` takes it and gives it back whatever a signal handler raises.
         self.lock = threading.RLock()
+        self.seats_lost = 0
         self.calls_made = 0
         self.pending = 0  # the number of the call that is under way; 0: none
         self.ended: deque[Call] = deque(maxlen=CALLS_KEPT)
@@ -156,6 +157,7 @@ class Ledger:
 
     def lose(self, lost: SeatLost) -> None:
         """The seat is lost. The caller has the lock."""
+        self.seats_lost += 1
         self.standing, self._given_up = Standing.of(lost), ("", "")
 
     def brought(self, shard: ShardRecord) -> tuple[ShardRecord, int]:

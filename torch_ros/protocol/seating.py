@@ -101,6 +101,11 @@ class Seating:
     def state(self) -> SeatState:
         return self.ledger.standing.state
 
+    @property
+    def store_answers(self) -> bool:
+        """Whether etcd answered the last request for this seat. Any thread may ask."""
+        return self.session.answers if self.state == "seated" else not self._outage.is_away
+
     def check_final(self) -> None:
         """Raises: SeatLost, ClosedError: This seat is lost for good, or given up."""
         if self.state != "away":

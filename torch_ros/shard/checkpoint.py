@@ -105,6 +105,7 @@ class Checkpoints:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._buffers = CopyBuffers(shard.transport.agent, shard.settings.borrow_bytes)
+        shard.observed.staged["buffers"] = lambda: self._buffers.size_bytes
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property

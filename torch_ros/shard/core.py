@@ -28,6 +28,7 @@ from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
+from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.word import OwnWord
@@ -102,6 +103,7 @@ class Shard:
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
         self.last_read: ReadReport | None = None
+        self.observed = Observed(model, group, self.copies, reading)
         self.forerunner: RunsAhead | None = None
         self.intake = Intake(group.ledger)
         self.is_closed = False
@@ -451,6 +453,7 @@ class Shard:
                     self.tensors.forget()
                     self.transport.close()
                 _open_shards.discard(self)
+                self.observed.end()
 
     def _hand_over(self, linger_s: float, *, drains: bool) -> bool:
         has_nothing = self.group.ledger.held is None and not self.copies
@@ -478,6 +481,11 @@ def unless_cancelled(check: Callable[[], object] = lambda: None) -> Callable[[],
             raise Cancelled("its task was cancelled")
 
     return check_both
+
+
+def open_shards() -> list[Shard]:
+    """The shards of this process that are not closed."""
+    return list(_open_shards)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from torch_ros.protocol.presence import there_ranges
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.core import Shard
+from torch_ros.shard.tally import tallies
 from torch_ros.shard.verification import summed
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Step, settle
@@ -128,7 +129,8 @@ class Filling:
         self._at: Attachment | None = None
         self._digests = Digests()  # of the version, from the first source that knows them
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
-        self._reroutes = self._bytes_read = 0
+        self._tally = tallies.begin(shard.observed.tally.whose)
+        self._bytes_read = 0
 
     # Called by the consumer
 
@@ -179,6 +181,7 @@ class Filling:
                 self._leave()
                 self._ended(self, lane)
             finally:
+                tallies.end(self._tally)
                 self.over.set()
                 self._news.ring()
 
@@ -202,7 +205,7 @@ class Filling:
             replica_of(self._inst),
             self._bytes_read / 1e6,
             len(self.parts),
-            self._reroutes,
+            self._tally.reroutes,
         )
 
     def _deadline(self, what: str) -> Deadline:
@@ -246,6 +249,7 @@ class Filling:
             self._bytes_read += arrivals.bytes_read
             if (fqn := self._first_difference(phase)) is None:
                 return
+            self._tally.corrupt += 1
             source = replica_of(self._inst)
             wrong = CorruptWeights(self._shard.model, self.wanted.ref.version, fqn, source)
             if not tries_left:
@@ -369,7 +373,7 @@ class Filling:
     def _lose(self, reason: str, deadline: Deadline, *, has_failed: bool = True) -> None:
         """Leave a source; if it has failed, others shall prefer another for a while."""
         self._leave()
-        self._reroutes += 1
+        self._tally.reroutes += 1
         if not has_failed:
             return
         timeout_s = min(CLEAN_UP_S, max(0.5, deadline.left_s()))

@@ -211,6 +211,7 @@ class _Search:
         """The step to take, the same on all ranks. An order is carried out."""
         self._lookout, intake = lookout, self._shard.intake
         found = self._find()
+        self._shard.observed.heard_of(found.ref)
         intake.has_waited = found.said == COMING or (intake.has_waited and not found.ref)
         if found.ref is not None and found.said == FETCHED:
             self._fetch_ahead(found.ref)

@@ -73,6 +73,7 @@ class Room:
             for chunk, dtype in zip(layout.chunks, dtypes, strict=True)
         ]
         ends = [0, *itertools.accumulate(map(aligned, sizes))]
+        self.size_bytes = ends[-1]
         self._memory = LastingMemory(ends[-1])  # peers may ask for it late
         room = torch.from_numpy(self._memory.bytes)
         chunks: dict[int, list[LocalChunk]] = {n: [] for n in range(len(layout.tensors))}
@@ -126,6 +127,7 @@ class Forerunner:
         self._room: Room | None = None
         self._thread: threading.Thread | None = None
         shard.before_end.append(self.close)
+        shard.observed.staged["forerunner"] = lambda: room.size_bytes if (room := self._room) else 0
 
     # Called by the replica
 

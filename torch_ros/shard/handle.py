@@ -758,7 +758,9 @@ class ShardHandle:
         deadline = self._shard.deadline("fleet", timeout_s)
         group, keys = self._shard.group, self._shard.group.seat.keys
         self._shard.require_usable()
-        return group.ask(fleet_ranges(keys), lambda view: Done(Fleet.of(view, keys)), deadline)
+        fleet = group.ask(fleet_ranges(keys), lambda view: Done(Fleet.of(view, keys)), deadline)
+        self._shard.observed.heard_of(fleet.latest)
+        return fleet
 
     def wait(
         self,

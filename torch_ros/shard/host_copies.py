@@ -60,6 +60,7 @@ class HostCopy:
     ) -> None:
         self.kept, self.call = kept, call
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
+        self.size_bytes = ends[-1]
         with ExitStack() as undo:  # nothing unmaps it: its pages would stay for good
             self._memory = LastingMemory(ends[-1])
             undo.callback(self._memory.close)
@@ -105,6 +106,11 @@ class Copies:
 
     def __len__(self) -> int:
         return len(self._copies)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all copies. Any thread may ask."""
+        return sum(copy.size_bytes for copy in list(self._copies.values()))
 
     @property
     def made(self) -> list[HostCopy]:

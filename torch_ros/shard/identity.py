@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import secrets
 import socket
 from collections import Counter
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ros.errors import DeadlineExceeded, UsageError
+
+UNIQUE = re.compile(r"-\d+-[0-9a-f]{6}$")  # the end of a name that nobody chose
 
 _opens = itertools.count()  # every rank opens its handles in the same order
 _names_taken: Counter[str] = Counter()
@@ -66,6 +69,11 @@ def identify(
 
 def _unique_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def without_pid(replica: str) -> str:
+    """The host of a name that nobody chose, for labels; any other as it is."""
+    return UNIQUE.sub("", replica)
 
 
 def _shared(replica: str | None, rank: int, timeout_s: float) -> tuple[str, str]:

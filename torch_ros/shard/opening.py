@@ -233,7 +233,22 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
 
     if seeding == "host":
         shard.forerunner = Forerunner(shard, ahead, seeding_bytes)
+    if environment.value(environment.METRICS_PORT):
+        _serve_figures()
     return ShardHandle(shard)
+
+
+def _serve_figures() -> None:
+    try:
+        from torch_ros.metrics.process import serve_as_told  # noqa: PLC0415  # an extra
+    except ImportError:
+        log.warning(
+            "no figures are served: %s takes prometheus-client; install torch-ros with the extra "
+            "metrics",
+            environment.METRICS_PORT,
+        )
+    else:
+        serve_as_told()
 
 
 @dataclass(frozen=True, slots=True)

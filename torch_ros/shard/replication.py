@@ -13,6 +13,7 @@ from torch_ros.errors import (
     BackendError,
     CorruptWeights,
     SourceLost,
+    TorchRosError,
     UsageError,
 )
 from torch_ros.protocol.call import GroupCall
@@ -135,7 +136,9 @@ def _healed(
         try:
             return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
         except CorruptWeights as error:
+            shard.observed.tally.corrupt += 1
             if not tries_left:
+                shard.observed.tally.failed(error)
                 raise
             log.warning("%s; reading it again", error)
             avoided = replication.sources
@@ -143,6 +146,9 @@ def _healed(
                 suspect(shard.group, avoided, str(error))
             except BackendError as lost:  # the second read checks the bytes whatever its source
                 log.warning("%s may be read from again: %s", replication.source, lost)
+        except TorchRosError as error:
+            shard.observed.tally.failed(error)
+            raise
     raise AssertionError("the last try returns or raises")
 
 
@@ -215,8 +221,11 @@ class Replication:
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
         with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
-            claimed = ClaimedSources(call)
-            claimed.read(partial(self._fetch, claimed, meter))
+            claimed, before = ClaimedSources(call), call.reroutes
+            try:
+                claimed.read(partial(self._fetch, claimed, meter))
+            finally:
+                shard.observed.tally.reroutes += call.reroutes - before
         self._commit(call)
         return self._report(call)
 

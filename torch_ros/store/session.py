@@ -52,6 +52,7 @@ class Session:
         self.lease_id, granted_s = kv.grant(ttl_s, timeout_s=GRANT_TIMEOUT_S)
         # Until then the lease is certainly alive: etcd counts from when it got the request.
         self.deadline = sent_s + granted_s
+        self.answers, self.round_trip_s = True, clock() - sent_s  # of the last request
         self._interval_s = granted_s / 3
         self._pid = os.getpid()
         self._is_lost = False
@@ -103,8 +104,9 @@ class Session:
                     left_s = self.deadline - self._clock()
                     log.warning("%s: %s; its lease ends in %.1f s", self._name, error, left_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX) if silence else RETRY_S_MIN
-                silence = error.reason
+                silence, self.answers = error.reason, False
                 continue
+            self.answers, self.round_trip_s = True, self._clock() - sent_s
             if granted_s == 0:
                 return "its lease has ended"
             self.deadline = sent_s + granted_s

@@ -112,6 +112,12 @@ class CopyBuffers:
         self._borrow_bytes = borrow_bytes
         self._open: list[LentMemory] = []  # what somebody may have, also of buffers outgrown since
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all buffers. Any thread may ask."""
+        buffers = [each for turns in list(self._turns.values()) for each in list(turns.buffers)]
+        return sum(each.room.nbytes for each in buffers)
+
     def turn(self) -> None:
         """Switch buffers: readers will be using the one filled last, and nobody the other one."""
         for turns in self._turns.values():

@@ -64,6 +64,11 @@ class Reading:
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
 
+    @property
+    def staging_bytes(self) -> int:
+        """Of the staging buffers that there are. Any thread may ask."""
+        return self._staging.held_bytes
+
     def beside(self) -> Reading:
         """Another, for a thread of its own, and the reads of streams."""
         size_bytes = self._staging.size_bytes

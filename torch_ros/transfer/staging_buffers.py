@@ -43,6 +43,11 @@ class Staging:
         self._transport, self.size_bytes, self._pages = transport, size_bytes, pages
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the buffers that there are. Any thread may ask."""
+        return sum(buffer.nbytes for buffer, _ in list(self._buffers.values()))
+
     def placed(
         self, pieces: Sequence[StagedCopy], memory: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Places]]:

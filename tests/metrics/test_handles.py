@@ -1,0 +1,178 @@
+"""Figures of a process's own handles."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from scraping import scrape
+
+from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
+from torch_ros.metrics import HandleCollector, serve
+from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
+
+
+def published(handle, version, count=4):
+    handle.unpublish()
+    handle.unregister()
+    handle.register({"w": torch.full((count,), float(version))})
+    handle.publish(version)
+
+
+def figures(handle):
+    """The figures of a handle's model, by name and the labels that tell them apart."""
+    registry = CollectorRegistry()
+    registry.register(HandleCollector())
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("model") == handle.model:
+                assert "pid" not in labels
+                whose = labels.pop("replica"), labels.pop("rank")
+                found[sample.name.removeprefix("torch_ros_"), *whose, *labels.values()] = (
+                    sample.value
+                )
+    return found
+
+
+def test_a_handle_tells_what_it_holds(opened):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    assert figures(trainer)["held_version", "trainer", "0", trainer.run] == -1
+    published(trainer, 7)
+    rollout.register({"w": torch.empty(4)})
+    rollout.replicate()
+    found = figures(trainer)
+    assert found["held_version", "trainer", "0", trainer.run] == 7
+    assert found["held_version", "rollout", "0", trainer.run] == 7
+    assert found["behind_versions", "rollout", "0"] == 0
+    published(trainer, 9)
+    assert figures(trainer)["behind_versions", "rollout", "0"] == 0  # nobody told it
+    rollout.fleet()
+    assert figures(trainer)["behind_versions", "rollout", "0"] == 2
+    rollout.update()
+    found = figures(trainer)
+    assert (found["behind_versions", "rollout", "0"], found["seated", "rollout", "0"]) == (0, 1)
+    assert found["etcd_up", "rollout", "0"] == 1
+    assert 0 <= found["etcd_roundtrip_seconds", "rollout", "0"] < 20
+
+
+def test_staged_bytes_are_those_beside_the_tensors(opened):
+    trainer = opened("trainer", retain=("latest",))
+    trainer.publish_copy(1, {"w": torch.zeros(1 << 16)})
+    found = figures(trainer)
+    assert found["staged_bytes", "trainer", "0", "buffers"] == 2 * 4 << 16
+    assert found["staged_bytes", "trainer", "0", "copies"] == 0
+    trainer.unpublish()  # the only one: it is copied
+    assert figures(trainer)["staged_bytes", "trainer", "0", "copies"] == 4 << 16
+
+
+def test_reads_that_fail_are_counted_by_their_error(opened):
+    rollout = opened("rollout")
+    rollout.register({"w": torch.empty(4)})
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            rollout.replicate(timeout_s=0.2)
+    assert figures(rollout)["reads_total", "rollout", "0", "DeadlineExceeded"] == 2
+
+
+def test_a_lost_seat_is_counted_and_shown(opened):
+    trainer = opened("trainer")
+    published(trainer, 1)
+    shard = trainer._shard
+    shard.group.fence(SeatLost("trainer", "for a test"))
+    found = figures(trainer)
+    assert found["seat_lost_total", "trainer", "0"] == 1
+    trainer.close()
+    again = opened("trainer")
+    assert figures(again)["seat_lost_total", "trainer", "0"] == 1
+
+
+def test_counters_outlive_a_handle(opened):
+    rollout = opened("rollout")
+    rollout._shard.observed.tally.corrupt += 3
+    rollout.close()
+    again = opened("rollout")
+    again._shard.observed.tally.corrupt += 1
+    assert figures(again)["corrupt_total", "rollout", "0"] == 4
+    assert figures(again)["seated", "rollout", "0"] == 1
+
+
+def test_a_name_that_nobody_chose_has_no_pid(opened):
+    handle = opened()
+    assert str(os.getpid()) in handle.replica
+    names = {key[1] for key in figures(handle)}
+    assert len(names) == 1
+    assert str(os.getpid()) not in names.pop()
+
+
+@pytest.mark.parametrize("name", ['"', "\\", 'a"} 1\n# b', "é"])
+def test_any_name_of_a_replica_is_a_label(opened, name):
+    assert figures(opened(name))["seated", name, "0"] == 1
+
+
+def test_a_duration_is_in_the_first_bucket_that_has_room():
+    times = Histogram()
+    for seconds in (0.0, BOUNDS_S[0], BOUNDS_S[0] * 1.01, BOUNDS_S[-1], 1e9):
+        times.add(seconds)
+    assert (times.counts[:2], times.counts[-2:]) == ([2, 1], [1, 1])
+    assert sum(times.counts) == 5
+
+
+def test_tallies_of_many_names_are_bounded_and_none_counts_twice():
+    tallies = Tallies()
+    for number in range(ENDED_MAX + 10):
+        tally = tallies.begin(Whose("m", f"r{number}", "0"))
+        tally.corrupt += 1
+        tallies.end(tally)
+        tallies.end(tally)
+    found = tallies.all()
+    assert len(found) == ENDED_MAX
+    assert {tally.corrupt for tally in found.values()} == {1}
+
+
+def test_a_process_serves_its_figures(opened):
+    handle = opened("one")
+    port = serve()
+    url = f"at http://127.0.0.1:{port}/metrics"
+    assert scrape(url)["torch_ros_seated", handle.model, "0", "one"] == 1
+    with pytest.raises(UsageError, match="Address already in use"):
+        serve(port)
+
+
+PROGRAM = """
+import sys, urllib.request, torch_ros
+handle = torch_ros.open("policy", endpoint="memory://", replica="one")
+again = torch_ros.open("policy", endpoint="memory://", replica="two")
+print(sorted(name for name in sys.modules if name.startswith("prometheus_client"))[:1])
+if len(sys.argv) > 1:
+    print(urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/metrics").read().decode())
+"""
+
+
+def run(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_the_environment_serves_once_and_fails_no_job():
+    from puppets.servers import free_port
+
+    port = free_port()
+    out, err = run(str(port + 1), TORCH_ROS_METRICS_PORT=str(port), LOCAL_RANK="1")
+    assert 'torch_ros_seated{model="policy",rank="0",replica="two"} 1.0' in out
+    assert err == ""
+    for wrong in ("x", "70000", "no.such.host.invalid:0"):
+        out, err = run(TORCH_ROS_METRICS_PORT=wrong)
+        assert "no figures are served" in err
+    assert run()[0] == "[]\n"  # nothing is imported that was not asked for

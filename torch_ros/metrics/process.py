@@ -1,0 +1,54 @@
+"""Serve a process's own figures: by a call, or as the environment says."""
+
+import functools
+import logging
+import os
+
+from torch_ros import environment
+from torch_ros.errors import UsageError
+from torch_ros.metrics.handles import HandleCollector
+from torch_ros.metrics.server import start
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PORT_MAX = 65_535
+
+
+def serve(port: int = 0, *, host: str = LOOPBACK) -> int:
+    """Serve the figures of this process's handles, at /metrics, until it ends.
+
+    For processes that serve no figures of their own; others register a `HandleCollector`. Daemon
+    threads answer. A child of `fork` does not serve.
+
+    Args:
+        port: 0: any that is free.
+        host: The address to listen at. The page has no password: beyond loopback it is for
+            networks that may see the names of models and replicas.
+
+    Returns:
+        The port.
+
+    Raises:
+        UsageError: The port is taken, or no such host is this one.
+    """
+    server, _ = start(HandleCollector(), host, port)
+    log.info("figures at http://%s:%d/metrics", host, server.server_port)
+    return server.server_port
+
+
+@functools.cache
+def serve_as_told() -> None:
+    """Once, where the environment says; a job does not fail for want of figures.
+
+    On a host with several ranks each takes the port above, by torchrun's local rank.
+    """
+    told = environment.value(environment.METRICS_PORT)
+    host, _, port = told.rpartition(":")
+    try:
+        if not port.isdecimal() or int(port) > PORT_MAX:
+            raise UsageError("expected PORT, or HOST:PORT")
+        above = int(os.environ.get("LOCAL_RANK", "0")) if int(port) else 0
+        serve(int(port) + above, host=host or LOOPBACK)
+    except (UsageError, ValueError) as error:
+        log.warning("no figures are served, %s=%r: %s", environment.METRICS_PORT, told, error)

@@ -1,0 +1,33 @@
+"""The facts about one shard that collectors ask for, from any thread and at any time."""
+
+from collections.abc import Callable
+
+from torch_ros.protocol.group import Group
+from torch_ros.protocol.records import VersionRef
+from torch_ros.shard.host_copies import Copies
+from torch_ros.shard.identity import without_pid
+from torch_ros.shard.tally import Whose, tallies
+from torch_ros.transfer.reading import Reading
+
+
+class Observed:
+    """Counted and noted by the shard's calls; read by nobody in them."""
+
+    def __init__(self, model: str, group: Group, copies: Copies, reading: Reading) -> None:
+        self._group, seat = group, group.seat
+        self.tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
+        self.newest: VersionRef | None = None  # that its calls have heard of
+        self.staged: dict[str, Callable[[], int]] = {  # bytes that it holds beside its tensors
+            "copies": lambda: copies.size_bytes,
+            "staging": lambda: reading.staging_bytes,
+        }
+
+    def heard_of(self, ref: VersionRef | None) -> None:
+        """Note a version that somebody has, if it is newer than what was heard of before."""
+        if ref is not None and (self.newest is None or ref.order > self.newest.order):
+            self.newest = ref
+
+    def end(self) -> None:
+        """The shard is closed; its counts stay."""
+        self.tally.seats_lost = self._group.ledger.seats_lost
+        tallies.end(self.tally)
