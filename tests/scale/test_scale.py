@@ -400,6 +400,7 @@ def test_bounds_of_a_few_replicas_hold():
 @pytest.mark.long
 def test_bounds_of_up_to_two_hundred_hold():
     assert scenarios.burst(0, n=100)["last_x"] < 1.1
+    assert scenarios.burst(0, n=100, heads=4)["last_x"] < 1.05
     assert scenarios.deaths(0, n=100)["last_x"] < 1.1
     assert scenarios.stragglers(0, n=100)["healthy_p99_x"] < 1.2
     staggered = scenarios.burst(0, n=50, over_s=5.0)

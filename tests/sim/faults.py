@@ -833,6 +833,13 @@ def _(rule):
     return faulty
 
 
+fault(
+    "idle sources are claimed though others have come to look",
+    (sources, "claim"),
+    scenario="alone no more",
+)(edited(guards=without(NoneNewer)))
+
+
 fault("a failed call leaves its reader records", (calls, "withdraw"))(
     lambda rule: lambda view: Done(None)
 )

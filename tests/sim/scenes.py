@@ -804,6 +804,45 @@ def many(scene: Scene) -> None:
     demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
 
 
+def alone_no_more(scene: Scene) -> None:
+    """I8: who takes several idle sources leaves them to those who have come meanwhile."""
+    trainers, others = tuple("tuvw"), tuple(f"r{number}" for number in range(1, 7))
+    seen = lambda part, name: any(
+        part in key and f"/{name}@" in key for key in scene.store._entries
+    )
+
+    def first(me: Process) -> None:
+        scene.until(*trainers)
+        have_come = lambda: all(seen("/holdings/", name) for name in others)
+        scene.hold("alone", me, puts("/readers/"), have_come)
+        scene.slow_s[me] = 1.0
+        replicate(me)
+        stay(me)
+
+    def read(me: Process) -> None:
+        scene.until("alone")
+        if me.start.replica == "r1":
+            have_sources = lambda: all(
+                name in scene.reached or seen("/readers/", name) for name in ("r0", *others[1:])
+            )
+            scene.hold("late", me, puts("/readers/"), have_sources)
+        scene.slow_s[me] = 1.0
+        replicate(me)
+        stay(me)
+
+    def stay(me: Process) -> None:
+        scene.reach(me.start.replica)
+        scene.until(*trainers, "r0", *others)
+
+    for name in trainers:
+        scene.start(name, lambda me: (publish(me, 1), stay(me)), size=1)
+    scene.start("r0", first, size=1)
+    for name in others:
+        scene.start(name, read, size=1)
+    scene.play()
+    demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
 def freed_meanwhile(scene: Scene) -> None:
     """I8: a source that becomes free does not send two newcomers to the next one."""
 
@@ -2483,6 +2522,7 @@ SCENES = {
     "not whole": not_whole,
     "many": many,
     "few, not whole": few_not_whole,
+    "alone no more": alone_no_more,
     "freed meanwhile": freed_meanwhile,
     "claimed meanwhile": claimed_meanwhile,
     "last offer": last_offer,

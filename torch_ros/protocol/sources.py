@@ -23,6 +23,7 @@ from torch_ros.store.txn import (
     Entry,
     Get,
     Guard,
+    NoneNewer,
     Op,
     Put,
     Range,
@@ -143,7 +144,7 @@ def claim(
     eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
     insts = _idle(view, seat, ref, eligible, sources_max) or [_predicted(view, seat, ref, eligible)]
     places = [k.place(eligible[inst].holding.datacenter, inst) for inst in insts]
-    guards: list[Guard] = []
+    guards = _still_alone(view, seat, ref) if len(insts) > 1 else []
     ops: list[Op] = []
     for inst, place in zip(insts, places, strict=True):
         chosen(inst)
@@ -201,6 +202,11 @@ def _idle(
         return [own] if own in near else []
     near.sort(key=lambda inst: eligible[inst].entry.create_rev)
     return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
+
+
+def _still_alone(view: View, seat: Seat, ref: VersionRef) -> list[Guard]:
+    """Nobody has come since, who would count on the second of several sources."""
+    return [NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)]
 
 
 def _own_copy(candidates: Mapping[str, _Candidate], seat: Seat) -> str:
