@@ -124,7 +124,9 @@ class Etcd:
         token = actor.token
 
         def arrive() -> None:
-            service_s = self.model.read_s if kind == "reads" else self.model.write_s
+            # Its leader renews leases by itself, which no other member has to write.
+            is_read = kind in ("reads", "renewals")
+            service_s = self.model.read_s if is_read else self.model.write_s
             self._idle_from_s = max(clock.now_s, self._idle_from_s) + service_s
             clock.at(self._idle_from_s, serve)
 
@@ -239,7 +241,7 @@ class Connection:
         return self._ask("leases", partial(self._etcd.grant, ttl_s)), ttl_s
 
     def keep_alive(self, lease_id: int, *, timeout_s: float) -> int:
-        return self._ask("leases", partial(self._etcd.space.keep_alive, lease_id))
+        return self._ask("renewals", partial(self._etcd.space.keep_alive, lease_id))
 
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         self._ask("leases", partial(self._etcd.space.expire, lease_id))
@@ -335,9 +337,13 @@ class Cluster:
         return made
 
     def open(self, processes: Sequence[Process], **options: Any) -> None:
-        """All processes take their seats, at no time: no figure is about opening."""
-        for process in processes:
-            self.does(process, 0.0, lambda process=process: process.opens(**options))
+        """All processes take their seats, which etcd does at no time: no figure is about opening.
+
+        They do it one after the other: in a burst all ask at once, and do not renew leases as well.
+        """
+        for number, process in enumerate(processes):
+            at_s = self.clock.now_s + number / len(processes) * TTL_S / 3
+            self.does(process, at_s, lambda process=process: process.opens(**options))
         self.run()
 
     def start(self) -> None:

@@ -26,8 +26,9 @@ WORKS = """## How it works
 - `benchmarks/scale/cluster.py` runs each process of each replica in greenlets, on the scheduler of
   the simulated tests, without its dice: who can move moves, in order, and then time passes.
 - etcd is one queue. A request takes half a millisecond there and back each, up or down by half,
-  and 1/20,000 s of etcd's time for a write and 1/60,000 s for a read. Another datacenter is 40 ms
-  away. Watches tell as soon as a change is made.
+  and 1/20,000 s of etcd's time for a write and 1/60,000 s for a read, or to renew a lease, which
+  all replicas do in turn. Another datacenter is 40 ms away. Watches tell as soon as a change is
+  made.
 - `benchmarks/scale/network.py` shares NICs (25 GB/s each way, 50 GB for each rank, as in the
   TensorHub paper) and links between datacenters max-min fairly, in ticks of a step.
   Relays pass on whole steps of 4 MiB, and who waits for a relay asks as seldom as the library
