@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.transfer.stall import EAGER_S, POLL_S_MAX, POLL_S_MIN
+from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ class Network:
                 *(self._count, source.number, transfer.reader.number),
                 *(source.out, transfer.reader.into, way),
                 *(0.0 if source.is_dead else most, share, 0.0, -1.0, -1.0),
-                *(begins, transfer.bytes_total, self.now_s, POLL_S_MIN, self.now_s),
+                *(begins, transfer.bytes_total, self.now_s, EAGER_POLL_S, self.now_s),
             ))  # fmt: skip
 
     def stop(self, transfer: Transfer) -> None:
@@ -267,7 +267,7 @@ class Network:
         table["since_s"][rows[has_more]] = self.now_s
         is_eager = self.now_s - table["since_s"][rows] < EAGER_S
         longer_s = np.minimum(np.where(is_eager, 1, 2) * pause_s, POLL_S_MAX)
-        table["pause_s"][rows] = np.where(has_more, POLL_S_MIN, longer_s)
+        table["pause_s"][rows] = np.where(has_more, EAGER_POLL_S, longer_s)
 
     def _rates(self, wanted: Floats) -> Floats:
         """The max-min fair rate of each flow, which wants no more than its source has."""

@@ -32,7 +32,7 @@ WORKS = """## How it works
 - `benchmarks/scale/network.py` shares NICs (25 GB/s each way, 50 GB for each rank, as in the
   TensorHub paper) and links between datacenters max-min fairly, in ticks of a step.
   Relays pass on whole steps of 4 MiB, and who waits for a relay asks as seldom as the library
-  does between hosts: after 0.2 ms, and after 2 s of that twice as long each time, 10 ms at most.
+  does between hosts: after 0.05 ms, and after 2 s of that twice as long each time, 10 ms at most.
 - A process that dies is missed by its readers 0.1 s later, and by etcd when its lease has ended.
 
 The model leaves out: what connecting takes, the way of a question about a position, kernels' and

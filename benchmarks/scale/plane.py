@@ -23,7 +23,7 @@ from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.pace import PACE_S
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
-from torch_ros.transfer.stall import EAGER_S, POLL_S_MAX, POLL_S_MIN, STALL_S, SourceWait
+from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX, STALL_S, SourceWait
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout, Manifest
 
@@ -260,7 +260,7 @@ class Reading:
 
 def asked_at(began_s: float, now_s: float, asking_s: float) -> float:
     """The time at which a `SourceWait` since `began_s` asks next; a question takes `asking_s`."""
-    pause_s, still_s = POLL_S_MIN, 0.0
+    pause_s, still_s = EAGER_POLL_S, 0.0
     while still_s < now_s - began_s:
         is_eager = still_s < EAGER_S
         still_s += pause_s + asking_s

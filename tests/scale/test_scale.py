@@ -270,13 +270,13 @@ def test_who_waits_for_a_relay_to_begin_asks_when_the_library_would():
     with patch.object(stall, "time", time), patch.object(Deadline, "check", lambda *_: None):
         deadline = Deadline("d", 1e9, 0.0, lambda: None)
         wait = stall.SourceWait("r", deadline, lambda: True, is_eager=True)
-        for _ in range(6000):
+        for _ in range(12_000):
             wait.wait("")
-            now[0] += 0.00015  # to ask takes so long
+            now[0] += 0.00017  # to ask takes so long
             asked.append(now[0])
     for begins_s in (0.0001, 0.003, 0.0123, 0.1, 2.1, 2.4):
         after = next(at for at in asked if at >= begins_s)
-        assert plane.asked_at(0.0, begins_s, 0.00015) == pytest.approx(after)
+        assert plane.asked_at(0.0, begins_s, 0.00017) == pytest.approx(after)
 
 
 # The library runs in it

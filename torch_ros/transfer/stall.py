@@ -7,7 +7,8 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost
 
 POLL_S_MIN, POLL_S_MAX = 0.0002, 0.01  # between questions to a source that is filling itself
-EAGER_S = 2.0  # of a wait for a relay on another host, in which questions do not grow rarer
+EAGER_POLL_S = 0.00005  # the same, to a relay on another host
+EAGER_S = 2.0  # of a wait for that, in which questions do not grow rarer
 STALL_S = 1.0  # without progress, until the store is asked whether the source is there at all
 SILENCE_S = 4.0  # without an answer, until another source is better
 BLINK_S = 0.1  # of a wait counts at most: this process may have been stopped meanwhile
@@ -41,7 +42,8 @@ class SourceWait:
 
     def reset(self) -> None:
         """Begin anew: something came."""
-        self._pause_s, self.still_s = POLL_S_MIN, 0.0
+        self._pause_s = EAGER_POLL_S if self._eager_s else POLL_S_MIN
+        self.still_s = 0.0
         self._ask_s, self._looked_s = STALL_S, time.monotonic()
 
     def look(self, reason: str) -> None:
