@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/OPERATIONS.md", "docs/DISTRIBUTED.md")
+DOCUMENTS = ("README.md", "docs/OPERATIONS.md", "docs/TOOLS.md", "docs/DISTRIBUTED.md")
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = (
@@ -32,6 +32,7 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "torch-ros push": ("tests/checkpoints/test_push_pull.py", '"push"'),
     "torch-ros pull": ("tests/checkpoints/test_push_pull.py", '"pull"'),
     "torch-ros diff": ("tests/checkpoints/test_push_pull.py", '"diff"'),
+    "torch-ros web": ("tests/cli/browsing.py", '"web"'),
     "torch-ros export": ("tests/cli/test_export.py", '"export"'),
     "torch-ros": ("tests/cli/test_ls.py", '"ls"'),
     "python -m torch_ros": ("tests/cli/test_ls.py", '"-m", "torch_ros"'),
@@ -48,6 +49,7 @@ NOT_RUN = {  # the beginning of a command: why no test runs it
     "make docs": "CI runs it",
     "make bench": "takes minutes of an idle machine, and tells figures, not right from wrong",
     "pip install -e '.[cli]'": "CI installs the clone with this extra, and more",
+    "pip install -e '.[web]'": "CI installs the clone with this extra, and more",
     "pip install -e '.[local]'": "CI installs the clone with this extra, and more",
     "apt install": "needs root; a machine of CI has it done",
     ". .venv/bin/activate": "changes the shell of the reader; venv's own",

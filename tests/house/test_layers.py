@@ -36,7 +36,10 @@ DOORS = {
     "nixl": "p2p/nixl.py",
     "prometheus_client": "metrics",
     "safetensors": "checkpoints",
+    "starlette": "cli/web.py",
+    "textual": "cli/top.py",
     "transformers": "integrations/names.py",
+    "uvicorn": "cli/web.py",
     "verl": "integrations/verl.py",
     "vllm": "integrations/vllm",
 }

@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--port", type=_port, default=9464, help="0: any that is free")
     exported.add_argument("--host", default="127.0.0.1", help="the address to listen at")
     exported.set_defaults(run=_export)
+    _add_showing(commands)
     _add_moving(commands)
     return parser
 
@@ -87,6 +88,20 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > PORT_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: expected 0 to {PORT_MAX}")
     return int(text)
+
+
+def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The commands that go on until they are ended."""
+    shown = commands.add_parser("web", help="a page that shows who has which version")
+    shown.add_argument("model", nargs="?", help="by default all, of which one is chosen there")
+    shown.add_argument("--host", default="127.0.0.1", help="others than this host need a token")
+    shown.add_argument("--port", type=_port, default=8265, help="0: any that is free")
+    shown.add_argument(
+        "--token",
+        default=environment.value(environment.WEB_TOKEN),
+        help=f"by default ${environment.WEB_TOKEN}, which others on this host do not see",
+    )
+    shown.set_defaults(run=_web)
 
 
 def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -123,6 +138,29 @@ def _ls(asked: argparse.Namespace) -> int:
 
 def _export(asked: argparse.Namespace) -> int:
     return exporting.export(asked, sys.stdout)
+
+
+def _web(asked: argparse.Namespace) -> int:
+    try:
+        from torch_ros.cli import web  # noqa: PLC0415  # the extra web
+    except ImportError as error:
+        raise UsageError(_missing("the page", "web", error)) from error
+
+    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+        web.serve(
+            kv,
+            sys.stdout,
+            model=asked.model,
+            host=asked.host,
+            port=asked.port,
+            token=asked.token,
+        )
+    return FINE
+
+
+def _missing(what: str, extra: str, error: ImportError) -> str:
+    found = f"{what} takes {error.name}, which is not installed"
+    return f"{found}: install torch-ros with the extra {extra}"
 
 
 def _push(asked: argparse.Namespace) -> int:
