@@ -5,8 +5,10 @@ import threading
 import pytest
 import torch
 
+from torch_ros.deadline import wall_ms
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import Holding, VersionRecord
+from torch_ros.protocol.membership import adopted
+from torch_ros.protocol.records import Holding, Kept, ShardRecord, VersionRecord, VersionRef
 from torch_ros.shard.replication import Replication
 from torch_ros.store.txn import Put, Txn
 
@@ -55,6 +57,42 @@ def test_a_fleet_is_who_has_what_and_where(opened):
     assert (found.datacenter, found.spot, found.install) == ("west", False, None)
     assert (fleet.replicas["spot"].datacenter, fleet.replicas["spot"].spot) == ("east", True)
     assert trainer.list() == {2: {"trainer"}, 1: {"spot", "trainer+2"}}
+
+
+def test_a_fleet_says_since_when(opened):
+    began_ms = wall_ms()
+    trainer = opened("trainer", retain=(1,))
+    published(trainer, 1)
+    spot = opened("spot", spot=True)
+    replicated(spot)
+    before = trainer.fleet()
+    published(trainer, 2)  # a copy of 1 stays
+    spot.unpublish()
+    after = trainer.fleet()
+    moments = [each.at_ms for each in (after.versions[1], before.versions[0], after.versions[0])]
+    assert began_ms <= moments[0] == moments[1] <= moments[2] <= wall_ms()
+    by_kind = {each.kind: each.since_ms for each in (*before.held, *after.held)}
+    assert set(by_kind) == {"original", "replica", "copy"}
+    assert all(moments[0] <= since_ms <= wall_ms() for since_ms in by_kind.values())
+
+
+def test_a_reader_that_comes_back_knows_when_its_version_was_published(opened):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    published(trainer, 1)
+    replicated(rollout)
+    [there] = trainer.fleet().versions
+    kept = rollout._shard.group.ledger.held
+    assert kept.at_ms == there.at_ms
+    assert kept.record(None).at_ms == there.at_ms
+
+
+def test_ranks_that_come_back_agree_whatever_their_clocks_said():
+    ref = VersionRef("run", 1, "uid", 1)
+    kept = [Kept(ref, 3, "L", is_original=True, at_ms=at_ms) for at_ms in (5, 6)]
+    shards = [ShardRecord("host", rank, b"", kept=each) for rank, each in enumerate(kept)]
+    assert adopted(shards)[1] == kept[0]
+    others = [ShardRecord("host", 1, b"", kept=Kept(ref, 4, "L", is_original=True, at_ms=5))]
+    assert adopted([shards[0], *others])[1] is None
 
 
 def test_a_reader_is_seen_at_both_ends(opened, monkeypatch):

@@ -1,4 +1,4 @@
-"""When a call ends."""
+"""When a call ends, and what the time is."""
 
 import time
 from collections.abc import Callable
@@ -9,6 +9,11 @@ from torch_ros.errors import DeadlineExceeded
 
 class Cancelled(BaseException):
     """Nobody waits for this call any more: it ends, as by Ctrl-C, where it waits next."""
+
+
+def wall_ms() -> int:
+    """The wall clock, for people and pictures: nothing is ever decided by it."""
+    return int(1000 * time.time())
 
 
 @dataclass(frozen=True, slots=True)

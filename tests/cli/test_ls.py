@@ -18,15 +18,27 @@ from torch_ros.store.txn import Delete, Put, Read, Txn, one
 
 ONE, TWO = VersionRef("run-a", 1, "u1", 1), VersionRef("run-a", 2, "u2", 1)
 
+NOW_MS = 1_790_000_000_000
+
+
+@pytest.fixture
+def fixed_clock(monkeypatch):
+    monkeypatch.setattr(ls, "wall_ms", lambda: NOW_MS)
+
 
 def held(replica, ref=TWO, state="full", **more):
     kind = more.pop("kind", "replica")
+    since_ms = more.pop("since_ms", NOW_MS - 125_000)
     options = {"is_offered": state == "full", "is_relay": False, "spot": False, **more}
-    return Held(ref, replica, f"{replica}@0", "default", kind, state, world_size=2, **options)
+    options |= {"world_size": 2, "since_ms": since_ms}
+    return Held(ref, replica, f"{replica}@0", "default", kind, state, **options)
 
 
 def fleet(*there, versions=(TWO, ONE), names=()):
-    published = [Published(ref, any(h.ref == ref for h in there), 3, 3 << 30) for ref in versions]
+    published = [
+        Published(ref, any(h.ref == ref and h.is_offered for h in there), 3, 3 << 30, NOW_MS - 3100)
+        for ref in versions
+    ]
     names = {*names, *(each.replica for each in there)}
     replicas = {
         name: Replica(name, f"{name}@0", "complete", "default", False, "run-a", 2)
@@ -35,16 +47,18 @@ def fleet(*there, versions=(TWO, ONE), names=()):
     return Fleet("policy", 7, {"run-a": 1}, published, there, replicas)
 
 
+@pytest.mark.usefixtures("fixed_clock")
 def test_a_model_is_a_line():
     both = fleet(held("trainer", kind="original"), held("r0"), held("r1", state="filling"))
     [row] = ls.models([both])
-    assert row == ("policy", "run-a", "2", "3.0 GiB", "2", "1", "3", "")
+    assert row == ("policy", "run-a", "2", "3.0 GiB", "2", "1", "3", "3 s ago", "")
     [row] = ls.models([fleet(held("trainer"), held("spot", spot=True))])
     assert row[-1] == "! only copy"
     [row] = ls.models([fleet(versions=(), names=["r0"])])
-    assert row == ("policy", "run-a", "-", "-", "0", "-", "1", "")
+    assert row == ("policy", "run-a", "-", "-", "0", "-", "1", "-", "")
 
 
+@pytest.mark.usefixtures("fixed_clock")
 def test_a_version_is_a_line_for_each_holding():
     rows = ls.versions(
         fleet(
@@ -54,9 +68,9 @@ def test_a_version_is_a_line_for_each_holding():
         )
     )
     assert rows == [
-        ("2", "full", "3.0 GiB", "trainer", "2", "default", "original", "(read by r0)"),
-        ("", "filling", "3.0 GiB", "r0", "2", "default", "relay", "trainer"),
-        ("1", "gone", "3.0 GiB", "-", "-", "-", "-", ""),
+        ("2", "full", "3.0 GiB", "trainer", "2", "default", "original", "2 min", "(read by r0)"),
+        ("", "filling", "3.0 GiB", "r0", "2", "default", "relay", "2 min", "trainer"),
+        ("1", "gone", "3.0 GiB", "-", "-", "-", "-", "-", ""),
     ]
     assert ls.versions(fleet(held("trainer")), 1) == [rows[2]]
 
@@ -70,6 +84,23 @@ def test_a_source_of_many_names_a_few():
 def test_full_is_never_said_of_what_no_reader_is_given():
     [row] = ls.versions(fleet(held("r0", is_offered=False), versions=[TWO]))
     assert row[1] == "full, not offered"
+
+
+@pytest.mark.usefixtures("fixed_clock")
+@pytest.mark.parametrize(
+    ("passed_ms", "text"),
+    [
+        (-60_000, "0 s"),  # a clock that is ahead of this one
+        (999, "0 s"),
+        (59_999, "59 s"),
+        (60_000, "1 min"),
+        (7_199_999, "1 h"),
+        (50 * 3_600_000, "2 d"),
+    ],
+)
+def test_ages_are_for_people(passed_ms, text):
+    assert ls.age(NOW_MS - passed_ms) == text
+    assert ls.age(None) == "-"
 
 
 def test_who_is_behind_is_named():
@@ -115,7 +146,8 @@ def test_it_shows_what_is_there_and_writes_nothing(opened, asked):
     code, out, err = asked("ls")
     assert (code, err) == (0, "")
     [line] = [line for line in out.splitlines() if line.startswith(trainer.model)]
-    assert line.split() == [
+    assert line.split()[-1] == "ago"
+    assert line.split()[:8] == [
         trainer.model,
         trainer.fleet().latest.run,
         "7",

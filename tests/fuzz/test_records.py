@@ -35,6 +35,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.retention import GivenUp, keeping
 from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.unpublish import CopiedPart
 from torch_ros.protocol.versions import Spec, listing, resolve
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import Entry, View
@@ -165,9 +166,7 @@ def effects(rule, **options):
     return partial(
         calls.decide,
         seat=SEAT,
-        number=3,
-        kind="publish",
-        asked="x",
+        call=Call(3, "publish", "x", SEAT.rank),
         effects=lambda view, call: rule(view, SEAT, call, **options),
     )
 
@@ -189,9 +188,11 @@ RULES = {
     "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
     "unpublish": lambda view: unpublish.unpublish(view, SEAT, 3, "unpublish", REF),
-    "copied": lambda view: unpublish.copied(view, SEAT, KEPT, "r+3@1", 3, SHARD),
+    "copied": lambda view: unpublish.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
     "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
-    "abort": lambda view: calls.abort(view, SEAT, 1, "agree", "x", Failure("UsageError", ["x"], 0)),
+    "abort": lambda view: calls.abort(
+        view, SEAT, Call(1, "agree", "x", 0), Failure("UsageError", ["x"], 0)
+    ),
     "find": lambda view: membership.find_group(view, WHO),
     "open": lambda view: membership.create_group(view, WHO),
     "join": lambda view: membership.join(view, dataclasses.replace(WHO, replica="r"), "1"),

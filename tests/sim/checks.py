@@ -97,6 +97,7 @@ class Checks:
         self.holdings: dict[str, Holding] = {}
         self.offered: set[str] = set()  # the uids that anybody could read
         self.numbers: dict[str, int] = {}  # of runs
+        self.moments: dict[str, set[int]] = {}  # uid -> when its publication began
         self.installs: dict[str, list[tuple]] = {}  # by replica: all that it said, and when
         self.root = under("/torch-ros/m/")
 
@@ -432,6 +433,7 @@ class Checks:
             kinds.setdefault(key.split("/")[3], []).append(key)
         for kind, look in (
             ("runs", self._changed_run),
+            ("versions", self._changed_version),
             ("groups", self._changed_group),
             ("decisions", self._changed_decisions),
             ("holdings", self._changed_holding),
@@ -448,6 +450,18 @@ class Checks:
     def _changed_run(self, key: str, entry) -> None:
         if entry is not None:
             self.numbers[k.parse_run(key)] = RunRecord.decode(entry.value, key).number
+
+    def _changed_version(self, key: str, entry) -> None:
+        """The moment of a version stays, whoever completes, copies or brings it back."""
+        if entry is None:
+            return
+        record = VersionRecord.decode(entry.value, key)
+        known = self.moments.setdefault(record.uid, set())
+        if not (known and record.layout):
+            known.add(record.at_ms)
+        # After a wipe it may be decided anew, by another rank.
+        is_kept = record.at_ms in known or self.world.wipes
+        demand(record.at_ms and is_kept, f"{key} has moment {record.at_ms}, not one of {known}")
 
     def _changed_reader(self, key: str, entry) -> None:
         if entry is not None and key.endswith("/group"):

@@ -179,6 +179,31 @@ def unseen(view: View, *keys: str) -> View:
     return msgspec.structs.replace(view, entries=entries)
 
 
+def without_moment(op):
+    """Write a version's record as if nobody knew when it was published."""
+    if not isinstance(op, Put) or "/versions/" not in op.key:
+        return op
+    record = records.VersionRecord.decode(op.value, op.key)
+    return msgspec.structs.replace(op, value=msgspec.structs.replace(record, at_ms=0).encode())
+
+
+fault("who completes a publication forgets when it began", (calls, "complete"))(
+    edited(ops=without_moment)
+)
+fault("a copy forgets when its version was published", (unpublish, "copied"))(
+    edited(ops=without_moment)
+)
+
+
+@fault("ranks that come back forget when their version was published", (membership, "_adopt"))
+def _(adopt):
+    def faulty(*args):
+        ops, guards = adopt(*args)
+        return [without_moment(op) for op in ops], guards
+
+    return faulty
+
+
 # Names and calls
 
 fault("an incarnation has no nonce in its name", (keys_module, "instance"), hole=1)(
@@ -222,8 +247,8 @@ def _(make):
 
 @fault("an abort is told to nobody", (calls, "abort"), hole=14)
 def _(rule):
-    def faulty(view, seat, number, kind, asked, failure):
-        step = rule(view, seat, number, kind, asked, failure)
+    def faulty(view, seat, made, failure):
+        step = rule(view, seat, made, failure)
         return Done(step.then(UNKNOWN)) if isinstance(step, Act) else step
 
     return faulty
@@ -231,12 +256,12 @@ def _(rule):
 
 @fault("an abort undoes a call that has ended", (calls, "abort"))
 def _(rule):
-    def faulty(view, seat, number, kind, asked, failure):
-        step = rule(view, seat, number, kind, asked, failure)
+    def faulty(view, seat, made, failure):
+        step = rule(view, seat, made, failure)
         if isinstance(step, Done) and step.value.outcome.failure is None:
             unended = msgspec.structs.replace(step.value, outcome=None)
             with patch.object(calls, "recall", lambda *_: unended):
-                return rule(view, seat, number, kind, asked, failure)
+                return rule(view, seat, made, failure)
         return step
 
     return faulty
@@ -247,16 +272,16 @@ fault("an aborted call leaves its holding", (calls, "_undo"))(lambda undo: lambd
 
 @fault("the second rank decides again", (calls, "decide"), hole=12)
 def _(rule):
-    def faulty(view, seat, number, *args, **kwargs):
-        found = calls.find(view, seat, number)
+    def faulty(view, seat, call, effects):
+        found = calls.find(view, seat, call.number)
         if found is None or found.by == seat.rank or found.outcome is not None:
-            return rule(view, seat, number, *args, **kwargs)
-        others = [c for c in seat_calls(view, seat) if c.number != number]
+            return rule(view, seat, call, effects)
+        others = [c for c in seat_calls(view, seat) if c.number != call.number]
         entry = msgspec.structs.replace(
             view.entries[seat.decisions], value=records.Decisions(others).encode()
         )
         entries = {**view.entries, seat.decisions: entry}
-        return rule(msgspec.structs.replace(view, entries=entries), seat, number, *args, **kwargs)
+        return rule(msgspec.structs.replace(view, entries=entries), seat, call, effects)
 
     return faulty
 
@@ -266,11 +291,7 @@ def seat_calls(view, at):
 
 
 fault("most ranks do not look what was decided", (calls, "look_up"), (calls, "decide"))(
-    lambda rule: (
-        lambda view, seat, number, *args, **kwargs: rule(
-            unseen(view, seat.decisions), seat, number, *args, **kwargs
-        )
-    )
+    lambda rule: lambda view, seat, **kwargs: rule(unseen(view, seat.decisions), seat, **kwargs)
 )
 
 
@@ -1187,7 +1208,7 @@ def _(rule):
 
 @fault("near readers are not waited for", (unpublish, "_let_go"), scenario="near and far")
 def _(rule):
-    def faulty(view, seat, call, ref, keep, *, is_new):
+    def faulty(view, *args):
         found = unpublish._reading
 
         def reading(*args):
@@ -1195,7 +1216,7 @@ def _(rule):
             return ([], near + far) if far else (near, far)
 
         with patch.object(unpublish, "_reading", reading):
-            return rule(view, seat, call, ref, keep, is_new=is_new)
+            return rule(view, *args)
 
     return faulty
 

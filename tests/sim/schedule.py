@@ -309,6 +309,7 @@ class Scheduler:
     def time(self) -> SimpleNamespace:
         return SimpleNamespace(
             monotonic=self.clock,
+            time=self.clock,
             perf_counter=self.clock,
             clock_gettime=lambda _: self.now_s,
             CLOCK_BOOTTIME=7,

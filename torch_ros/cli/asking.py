@@ -1,5 +1,6 @@
 """Ask etcd on behalf of a command: no seat, no lease, no write."""
 
+import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -7,9 +8,10 @@ from torch_ros.errors import UsageError
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Get, Read, Txn
+from torch_ros.store.txn import Get, Read, Txn, Watch, whole
 
 ANSWER_S = 10.0
+WATCH_S = 60.0  # a stream of etcd, then another
 
 
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
@@ -23,6 +25,20 @@ def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
 def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:
     keys = Keys(model)
     return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=timeout_s), keys)
+
+
+def revision(kv: KV) -> int:
+    """Of the store, now."""
+    return kv.read(Read(()), timeout_s=ANSWER_S).rev
+
+
+def await_change(kv: KV, model: str | None, after_rev: int, timeout_s: float) -> None:
+    """Return when something has been written after that revision; later, if nothing is."""
+    ranges = (EVERY_MODEL,) if model is None else whole(fleet_ranges(Keys(model)))
+    watch, until_s = Watch(ranges, after_rev, "a change"), time.monotonic() + timeout_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if kv.wait(watch, timeout_s=min(left_s, WATCH_S)):
+            return
 
 
 def fleet_of(kv: KV, model: str) -> Fleet:

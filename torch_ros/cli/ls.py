@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from torch_ros.deadline import wall_ms
 from torch_ros.protocol.fleet import Fleet, Held, Published
 
 
@@ -20,11 +21,12 @@ class Differs(Protocol):
 
 
 Rows = list[Sequence[str]]
-MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "")
-VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "READS FROM")
+MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD\nBY", "READING", "REPLICAS", "LAST\nPUBLISH", "")
+VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "SINCE", "READS FROM")
 NAMES_MAX = 3  # in one cell
 DIFFERENCES = ("TENSOR", "CHANGED", "OF", "")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+TIMES = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def models(fleets: Iterable[Fleet]) -> Rows:
@@ -35,13 +37,14 @@ def models(fleets: Iterable[Fleet]) -> Rows:
 def _model(fleet: Fleet) -> Sequence[str]:
     ref, alive = fleet.latest, _alive(fleet)
     if ref is None:
-        return (fleet.model, next(iter(fleet.runs), "-"), "-", "-", "0", "-", alive, "")
+        return (fleet.model, next(iter(fleet.runs), "-"), "-", "-", "0", "-", alive, "-", "")
     newest = next(each for each in fleet.versions if each.ref == ref)
     holders = fleet.holders(ref)
     reading = sum(each.ref == ref and each.state == "filling" for each in fleet.held)
     alone = "! only copy" if fleet.has_only_copy else ""
     row = (fleet.model, ref.run, str(ref.version), size(newest.size_bytes))
-    return (*row, str(len(holders)), str(reading), alive, alone)
+    ago = f"{age(newest.at_ms)} ago" if newest.at_ms else "-"
+    return (*row, str(len(holders)), str(reading), alive, ago, alone)
 
 
 def _alive(fleet: Fleet) -> str:
@@ -57,7 +60,7 @@ def versions(fleet: Fleet, only: int | None = None) -> Rows:
         there = [each for each in fleet.held if each.ref == published.ref]
         number = str(published.ref.version)
         if not there:
-            rows.append((number, "gone", size(published.size_bytes), *("-",) * 4, ""))
+            rows.append((number, "gone", size(published.size_bytes), *("-",) * 5, ""))
         for each in there:
             rows.append((number, *_holding(published, each)))
             number = ""
@@ -71,7 +74,8 @@ def _holding(published: Published, each: Held) -> Sequence[str]:
     reads = sources or (f"(read by {some(each.readers)})" if each.readers else "")
     kind = "relay" if each.state == "filling" and each.is_relay else each.kind
     how = f"{kind}, spot" if each.spot else kind
-    return (state, size(published.size_bytes), each.replica, ranks, each.datacenter, how, reads)
+    row = (state, size(published.size_bytes), each.replica, ranks, each.datacenter, how)
+    return (*row, age(each.since_ms), reads)
 
 
 def behind(fleet: Fleet) -> list[str]:
@@ -104,6 +108,15 @@ def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - NAMES_MAX
     return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def age(at_ms: int | None) -> str:
+    """How long ago that was, by this host's clock; never negative, since clocks differ."""
+    if at_ms is None:
+        return "-"
+    passed_s = max(0, wall_ms() - at_ms) // 1000
+    unit, length_s = next((each for each in TIMES if passed_s >= each[1]), TIMES[-1])
+    return f"{passed_s // length_s} {unit}"
 
 
 def size(size_bytes: int | None) -> str:

@@ -1,8 +1,10 @@
 """`torch-ros`: the arguments, the exit codes, and tables on a terminal."""
 
 import argparse
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -29,6 +31,9 @@ FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 SCHEMA = 1  # of what --json prints
 WIDTH = 80  # of tables that are piped
 PORT_MAX = 65_535
+CLEAR = "\x1b[H\x1b[2J"
+REDRAW_S = 0.3  # at least
+AGES_S = 5.0  # after which ages on a screen are too old
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     listed = commands.add_parser("ls", help="models; or the versions of one, and who has them")
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=int, metavar="version")
+    listed.add_argument("--watch", action="store_true", help="again at each change, until Ctrl-C")
     listed.set_defaults(run=_ls)
     exported = commands.add_parser("export", help="figures of fleets, for Prometheus")
     exported.add_argument("models", nargs="*", metavar="model", help="by default all")
@@ -133,7 +139,7 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _ls(asked: argparse.Namespace) -> int:
     with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
-        return _list(kv, asked, sys.stdout)
+        return _watch(kv, asked, sys.stdout) if asked.watch else _list(kv, asked, sys.stdout)
 
 
 def _export(asked: argparse.Namespace) -> int:
@@ -186,6 +192,22 @@ def _diff(asked: argparse.Namespace) -> int:
             _print_table(ls.DIFFERENCES, rows, sys.stdout, "")
         sys.stdout.write(f"{found}\n")
     return NOT_FINE if found.differences else FINE
+
+
+def _watch(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
+    """The list at each change: on a terminal in the same place, else one after the other."""
+    while True:
+        rev = asking.revision(kv)
+        if out.isatty() and not asked.json:
+            out.write(CLEAR)
+        code = _list(kv, asked, out)
+        if not out.isatty() and not asked.json:
+            out.write("\n")
+        out.flush()
+        if code != FINE:
+            return code
+        time.sleep(REDRAW_S)  # a burst of changes is one
+        asking.await_change(kv, asked.model, rev, AGES_S if out.isatty() else math.inf)
 
 
 def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:

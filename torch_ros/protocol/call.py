@@ -7,9 +7,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
     BackendError,
     CallAborted,
@@ -75,7 +75,10 @@ class GroupCall(Attempt):
         self._failure: Failure | None = None
         self.reroutes = 0  # how often a source was lost
         self.said = ""  # agree: by all ranks, once it has ended
+        self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
+        self.left_behind: set[str] = set()  # those that had not done when its time was over
         self._refuses = False
+        self.at_ms = wall_ms()  # when it began
 
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
@@ -99,6 +102,10 @@ class GroupCall(Attempt):
         """For content that this call publishes; the same on all ranks, and if it is made again."""
         who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
         return blake2b(who.encode(), digest_size=8).hexdigest()
+
+    def fresh(self, at_ms: int) -> Call:
+        """The call as this rank makes it."""
+        return Call(self.number, self.kind, self.asked, self.seat.rank, at_ms=at_ms)
 
     @property
     def mark(self) -> int:
@@ -133,9 +140,7 @@ class GroupCall(Attempt):
             rule = partial(
                 calls.decide,
                 seat=seat,
-                number=self.number,
-                kind=self.kind,
-                asked=self.asked,
+                call=self.fresh(self.at_ms),
                 effects=calls.sure(lambda view, call: effects(view, seat, call), seen),
             )
             found = self.settle((*ahead, *ranges), rule, ahead, seen)
@@ -278,9 +283,10 @@ class GroupCall(Attempt):
             TorchRosError: The outcome was an error, the same on all ranks.
         """
         seat, call = self.seat, self.decided
+        end = replace(end, at_ms=wall_ms())
         reads = calls.own_records(seat, call, self.read_from)[1:] if seat.world_size == 1 else ()
         if self.may_hold is not None:
-            self.may_hold = msgspec.structs.replace(self.may_hold, layout=end.said)
+            self.may_hold = replace(self.may_hold, layout=end.said)
         rule = partial(calls.complete, seat=seat, call=call, end=end, whole=whole, reads=reads)
         self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
 
@@ -291,7 +297,7 @@ class GroupCall(Attempt):
     def _say(self, value: str) -> Outcome | Mapping[int, str]:
         seat, call = self.seat, self.decided
         if call.ref is not None and call.kind != "installed":  # which changes nothing of it
-            self.may_end_well(call.ref, value, self._ledger.end_of(value).said)
+            self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return {seat.rank: value}
         reads = calls.own_records(seat, call, self.read_from)[1:]
@@ -332,8 +338,11 @@ class GroupCall(Attempt):
 
         def rule(view: View) -> Step[Call | Outcome]:
             nonlocal told
-            step = unpublish.unpublish(view, self.seat, self.number, self.asked, ref)
+            step = unpublish.unpublish(view, self.seat, self.number, self.asked, ref, wall_ms())
             self._ledger.look_around(view)
+            is_draining = isinstance(step, WaitAtMost)
+            self.left_behind = unpublish.awaited(view, self.seat, ref) if is_draining else set()
+            self.waited_for |= self.left_behind
             if isinstance(step, WaitAtMost) and not told:
                 told = step.wait.reason
                 log.info("%s: %s", self.asked, told)
@@ -352,9 +361,7 @@ class GroupCall(Attempt):
                 if ahead and self._seen is not None and all(map(self._seen.has, ahead)):
                     self._ledger.keep_sight(seat, self._seen)
                 self.is_recorded = True
-                self._call = self._call or Call(
-                    self.number, "unpublish", self.asked, self.seat.rank, ref
-                )
+                self._call = self._call or replace(self.fresh(self.at_ms), ref=ref)
                 self._finish(result)
                 return
             self._found(result)
@@ -409,13 +416,12 @@ class GroupCall(Attempt):
         seat = self.seat
         if self._call is not None and self._call.asked != self.asked:
             raise CallMismatch(seat.replica, self.number, self.asked, self._call.asked)
-        ref = self._call.ref if self._call else None
-        if ref is None:
+        if self._call is None or self._call.ref is None:
             ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
-            self._call = Call(self.number, self.kind, self.asked, seat.rank, ref)
-        self.value, self.may_hold = value, Kept(ref, self.number, end.said, is_original=True)
-        outcome = Outcome(is_source=True, said=end.said, answers=end.answers)
-        self.ready = Call(self.number, self.kind, self.asked, 0, ref, outcome=outcome)
+            self._call = replace(self.fresh(self.at_ms), ref=ref, published_ms=self.at_ms)
+        self.value, self.may_hold = value, Kept.of(self._call, end.said)
+        outcome = replace(end, is_source=True, at_ms=wall_ms())
+        self.ready = replace(self._call, by=0, outcome=outcome, sources=[])
         self._failure, self.is_recorded = self.abandoned, True
 
     def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
@@ -428,14 +434,8 @@ class GroupCall(Attempt):
         return self._end(self.failure_of(error), deadline)
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
-        rule = partial(
-            calls.abort,
-            seat=self.seat,
-            number=self.number,
-            kind=self.kind,
-            asked=self.asked,
-            failure=failure,
-        )
+        made = self.fresh(wall_ms())
+        rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         self._call = self.seating.run(settle(self.asked, self.seat.own, rule), deadline)
         self.is_recorded = True
         assert self._call.outcome is not None
@@ -443,7 +443,7 @@ class GroupCall(Attempt):
         return self._call.outcome
 
     def _learn(self, outcome: Outcome) -> None:
-        call = self._call or Call(self.number, self.kind, self.asked, self.seat.rank)
+        call = self._call or self.fresh(self.at_ms)
         self._ledger.learn(call, outcome, self.seat)
         if outcome.failure is None:
             self._ledger.ended_with(self.value, outcome)
@@ -498,7 +498,8 @@ def _put_aside(
             raise
         log.warning("%s: waiting for readers in other datacenters: %s", call.asked, error)
     else:
-        steps = unpublish.copying(seat, kept, decided.copy, call.number, made)
+        part = unpublish.CopiedPart(decided.copy, call.number, made, wall_ms())
+        steps = unpublish.copying(seat, kept, part)
         call.seating.run(steps, call.deadline)
 
 

@@ -30,7 +30,6 @@ from torch_ros.protocol.records import (
     Call,
     Failure,
     Holding,
-    Kind,
     Outcome,
     Ready,
     VersionRecord,
@@ -94,26 +93,23 @@ def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
 
 
 def decide(
-    view: View,
-    seat: Seat,
-    number: int,
-    kind: Kind,
-    asked: str,
-    effects: Callable[[View, Call], Step[Call]],
+    view: View, seat: Seat, call: Call, effects: Callable[[View, Call], Step[Call]]
 ) -> Step[Call]:
-    """The group's call `number`: found, or written together with its effects (or their error, I3).
+    """The group's call of that number: found, or written with its effects (or their error, I3).
+
+    Args:
+        call: As this rank makes it.
 
     Raises:
         SeatLost: This incarnation is no longer the living one.
     """
     own_group(view, seat)
-    if call := recall(view, seat, number):
-        return Done(call)
-    call = Call(number, kind, asked, by=seat.rank)
+    if there := recall(view, seat, call.number):
+        return Done(there)
     try:
         step = effects(view, call)
     except TorchRosError as error:
-        failure = Failure.of(error, replica=seat.replica, call=number, rank=seat.rank)
+        failure = Failure.of(error, replica=seat.replica, call=call.number, rank=seat.rank)
         return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
     match step:
         case Wait():
@@ -217,7 +213,8 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     there = VersionRecord.at(view, key)
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
-    record = there if there is not None and (is_again or fellow) else VersionRecord(fresh_uid)
+    fresh = VersionRecord(fresh_uid, at_ms=call.at_ms)
+    record = there if there is not None and (is_again or fellow) else fresh
     records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
     forgotten = {
         old: holders
@@ -231,7 +228,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     return recorded(
         view,
         seat,
-        msgspec.structs.replace(call, ref=ref),
+        msgspec.structs.replace(call, ref=ref, published_ms=record.at_ms),
         # The ranged guard keeps two versions published at once from both being the newest.
         (
             view.unchanged(key),
@@ -313,7 +310,9 @@ def replicate(
     refuse_second(view, seat)
     ref = offer.ref
     held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
-    decided = msgspec.structs.replace(call, ref=ref)
+    version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
+    published_ms = version.at_ms if version is not None else 0
+    decided = msgspec.structs.replace(call, ref=ref, published_ms=published_ms)
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))
@@ -349,6 +348,7 @@ def filling(
         is_original=is_original,
         is_relay=is_relay,
         spot=seat.spot,
+        at_ms=call.at_ms,
     )
 
 
@@ -496,20 +496,19 @@ def complete(
         if call.kind == "replicate" and not whole.is_required:
             return conclude(view, seat, current, end, guards, dropped)
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
-        return conclude(
-            view, seat, current, Outcome(failure), guards, (*_undo(seat, current), *read)
-        )
+        failed = Outcome(failure, at_ms=end.at_ms)
+        return conclude(view, seat, current, failed, guards, (*_undo(seat, current), *read))
     if call.kind == "replicate" and not whole.is_served:
         return conclude(view, seat, current, end, guards, dropped)
     held = Holding.decode(own.value, seat.holding(ref))
-    full = msgspec.structs.replace(held, state="full")
+    full = msgspec.structs.replace(held, state="full", at_ms=end.at_ms)
     ops: list[Op] = [holding_put(view, seat, ref, full)]
     # Whatever makes a version available writes its record: nothing else wakes who waits for it.
     others = _offers(view, seat, ref)
     if expected and others:
         guards = (*guards, view.unchanged(others[0]))
     else:
-        ops.append(Put(key, VersionRecord(ref.uid, end.said).encode()))
+        ops.append(Put(key, msgspec.structs.replace(record, layout=end.said).encode()))
     outcome = msgspec.structs.replace(end, is_source=True)
     return conclude(view, seat, current, outcome, guards, (*ops, *read))
 
@@ -570,17 +569,16 @@ def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
     return ()
 
 
-def abort(
-    view: View, seat: Seat, number: int, kind: Kind, asked: str, failure: Failure
-) -> Step[Call]:
+def abort(view: View, seat: Seat, made: Call, failure: Failure) -> Step[Call]:
     """End the call for all ranks with `failure`, unless it has ended; and how it has.
 
     The group's call: if this rank does not know of it, it may be another one than it made.
     """
     own_group(view, seat)
-    call = recall(view, seat, number) or Call(number, kind, asked, by=seat.rank)
+    call = recall(view, seat, made.number) or made
     if call.outcome is not None:
         return Done(call)
-    ended = msgspec.structs.replace(call, outcome=Outcome(failure))
-    end = conclude(view, seat, call, Outcome(failure), (), _undo(seat, call))
+    outcome = Outcome(failure, at_ms=made.at_ms)
+    ended = msgspec.structs.replace(call, outcome=outcome)
+    end = conclude(view, seat, call, outcome, (), _undo(seat, call))
     return Act(end.txn, lambda _: ended)

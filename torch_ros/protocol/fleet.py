@@ -52,12 +52,15 @@ class Published:
         is_offered: Somebody has all of it, for readers.
         tensor_count, size_bytes: Of its tensors, without pickled objects; None: its first
             publication has not ended.
+        at_ms: When its first publication began, in ms since 1970, by the publisher's clock; None:
+            nobody knows.
     """
 
     ref: VersionRef
     is_offered: bool
     tensor_count: int | None
     size_bytes: int | None
+    at_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Held:
         is_relay: While it fills, younger replicas read the part that is there.
         sources: Names of the replicas that it reads from, while it fills.
         readers: Names of the replicas that read from it, or stream.
+        since_ms: Since when it fills; of one that is full, or was, since when all of it is there.
+            In ms since 1970, by the clock of a process of its replica; None: nobody knows.
     """
 
     ref: VersionRef
@@ -87,6 +92,7 @@ class Held:
     world_size: int
     sources: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
+    since_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,8 @@ def _versions(
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     for _, (run, number), record, _ in found:
         ref = VersionRef(run, number, record.uid, numbers.get(run, 0))
-        yield Published(ref, ref in there, *(record.sizes or (None, None)))
+        tensor_count, size_bytes = record.sizes or (None, None)
+        yield Published(ref, ref in there, tensor_count, size_bytes, record.at_ms or None)
 
 
 class _Records:
@@ -235,6 +242,7 @@ def _held(
                 is_relay=holding.is_relay,
                 spot=holding.spot,
                 world_size=holding.world_size,
+                since_ms=holding.at_ms or None,
                 readers=tuple(sorted({k.replica_of(k.owner_of(reader)) for reader in readers})),
             )
         )

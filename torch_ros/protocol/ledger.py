@@ -75,13 +75,13 @@ class Attempt(ABC):
         if self.may_hold and ref != self.may_hold.ref:
             self.may_hold, self.was_ready = None, False
 
-    def may_end_well(self, ref: VersionRef, value: str, layout: str) -> None:
+    def may_end_well(self, call: Call, value: str, layout: str) -> None:
         """Note that from here on it may, also by a peer, without this rank hearing of it.
 
         Args:
             layout: The layout that the ranks have every element of; "": this rank does not know.
         """
-        self.may_hold = Kept(ref, self.number, layout, self.kind == "publish")
+        self.may_hold = Kept.of(call, layout)
         self.value, self.was_ready = value, True
 
     @property
@@ -224,7 +224,7 @@ class Ledger:
             elif call.ref is not None and call.kind == "installed":
                 self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:
-                self.held = Kept(call.ref, call.number, outcome.said, call.kind == "publish")
+                self.held = Kept.of(call, outcome.said)
 
     def learn_install(self, install: Install, seat: Seat) -> None:
         """Note what the record says now that it was written from this seat.

@@ -74,6 +74,7 @@ class Applicant:
     fresh_run: str = ""  # the name of a new run
     left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
     run_number: int = 0  # of one that comes back, and had been in a complete group
+    at_ms: int = 0  # the wall clock
 
     @property
     def is_shared(self) -> bool:
@@ -366,7 +367,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     if kept is None:
         return ended, None
     agree = all(
-        shard.kept == kept
+        kept.is_as(shard.kept)
         or (
             shard not in knowing
             and shard.pending == kept.call
@@ -436,7 +437,7 @@ def _adopt(
             failure = Failure.of(error, replica=who.replica, call=ready.number, rank=who.rank)
             ready = msgspec.structs.replace(ready, outcome=Outcome(failure))
         else:
-            kept = Kept(ref, ready.number, outcome.said, is_original=True)
+            kept = Kept.of(ready, outcome.said)
         calls = [*calls, ready][-CALLS_KEPT:]
     if calls:
         ops.append(Put(who.keys.decisions(inst), Decisions(calls).encode(), entry.lease_id))
@@ -449,7 +450,7 @@ def _adopt(
         return ops, guards
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
-    run_ops.append(Put(key, VersionRecord(ref.uid, kept.layout).encode()))
+    run_ops.append(Put(key, kept.record(record).encode()))
     holding = Holding(
         ref.uid,
         kept.call,
@@ -458,6 +459,7 @@ def _adopt(
         group.datacenter,
         is_original=kept.is_original,
         spot=group.spot,
+        at_ms=who.at_ms,
     )
     held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
     put = Put(held, holding.encode(), entry.lease_id)

@@ -23,6 +23,9 @@ REASON_MAX = 500  # characters; the record is kept for many calls
 NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Moment = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+"""Milliseconds since 1970, by the clock of the host that wrote it; 0: nobody knows. For people: no
+rule compares two of them, and none digests one."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=10**6)]  # of a group; keys have six digits
 Field = str | Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)] | float
 
@@ -140,6 +143,7 @@ class VersionRecord(Record, frozen=True):
 
     uid: str  # of the content: the same number published again is another version
     layout: str = ""  # digest of the sharding-free content; empty until it was published once
+    at_ms: Moment = 0  # when its first publication began
 
     @property
     def sizes(self) -> tuple[int, int] | None:
@@ -168,6 +172,7 @@ class Holding(Record, frozen=True):
     is_original: bool = False  # the publisher's own tensors
     is_relay: bool = False  # while it fills, others may read the part that is there
     spot: bool = False
+    at_ms: Moment = 0  # since when it fills; once it is full, since when all of it is there
 
     @property
     def mark(self) -> int:
@@ -279,6 +284,7 @@ class Outcome(Record, frozen=True):
     is_source: bool = False  # the group now holds the version, and serves it
     said: str = ""  # of an agree, what all ranks said; of a version, the layout they have all of
     answers: str = ""  # of a version: digest of what the ranks said, which `said` is true of
+    at_ms: Moment = 0  # when the call ended; 0: as it was decided
 
 
 class Call(Record, frozen=True):
@@ -293,6 +299,8 @@ class Call(Record, frozen=True):
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for
     outcome: Outcome | None = None
+    at_ms: Moment = 0  # when the rank that decided it began it
+    published_ms: Moment = 0  # of a version that it brings: as in the version's record
 
     def with_sources(self, *sources: str) -> Call:
         return msgspec.structs.replace(self, sources=list(sources))
@@ -311,6 +319,23 @@ class Kept(Record, frozen=True):
     call: Number
     layout: str
     is_original: bool
+    at_ms: Moment = 0  # as in the version's record
+
+    @classmethod
+    def of(cls, call: Call, layout: str) -> Kept:
+        """The version that a call brings, or has brought."""
+        assert call.ref is not None
+        is_original = call.kind == "publish"
+        return cls(call.ref, call.number, layout, is_original, call.published_ms)
+
+    def is_as(self, other: Kept | None) -> bool:
+        """Whether both say the same; of clocks they need not."""
+        return other is not None and msgspec.structs.replace(other, at_ms=self.at_ms) == self
+
+    def record(self, there: VersionRecord | None) -> VersionRecord:
+        """Of the version that is kept; `there`: as the store has it, of the same content."""
+        known = there or VersionRecord(self.ref.uid, at_ms=self.at_ms)
+        return msgspec.structs.replace(known, layout=self.layout)
 
 
 class ShardRecord(Record, frozen=True):

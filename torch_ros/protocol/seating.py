@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self, TypeVar
 
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
     BackendError,
     ClosedError,
@@ -402,6 +402,7 @@ class _Taking:
                 nonce=nonce,
                 left_behind=left_behind,
                 fresh_run=f"run-{secrets.token_hex(4)}",
+                at_ms=wall_ms(),
             )
             find = partial(membership.find_group, who=who)
             found = self._ask(membership.find_ranges(who), find) or self._create(who)

@@ -35,6 +35,8 @@ def serve(view: View, seat: Seat, call: Call, ref: VersionRef) -> Step[Call]:
         reason = "it was published anew, as other content, since this replica has read it"
     if reason:
         raise VersionNotFound(keys.model, str(ref.version), f"{reason}; read a newer one")
+    assert record is not None
     held = holding_put(view, seat, ref, filling(seat, call, ref))
     guards = (view.unchanged(key), view.unchanged(run))
-    return recorded(view, seat, msgspec.structs.replace(call, ref=ref), guards, (held,))
+    decided = msgspec.structs.replace(call, ref=ref, published_ms=record.at_ms)
+    return recorded(view, seat, decided, guards, (held,))

@@ -1,6 +1,6 @@
 """How a replica gives a version back: drain its readers, keep a copy, release the copy. Pure."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -49,7 +49,7 @@ def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 
 
 def unpublish(
-    view: View, seat: Seat, number: int, asked: str, ref: VersionRef
+    view: View, seat: Seat, number: int, asked: str, ref: VersionRef, at_ms: int = 0
 ) -> Step[Call | Outcome]:
     """Take the holding out of what is offered, wait for its readers, delete it (I2, I4).
 
@@ -58,16 +58,18 @@ def unpublish(
     Returns the call when the group has ended it, when it is another one than asked for, or when a
     copy has to be made first (`copied`). One that has ended may be of other content: a rank that
     could not unpublish while its peers went on without etcd holds what nobody offers any more.
+
+    Args:
+        at_ms: Now.
     """
     own_group(view, seat)
     call = recall(view, seat, number)
     if call is not None and (call.asked != asked or call.outcome is not None):
         return Done(call)
-    is_new = call is None
-    call = call or Call(number, "unpublish", asked, seat.rank, ref)
+    call = call or Call(number, "unpublish", asked, seat.rank, ref, at_ms=at_ms)
     holding = Holding.at(view, seat.holding(ref))
     if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
-        return conclude(view, seat, call, Outcome())
+        return conclude(view, seat, call, Outcome(at_ms=at_ms))
     keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
     if not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
         return recorded(view, seat, with_copy)
@@ -78,7 +80,7 @@ def unpublish(
     if keep.is_needed and not seat.spot:
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
         return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref, seat.datacenter)))
-    return _let_go(view, seat, call, ref, keep, is_new=is_new)
+    return _let_go(view, seat, call, ref, keep, at_ms)
 
 
 def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
@@ -98,9 +100,15 @@ def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keepi
 
 
 def _let_go(
-    view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping, *, is_new: bool
+    view: View,
+    seat: Seat,
+    call: Call,
+    ref: VersionRef,
+    keep: Keeping,
+    at_ms: int,
 ) -> Step[Call | Outcome]:
     """Delete the holding when nobody is waited for any more."""
+    is_new = find(view, seat, call.number) is None
     own_key, keys = seat.holding(ref), seat.keys
     readers = keys.readers_of_any(ref.run, ref.version, seat.inst)
     near, far = _reading(view, readers)
@@ -109,7 +117,8 @@ def _let_go(
     guards = (view.unchanged(own_key), *(keep.guards if is_guarded else ()))
     gone = (Delete(one(own_key)),)
     if not awaited:  # who comes meanwhile may be near
-        return conclude(view, seat, call, Outcome(), (*guards, nobody(view, readers)), gone)
+        ended, guards = Outcome(at_ms=at_ms), (*guards, nobody(view, readers))
+        return conclude(view, seat, call, ended, guards, gone)
     holding = Holding.at(view, own_key)
     assert holding is not None
     if is_new or holding.state != "draining":
@@ -122,9 +131,16 @@ def _let_go(
         why = "another copy is there" if _has_copy(view, seat) else "no copy could be made"
         reason = f"{reason}, also in other datacenters: {why}"
         watched = unpublish_ranges(seat, ref)
-    return WaitAtMost(
-        Wait(reason, watched), seat.drain_s, conclude(view, seat, call, Outcome(), guards, gone)
-    )
+    late = Outcome(at_ms=at_ms + int(1000 * seat.drain_s))
+    end = conclude(view, seat, call, late, guards, gone)
+    return WaitAtMost(Wait(reason, watched), seat.drain_s, end)
+
+
+def awaited(view: View, seat: Seat, ref: VersionRef) -> set[str]:
+    """The replicas whose readers are waited for."""
+    near, far = _reading(view, seat.keys.readers_of_any(ref.run, ref.version, seat.inst))
+    is_elsewhere = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter)).is_elsewhere
+    return {k.replica_of(k.owner_of(inst)) for inst in (near if is_elsewhere else near + far)}
 
 
 def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
@@ -156,10 +172,25 @@ def _has_copy(view: View, seat: Seat) -> bool:
     return any(k.is_of(inst, seat.inst) and not k.lingers(inst) for _, inst, _ in found)
 
 
-def copied(
-    view: View, seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord
-) -> Step[bool]:
+@dataclass(frozen=True, slots=True)
+class CopiedPart:
+    """One rank's part of a copy in host memory.
+
+    Attributes:
+        copy: The instance that offers it.
+        call: That it was made in.
+        at_ms: Now.
+    """
+
+    copy: str
+    call: int
+    shard: ShardRecord
+    at_ms: int = 0
+
+
+def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
     """This rank's part of the copy is there; True: all of it is offered. False: it is of no use."""
+    copy, call = part.copy, part.call
     anchor = own_group(view, seat).lease_id
     keys, ref = seat.keys, kept.ref
     key, version = seat.copy_holding(ref, copy), keys.version(ref.run, ref.version)
@@ -172,17 +203,17 @@ def copied(
         gone = Txn((view.unchanged(seat.decisions),), (Delete(one(own)),))
         return Act(gone, lambda _: False) if view.get(own) else Done(value=False)
     if view.get(own) is None:
-        put = Put(own, shard.encode(), seat.lease_id)
+        put = Put(own, part.shard.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
     if missing:
         reason = f"{missing} of {seat.world_size} ranks have not copied version {ref.version}"
         return Wait(reason, (*seat.own, keys.shards(copy), *releasing_ranges(seat, ref, copy)))
-    holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter)
+    holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter, at_ms=part.at_ms)
     # The version's record even if it is unchanged: it wakes who waits for the version.
     # The decisions too: who takes this incarnation's holdings away must have seen this one.
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
-        Put(version, VersionRecord(ref.uid, kept.layout).encode()),
+        Put(version, kept.record(VersionRecord.at(view, version)).encode()),
         Put(seat.decisions, Decisions([*calls_of(view, seat)]).encode(), anchor),
     ]
     run = keys.run(ref.run)
@@ -209,9 +240,9 @@ def _is_of_no_use(
     return is_over and not is_whole and not _keeping_copy(view, seat, ref, copy).is_needed
 
 
-def copying(seat: Seat, kept: Kept, copy: str, call: int, shard: ShardRecord) -> Steps[bool]:
+def copying(seat: Seat, kept: Kept, part: CopiedPart) -> Steps[bool]:
     """`copied`, to its end."""
-    rule = partial(copied, seat=seat, kept=kept, copy=copy, call=call, shard=shard)
+    rule, copy = partial(copied, seat=seat, kept=kept, part=part), part.copy
     ranges = (*seat.own, *releasing_ranges(seat, kept.ref, copy), seat.keys.shards(copy))
     return settle("copy", ranges, rule)
 

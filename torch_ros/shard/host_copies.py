@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
@@ -22,6 +22,7 @@ from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Install, Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.unpublish import CopiedPart
 from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
@@ -166,7 +167,8 @@ class Copies:
         while True:
             inst, session = copy_of(seat.inst, copy.call), group.session
             try:
-                offering = unpublish.copying(seat, copy.kept, inst, copy.call, shard)
+                part = CopiedPart(inst, copy.call, shard, wall_ms())
+                offering = unpublish.copying(seat, copy.kept, part)
                 if group.run(offering, forever):
                     group.run(unpublish.releasing(seat, copy.kept.ref, inst), forever)
                 break
