@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.installs import Installed
     from torch_ros.shard.opening import open  # noqa: A004
-    from torch_ros.shard.report import ReadReport
+    from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.shard.streams import Stream
     from torch_ros.weights.chunked import Chunked
     from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
@@ -38,6 +38,7 @@ __all__ = [
     "Chunked",
     "Contents",
     "Costs",
+    "DrainReport",
     "Fleet",
     "Float8",
     "Held",
@@ -45,9 +46,11 @@ __all__ = [
     "Install",
     "Installed",
     "MadeTensor",
+    "PublishReport",
     "Published",
     "ReadReport",
     "Replica",
+    "Report",
     "ShardHandle",
     "Stream",
     "Transform",
@@ -62,6 +65,7 @@ _HOMES = {  # imported at their first use
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
+    "DrainReport": "torch_ros.shard.report",
     "Fleet": "torch_ros.protocol.fleet",
     "Float8": "torch_ros.weights.transforms",
     "Held": "torch_ros.protocol.fleet",
@@ -69,9 +73,11 @@ _HOMES = {  # imported at their first use
     "Install": "torch_ros.protocol.records",
     "Installed": "torch_ros.shard.installs",
     "MadeTensor": "torch_ros.weights.transforms",
+    "PublishReport": "torch_ros.shard.report",
     "Published": "torch_ros.protocol.fleet",
     "ReadReport": "torch_ros.shard.report",
     "Replica": "torch_ros.protocol.fleet",
+    "Report": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.shard.handle",
     "Stream": "torch_ros.shard.streams",
     "Transform": "torch_ros.weights.transforms",

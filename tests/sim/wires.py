@@ -118,6 +118,7 @@ class _Read:
     def __init__(self, peer: _Peer, spans: list) -> None:
         self._wire, self.agent, self._spans = peer.wire, peer.agent, spans
         self.size_bytes = sum(size for _, _, size in spans)
+        self.ways = (("wire", self.size_bytes),)
         self._flight = 0  # which posting of it
         self._left = 0
         self._error = ""

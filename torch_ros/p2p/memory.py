@@ -40,6 +40,7 @@ class MemoryTransfer:
         self._peer, self._pieces = peer, pieces
         self._is_posted = self._is_closed = False
         self.size_bytes = int(pieces[:, 2].sum())
+        self.ways = (("memory", self.size_bytes),)
 
     def post(self) -> None:
         with _lock:

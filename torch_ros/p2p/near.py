@@ -87,7 +87,10 @@ class NearTransfer:
     targets: AbstractSet[NearRegistration]
 
     def __post_init__(self) -> None:
-        self.copied_bytes = int(self.copies[:, 2].sum() + self.reads[:, 2].sum())
+        here = [("mapped", self.copies), ("cma", self.reads)]
+        copied = [(way, int(spans[:, 2].sum())) for way, spans in here if len(spans)]
+        self.ways = (*copied, *self.base.ways)
+        self.copied_bytes = sum(size_bytes for _, size_bytes in copied)
         self.size_bytes = self.base.size_bytes + self.copied_bytes
         threads, pid = self.peer.transport.threads, self.peer.pid or 0
         self._parts = [

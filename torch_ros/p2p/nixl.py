@@ -139,6 +139,7 @@ class NixlTransfer:
     ) -> None:
         self._link, self._handle = link, handle
         self.size_bytes, self.targets = size_bytes, targets
+        self.ways = ((link.transport.way, size_bytes),)
         self._state: Literal["idle", "in flight", "done", "released"] = "idle"
         self.posted_s = 0.0
         link.reads.add(self)
@@ -408,6 +409,7 @@ class NixlTransport:
             )
         self.agent = agent or str(uuid.uuid4())
         self.costs = TCP_COSTS if interfaces else NIXL_COSTS
+        self.way = f"ucx tcp {','.join(interfaces)}" if interfaces else "ucx"
         self.lock = threading.RLock()
         self.keys = itertools.count()
         self.registrations: list[NixlRegistration] = []

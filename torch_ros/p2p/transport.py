@@ -26,6 +26,10 @@ class Transfer(Protocol):
 
     size_bytes: int
 
+    @property
+    def ways(self) -> Sequence[tuple[str, int]]:
+        """For people: how its bytes come, and how many by each way."""
+
     def post(self) -> None:
         """Start. May block for as long as the copy takes (same host); releases the GIL.
 

@@ -19,6 +19,7 @@ from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all,
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
+from torch_ros.shard.publishing import publish
 from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought
@@ -247,8 +248,8 @@ class _Save:
         self._give_way()
         store_wait_s = request.store_wait_s
         try:
-            is_offered = shard.publish(
-                request.version, self._register, self.asked, self._deadline, store_wait_s
+            is_offered = publish(
+                shard, request.version, self._register, self.asked, self._deadline, store_wait_s
             )
             assert self._state is not None
             self.memory = memory_of(self._state) if request.from_stager else set()
@@ -406,8 +407,9 @@ class Load(Target):
         self._request.destination.vet()
         log.info("version %d of %r is already here", held.version, shard.model)
         shard.intake.ends(held, self._deadline)
-        shard.last_read = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {})
-        return shard.last_read
+        report = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {})
+        shard.reports.add(report)
+        return report
 
     # As the target of a replication
 

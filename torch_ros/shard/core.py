@@ -22,21 +22,20 @@ from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
-from torch_ros.protocol.versions import check_version
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
-from torch_ros.shard.report import ReadReport
+from torch_ros.shard.report import Reports, Stopwatch
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
-from torch_ros.transfer.registered import Registered, finish_kernels
+from torch_ros.transfer.registered import Registered
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
@@ -102,8 +101,8 @@ class Shard:
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
-        self.last_read: ReadReport | None = None
         self.observed = Observed(model, group, self.copies, reading)
+        self.reports = Reports()
         self.forerunner: RunsAhead | None = None
         self.intake = Intake(group.ledger)
         self.is_closed = False
@@ -276,52 +275,6 @@ class Shard:
                 self.group.pass_over(kind, asked, deadline)
                 raise
 
-    # Offering tensors
-
-    def publish(
-        self,
-        version: int,
-        tensors: Callable[[], Registered],
-        asked: str,
-        deadline: Deadline,
-        store_wait_s: float | None,
-    ) -> bool:
-        """Offer tensors as a version; the answer is whether they are offered now.
-
-        Args:
-            tensors: Registers them, or says where the registered ones are. Called within the call.
-        """
-
-        def perform(call: GroupCall) -> bool:
-            if call.may_hold is None:
-                self.word.void_unless_held()  # the last call may have ended badly
-            registered = tensors()
-            call.decide_to_publish(check_version(version))
-            self._offer_all(call, registered)
-            with call.ending():
-                if not call.has_ended and (said := call.finish(registered.sharding.digest)):
-                    call.complete(self.manifests.together(registered, said, deadline))
-            log.info("published version %d of %r", version, self.model)
-            return True
-
-        def unseated(call: GroupCall) -> bool:
-            registered = tensors()
-            end = self.manifests.alone(registered)
-            call.go_on_without(check_version(version), registered.sharding.digest, end)
-            self._offer_all(call, registered)
-            log.info("version %d of %r is held, and offered when etcd is back", version, self.model)
-            return False
-
-        return self.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
-
-    def _offer_all(self, call: GroupCall, registered: Registered) -> None:
-        """Digest the tensors, and say that all of them are there as the call's version."""
-        finish_kernels(registered.cuda_devices)
-        depth = self.settings.depth
-        self.digests = Digests(depth, registered.digests(depth))
-        self.mailbox.show_digests(self.digests)
-        self.word.serve(call.mark, registered.lent)
-
     # Giving up what is held
 
     def unpublish(
@@ -355,7 +308,12 @@ class Shard:
 
     def _unpublication(self, held: VersionRef, asked: str, deadline: Deadline) -> GroupTask[None]:
         """Stop offering `held`; ends once nobody reads it."""
-        perform = partial(GroupCall.unpublish, ref=held, copy=self.copy_to_host)
+        watch = Stopwatch()
+
+        def perform(call: GroupCall) -> None:
+            call.unpublish(held, self.copy_to_host)
+            self.reports.add(watch.drain_report(held.version, call))
+
         return GroupTask("unpublish", asked, deadline, perform)
 
     def unpublish_first(

@@ -24,8 +24,9 @@ from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
+from torch_ros.shard.publishing import publish
 from torch_ros.shard.reads import Reads
-from torch_ros.shard.report import ReadReport
+from torch_ros.shard.report import ReadReport, Report
 from torch_ros.shard.streams import Stream, Streams
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import View, whole
@@ -111,7 +112,17 @@ class ShardHandle:
     @property
     def last_read(self) -> ReadReport | None:
         """The report of the handle's last replicate, update, read or dcp.load."""
-        return self._shard.last_read
+        return self._shard.reports.last_read
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """The last 64 reports of this rank, the oldest first: how long each part of a call took.
+
+        A `ReadReport` for each replicate, update, read or dcp.load, a `PublishReport` for each
+        publish, a `DrainReport` for each unpublish, also as a part of another call. One is added
+        when a call has ended well. Any thread may ask, at any time.
+        """
+        return self._shard.reports.last()
 
     @property
     def aio(self) -> AsyncHandle:
@@ -216,7 +227,7 @@ class ShardHandle:
         shard, asked = self._shard, f"publish {version}"
         deadline = shard.deadline(asked, timeout_s)
         tensors = partial(shard.ready, "publish")
-        flow = partial(shard.publish, version, tensors, asked, deadline, store_wait_s)
+        flow = partial(publish, shard, version, tensors, asked, deadline, store_wait_s)
         return shard.busy(lambda: shard.as_one(asked, flow))
 
     def publish_copy(

@@ -338,8 +338,11 @@ class Replication:
             progress.bytes_read,
             watch.elapsed_s,
             watch.stages_s,
+            dict(progress.ways),
+            call.number,
+            watch.began_ms,
         )
-        self._shard.last_read = report
+        self._shard.reports.add(report)
         self._shard.intake.ends(call.ref, self._deadline)
         self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))

@@ -1,8 +1,17 @@
-"""A read's report: the time of each stage, and the figures at its end."""
+"""Reports of what this process did: the time of each stage, and the figures at its end."""
 
+import logging
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch_ros.deadline import wall_ms
+from torch_ros.protocol.call import GroupCall
+
+log = logging.getLogger(__name__)
+
+REPORTS_KEPT = 64  # some 500 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,12 @@ class ReadReport:
     bytes_read: int  # over the wire: more where whole rows were read for a part of them
     elapsed_s: float  # of the whole call
     stages_s: Mapping[str, float]  # decide, manifests, plan, read, commit
+    ways: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the way that they came, together `bytes_read`. "memory": within this process. On one
+    host "mapped": out of shared memory; "cma": copied by the kernel. "ucx": NIXL, as UCX chose;
+    "ucx tcp eth0,eth1": NIXL over TCP, on these devices."""
+    call: int = 0  # number of the group's call
+    began_ms: int = 0  # milliseconds since 1970, by this host's clock
 
     def line(self, model: str) -> str:
         """One line for the log."""
@@ -28,8 +43,65 @@ class ReadReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The figures of one publish, or `publish_copy`, on this rank."""
+
+    version: int
+    bytes_total: int  # of this rank's tensors
+    is_offered: bool  # else it was not waited for, and is offered when etcd is back
+    elapsed_s: float  # of the whole call
+    stages_s: Mapping[str, float]  # decide, tensors (copied and registered), digest, commit
+    call: int  # number of the group's call
+    began_ms: int  # milliseconds since 1970, by this host's clock
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """The figures of one unpublish on this rank, also as a part of another call.
+
+    Only the rank that decides the call looks at readers; on the others none are named.
+    """
+
+    version: int
+    waited_for: tuple[str, ...]  # replicas that still read it
+    left_behind: tuple[str, ...]  # those that still did after `drain_s`
+    is_copied: bool  # a copy in host memory was made first
+    elapsed_s: float  # of the whole call
+    call: int  # number of the group's call
+    began_ms: int  # milliseconds since 1970, by this host's clock
+
+
+Report = ReadReport | PublishReport | DrainReport
+
+
+class Reports:
+    """The last reports of a handle. One thread adds at a time; any may ask."""
+
+    def __init__(self) -> None:
+        self._last = deque[Report](maxlen=REPORTS_KEPT)
+        self.last_read: ReadReport | None = None
+        self.listeners: list[Callable[[Report], object]] = []
+        """Called with each report, within the call that it is about."""
+
+    def add(self, report: Report) -> None:
+        self._last.append(report)
+        if isinstance(report, ReadReport):
+            self.last_read = report
+        for listener in self.listeners:
+            try:
+                listener(report)
+            except Exception:
+                log.exception("a listener failed; the call goes on")
+
+    def last(self) -> tuple[Report, ...]:
+        """The last ones, the oldest first."""
+        return tuple(self._last)
+
+
 @dataclass(slots=True)
 class Stopwatch:
+    began_ms: int = field(default_factory=wall_ms)
     started_s: float = field(default_factory=time.perf_counter)
     stages_s: dict[str, float] = field(default_factory=dict)
     _last_s: float = field(default_factory=time.perf_counter)
@@ -42,3 +114,14 @@ class Stopwatch:
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
+
+    def drain_report(self, version: int, call: GroupCall) -> DrainReport:
+        return DrainReport(
+            version,
+            tuple(sorted(call.waited_for)),
+            tuple(sorted(call.left_behind)),
+            bool(call.decided.copy),
+            self.elapsed_s,
+            call.number,
+            self.began_ms,
+        )

@@ -4,7 +4,8 @@ A relay is a source that is still filling itself. `connect` waits until it begin
 it has the next blocks, and `Progress` tells this rank's own readers how far this rank is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.p2p.transport import Transfer
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.pace import Pace
@@ -31,11 +33,18 @@ class Arrivals:
     def __init__(self, blocks: int) -> None:
         self.done: Bools = np.zeros(blocks, np.bool_)
         self.bytes_read = 0
+        self.ways: Counter[str] = Counter()  # how many of these bytes came by each
 
     def add(self, blocks: Ints, bytes_read: int) -> None:
         """Count these blocks."""
         self.done[blocks] = True
         self.bytes_read += bytes_read
+
+    def note_ways(self, transfers: Iterable[Transfer]) -> None:
+        """Count the ways of transfers whose blocks count."""
+        for transfer in transfers:
+            for way, size_bytes in transfer.ways:
+                self.ways[way] += size_bytes
 
 
 class Progress(Arrivals):

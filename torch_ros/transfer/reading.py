@@ -263,13 +263,16 @@ class ReadPass(Watcher):
         All their other bytes have landed.
         """
         source = self._sources[batches[0].supply]
-        bytes_read = sum(each.size_bytes for batch in batches for each in batch.transfers)
-        bytes_read += sum(self._read_staged(batch) for batch in batches if batch.staged)
+        landed = [each for batch in batches for each in batch.transfers]
+        for batch in batches:
+            landed += self._read_staged(batch)
+        bytes_read = sum(each.size_bytes for each in landed)
         for rank in sorted({rank for batch in batches for rank in batch.needs}):
             source.ask(rank)
         source.feed.source.check()
         blocks = np.concatenate([batch.blocks for batch in batches])
         self._progress.add(self._phase.blocks[blocks], bytes_read)
+        self._progress.note_ways(landed)
         self._counted(bytes_read)
         self._landed += bytes_read
         self._keep_pace()
@@ -284,7 +287,7 @@ class ReadPass(Watcher):
         if pace.is_behind(time.monotonic(), self._landed, self._shown):
             source.feed.source.fell_behind(pace.rate)
 
-    def _read_staged(self, batch: Batch) -> int:
+    def _read_staged(self, batch: Batch) -> list[Transfer]:
         source = self._sources[batch.supply]
         watcher = Watcher(source.look)
         for group in batch.staged:
@@ -294,7 +297,7 @@ class ReadPass(Watcher):
                 for rank in sorted({piece.source_rank for _, piece in group.places}):
                     source.ask(rank)
             group.copy_out(self._phase.memory)
-        return sum(transfer.size_bytes for group in batch.staged for transfer in group.transfers)
+        return [transfer for group in batch.staged for transfer in group.transfers]
 
 
 def _in_turns(batches: Sequence[Batch]) -> list[Transfer]:

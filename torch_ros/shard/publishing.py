@@ -1,0 +1,74 @@
+"""Offering tensors as a version: one rank's part in it, with a report of how long it took."""
+
+import logging
+from collections.abc import Callable
+
+from torch_ros.deadline import Deadline
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.versions import check_version
+from torch_ros.shard.core import Shard
+from torch_ros.shard.report import PublishReport, Stopwatch
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.registered import Registered, finish_kernels
+
+log = logging.getLogger(__name__)
+
+
+def publish(
+    shard: Shard,
+    version: int,
+    tensors: Callable[[], Registered],
+    asked: str,
+    deadline: Deadline,
+    store_wait_s: float | None,
+) -> bool:
+    """Offer tensors as a version; the answer is whether they are offered now.
+
+    Args:
+        tensors: Registers them, or says where the registered ones are. Called within the call.
+    """
+    watch = Stopwatch()
+
+    def perform(call: GroupCall) -> bool:
+        if call.may_hold is None:
+            shard.word.void_unless_held()  # the last call may have ended badly
+        watch.lap("decide")
+        registered = tensors()
+        watch.lap("tensors")
+        call.decide_to_publish(check_version(version))
+        watch.lap("decide")
+        offer(call, registered)
+        with call.ending():
+            if not call.has_ended and (said := call.finish(registered.sharding.digest)):
+                call.complete(shard.manifests.together(registered, said, deadline))
+        watch.lap("commit")
+        report(call, registered, is_offered=True)
+        log.info("published version %d of %r", version, shard.model)
+        return True
+
+    def unseated(call: GroupCall) -> bool:
+        watch.lap("decide")
+        registered = tensors()
+        watch.lap("tensors")
+        end = shard.manifests.alone(registered)
+        call.go_on_without(check_version(version), registered.sharding.digest, end)
+        offer(call, registered)
+        report(call, registered, is_offered=False)
+        log.info("version %d of %r is held, and offered when etcd is back", version, shard.model)
+        return False
+
+    def offer(call: GroupCall, registered: Registered) -> None:
+        """Digest the tensors, and say that all of them are there as the call's version."""
+        finish_kernels(registered.cuda_devices)
+        depth = shard.settings.depth
+        shard.digests = Digests(depth, registered.digests(depth))
+        shard.mailbox.show_digests(shard.digests)
+        shard.word.serve(call.mark, registered.lent)
+        watch.lap("digest")
+
+    def report(call: GroupCall, registered: Registered, *, is_offered: bool) -> None:
+        figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
+        shard.reports.add(PublishReport(*figures, call.number, watch.began_ms))
+
+    return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
