@@ -23,6 +23,7 @@ from torch_ros.errors import UsageError
 
 FILE_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as Hugging Face has it
 BUFFER_BYTES = 64 << 20
+BUFFER_S, READ_S = 300.0, 3600.0  # that one buffer, or all at once, may take
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -122,8 +123,10 @@ def write_safetensors(
     about = {"format": "pt", "torch_ros.model": handle.model, "torch_ros.run": contents.run}
     about["torch_ros.version"] = str(contents.version)
     total, done = sum(map(_size, tensors.values())), 0
-    stream = handle.stream(contents.version, list(tensors), buffer_bytes=BUFFER_BYTES)
-    with stream:
+    wanted = list(tensors)
+    with handle.stream(
+        contents.version, wanted, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
+    ) as stream:
         for file, names in files.items():
             with (folder / file).open("wb") as out:
                 _write_header(out, {name: tensors[name] for name in names}, about)
@@ -180,7 +183,7 @@ def write_dcp(
 ) -> None:
     """Write tensors of a version as `dcp.load` reads them. Takes memory for all of them."""
     state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}
-    handle.read(contents.version, state)
+    handle.read(contents.version, state, timeout_s=READ_S)
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     total = sum(map(_size, tensors.values()))
     progress(total, total)

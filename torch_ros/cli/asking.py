@@ -7,11 +7,17 @@ from difflib import get_close_matches
 from torch_ros.errors import UsageError
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Get, Read, Txn, Watch, whole
 
 ANSWER_S = 10.0
 WATCH_S = 60.0  # a stream of etcd, then another
+
+
+def connected(endpoint: str) -> KV:
+    """The store, which is not started for this; the caller closes it."""
+    return connect(located(endpoint), timeout_s=ANSWER_S)
 
 
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:

@@ -10,7 +10,6 @@ from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable, UsageError
 from torch_ros.protocol.fleet import Fleet
-from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
 
 FINE = 0
@@ -32,7 +31,7 @@ def export(asked: argparse.Namespace, out: TextIO) -> int:
             "extra metrics"
         ) from error
 
-    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+    with closing(asking.connected(asked.endpoint)) as kv:
         for model in asked.models:
             asking.fleet_of(kv, model)
         collector = FleetCollector(partial(_fleets, kv, asked.models))

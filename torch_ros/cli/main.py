@@ -24,7 +24,6 @@ from torch_ros.errors import (
     UsageError,
 )
 from torch_ros.release import RELEASE
-from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
 
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -138,7 +137,7 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _ls(asked: argparse.Namespace) -> int:
-    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+    with closing(asking.connected(asked.endpoint)) as kv:
         return _watch(kv, asked, sys.stdout) if asked.watch else _list(kv, asked, sys.stdout)
 
 
@@ -152,7 +151,7 @@ def _web(asked: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(_missing("the page", "web", error)) from error
 
-    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S, starts=False)) as kv:
+    with closing(asking.connected(asked.endpoint)) as kv:
         web.serve(
             kv,
             sys.stdout,
@@ -268,5 +267,8 @@ def _print_table(
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(file=out, width=None if out.isatty() else WIDTH, highlight=False).print(table)
+    console = Console(file=out, width=None if out.isatty() else WIDTH, highlight=False)
+    with console.capture() as captured:  # rich would end the process where the pipe is broken
+        console.print(table)
+    out.write(captured.get())
     return FINE

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch_ros.checkpoints.compared import Difference, Named, Shapes, difference
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.checkpoints.written import (
     BUFFER_BYTES,
+    BUFFER_S,
     OnBytes,
     is_selected,
     made_whole,
@@ -33,10 +34,11 @@ from torch_ros.checkpoints.written import (
 )
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
-from torch_ros.store import endpoint as store
+from torch_ros.store.endpoint import located
 
 FINE = 0
 LOOK_S = 1.0  # between two looks at who has it
+OPEN_S = 20.0  # for etcd to answer, here and in calls that wait for nobody else
 DRAIN_S = 20.0  # for readers, when it leaves
 
 
@@ -136,7 +138,7 @@ class _Side:
 
 def _readable(handle: torch_ros.ShardHandle, number: str, asked: argparse.Namespace) -> _Side:
     contents = handle.contents(as_version(number), timeout_s=asked.timeout)
-    read = partial(handle.stream, contents.version, buffer_bytes=BUFFER_BYTES)
+    read = partial(handle.stream, contents.version, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S)
     return _Side(contents.tensors, read)
 
 
@@ -155,12 +157,12 @@ def _opened(
     asked: argparse.Namespace, replica: str | None, what: str
 ) -> Iterator[torch_ros.ShardHandle]:
     """A handle on an etcd that is there; none is started."""
-    with closing(store.connect(asked.endpoint, timeout_s=10.0, starts=False)):
-        name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
-        with torch_ros.open(
-            asked.model, endpoint=asked.endpoint, replica=name, rank=0, world_size=1
-        ) as h:
-            yield h
+    name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
+    where = located(asked.endpoint)
+    with torch_ros.open(
+        asked.model, endpoint=where, replica=name, rank=0, world_size=1, timeout_s=OPEN_S
+    ) as handle:
+        yield handle
 
 
 @contextmanager

@@ -29,13 +29,25 @@ OPTIONS = {
 TLS_OPTIONS = ("ca", "cert", "key")
 
 
-def connect(endpoint: str, *, timeout_s: float, starts: bool = True) -> KV:
+def located(endpoint: str) -> str:
+    """Where `endpoint` is, for those who start none: "local" is this user's etcd on this host.
+
+    Raises:
+        StoreUnavailable: None runs.
+    """
+    if endpoint != "local":
+        return endpoint
+    running = local.running()
+    if running is None:
+        raise StoreUnavailable("local", 0.0, "no etcd of this user runs on this host")
+    return f"etcd://{running.host}"
+
+
+def connect(endpoint: str, *, timeout_s: float) -> KV:
     """The store at `endpoint`; it has answered, and knows the user if there is one.
 
-    `docs/OPERATIONS.md` ("Endpoints") has the forms of `endpoint`.
-
-    Args:
-        starts: "local" is started if it does not run.
+    `docs/OPERATIONS.md` ("Endpoints") has the forms of `endpoint`. "local" is started if it does
+    not run.
 
     Raises:
         UsageError: `endpoint` is none of these, names a file that cannot be used, or there is no
@@ -45,8 +57,6 @@ def connect(endpoint: str, *, timeout_s: float, starts: bool = True) -> KV:
             as etcd does; or nobody listened there for all of `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    if not starts and endpoint == "local" and local.running() is None:
-        raise StoreUnavailable("local", 0.0, "no etcd of this user runs on this host")
     kv = _open(endpoint, timeout_s)
     # The one on this host has just answered; however slow it is, nobody else is meant.
     answer_s = timeout_s if endpoint == "local" else ANSWER_S_MAX
