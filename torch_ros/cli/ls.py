@@ -25,6 +25,7 @@ MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD\nBY", "READING", "REPLICAS", "
 VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "SINCE", "READS FROM")
 NAMES_MAX = 3  # in one cell
 DIFFERENCES = ("TENSOR", "CHANGED", "OF", "")
+UNVERIFIED = ("TENSOR", "REPLICA", "")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 TIMES = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -102,6 +103,23 @@ def differences(found: Iterable[Differs]) -> Rows:
             share = f"{each.changed / each.count:.3%}"
             rows.append((each.name, str(each.changed), str(each.count), share))
     return rows
+
+
+class Deviates(Protocol):
+    """`torch_ros.checkpoints.verified.Deviation`, without torch."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def replica(self) -> str: ...
+    @property
+    def others(self) -> Sequence[str]: ...
+
+
+def unverified(found: Iterable[Deviates], odd: Iterable[Differs]) -> Rows:
+    """A line for each tensor of each replica that is not what others have."""
+    rows: Rows = [(each.name, each.replica, f"unlike {some(each.others)}") for each in found]
+    return [*rows, *((each.name, "all", each.why) for each in odd)]
 
 
 def some(names: Sequence[str]) -> str:

@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--host", default="127.0.0.1", help="the address to listen at")
     exported.set_defaults(run=_export)
     _add_showing(commands)
+    _add_checking(commands)
     _add_moving(commands)
     return parser
 
@@ -134,6 +135,17 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     compared.add_argument("--select", action="append", default=[], metavar="PATTERN")
     compared.add_argument("--timeout", type=float, default=60.0, help="for a version to come")
     compared.set_defaults(run=_diff)
+
+
+def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verified = commands.add_parser("verify", help="whether replicas have the same bits")
+    verified.add_argument("model")
+    verified.add_argument("number", metavar="version", help='a number, "latest" or "latest-<k>"')
+    verified.add_argument("--against", type=Path, metavar="FOLDER", help="of safetensors")
+    verified.add_argument("--replica", help="only this one, and one to compare it with")
+    verified.add_argument("--full", action="store_true", help="all tensors, not one of 64")
+    verified.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
+    verified.set_defaults(run=_verify)
 
 
 def _ls(asked: argparse.Namespace) -> int:
@@ -207,6 +219,21 @@ def _watch(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
             return code
         time.sleep(REDRAW_S)  # a burst of changes is one
         asking.await_change(kv, asked.model, rev, AGES_S if out.isatty() else math.inf)
+
+
+def _verify(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import verifying  # noqa: PLC0415
+
+    found = verifying.verify(asked)
+    if asked.json:
+        _print_json(asdict(found), sys.stdout)
+    else:
+        rows = ls.unverified(found.deviations, found.unlike)
+        if rows:
+            _print_table(ls.UNVERIFIED, rows, sys.stdout, "")
+        sys.stdout.writelines(f"{name} was not read: {why}\n" for name, why in found.left.items())
+        sys.stdout.write(f"{found}\n")
+    return FINE if found.is_same else NOT_FINE
 
 
 def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:

@@ -45,7 +45,7 @@ DRAIN_S = 20.0  # for readers, when it leaves
 def push(asked: argparse.Namespace, out: TextIO) -> int:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
-    with told_to_end() as ends, _opened(asked, asked.replica, "push") as handle:
+    with told_to_end() as ends, opened(asked, asked.replica, "push") as handle:
         handle.register(tensors)
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -81,7 +81,7 @@ def _stay(
 
 def pull(asked: argparse.Namespace, out: TextIO) -> int:
     """Write a version to a folder that is there when all of it is on disk."""
-    with _opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
+    with opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
         tensors = selected(contents, asked.select)
         with _bar(f"version {contents.version}") as progress:
@@ -113,7 +113,7 @@ class Compared:
 
 def diff(asked: argparse.Namespace) -> Compared:
     """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB."""
-    with _opened(asked, None, "diff") as handle:
+    with opened(asked, None, "diff") as handle:
         one = _readable(handle, asked.one, asked)
         is_folder = Path(asked.other).exists()
         other = _on_disk(Path(asked.other)) if is_folder else _readable(handle, asked.other, asked)
@@ -153,14 +153,20 @@ def as_version(text: str) -> int | str:
 
 
 @contextmanager
-def _opened(
-    asked: argparse.Namespace, replica: str | None, what: str
+def opened(
+    asked: argparse.Namespace, replica: str | None, what: str, *, spot: bool = False
 ) -> Iterator[torch_ros.ShardHandle]:
     """A handle on an etcd that is there; none is started."""
     name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
     where = located(asked.endpoint)
     with torch_ros.open(
-        asked.model, endpoint=where, replica=name, rank=0, world_size=1, timeout_s=OPEN_S
+        asked.model,
+        endpoint=where,
+        replica=name,
+        rank=0,
+        world_size=1,
+        spot=spot,
+        timeout_s=OPEN_S,
     ) as handle:
         yield handle
 

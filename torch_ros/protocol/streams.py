@@ -47,19 +47,32 @@ def choice_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 
 
 def choose(
-    view: View, seat: Seat, ref: VersionRef, tried: Mapping[str, int], lost: SourceLost | None
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    tried: Mapping[str, int],
+    lost: SourceLost | None,
+    only: str = "",
 ) -> Step[tuple[str, str]]:
     """Where a full source is, and the layout that it has to show; "": the version's record is gone.
+
+    Args:
+        only: The replica that is to be read from; "": whichever is best.
 
     Raises:
         SourceLost: No other source is left than the one that was lost.
         VersionNotFound: Nobody else holds this content whole.
     """
-    left = {inst: n for inst, n in _full(view, seat, ref).items() if tried.get(inst, 0) < TRIES_MAX}
+    left = {
+        inst: holding
+        for inst, holding in _full(view, seat, ref).items()
+        if tried.get(inst, 0) < TRIES_MAX and only in {"", k.replica_of(k.owner_of(inst))}
+    }
     if not left:
         if not _is_whole(view, seat, ref):
             raise Unseen
-        reason = "no replica but this one holds it whole, with the content that it had"
+        who = f"replica {only!r} does not hold" if only else "no replica but this one holds"
+        reason = f"{who} it whole, with the content that it had"
         raise lost or VersionNotFound(seat.keys.model, str(ref.version), reason)
     found = view.seen(seat.keys.readers_for(ref.run, ref.version))
     pairs = {(source, reader) for _, (source, reader, _), _ in keyed(found, k.parse_reader)}

@@ -80,6 +80,7 @@ class Wanted:
     buffer_bytes: int
     timeout_s: float  # for each buffer, while it is filled
     number: int  # of this stream among those of this rank
+    only: str = ""  # the replica to read from; "": whichever is best
 
     @property
     def what(self) -> str:
@@ -130,7 +131,8 @@ class Filling:
         self._digests = Digests()  # of the version, from the first source that knows them
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._tally = tallies.begin(shard.observed.tally.whose)
-        self._bytes_read = 0
+        self.bytes_read = 0
+        self.read_s = 0.0  # in which they came
 
     # Called by the consumer
 
@@ -203,7 +205,7 @@ class Filling:
             wanted.ref.version,
             self._shard.model,
             replica_of(self._inst),
-            self._bytes_read / 1e6,
+            self.bytes_read / 1e6,
             len(self.parts),
             self._tally.reroutes,
         )
@@ -241,12 +243,14 @@ class Filling:
 
         def read(at: Attachment) -> None:
             supply = Supply(self._lane.plan(number, at.plan), at.feed)
+            began_s = time.perf_counter()
             self._lane.reading.read([supply], phase, arrivals, deadline)
+            self.read_s += time.perf_counter() - began_s
 
         for tries_left in reversed(range(HEAL_TRIES)):
             arrivals = Arrivals(phase.layout.blocks.total)
             self._with_source(deadline, read)
-            self._bytes_read += arrivals.bytes_read
+            self.bytes_read += arrivals.bytes_read
             if (fqn := self._first_difference(phase)) is None:
                 return
             self._tally.corrupt += 1
@@ -292,7 +296,8 @@ class Filling:
 
     def _choose(self, lost: SourceLost | None, deadline: Deadline) -> tuple[str, str]:
         seat, ref, tried = self._group.seat, self.wanted.ref, self._tried
-        rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost)
+        only = self.wanted.only
+        rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost, only=only)
         place, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
         if tried[inst_at(place)]:
             deadline.check(str(lost))
@@ -407,6 +412,8 @@ class Filling:
         return self._glance(there_ranges(seat, ref, source), rule, unknown=True)
 
     def _has_other(self, source: Source, silent_s: float) -> bool:
+        if self.wanted.only:
+            return False
         seat, ref = self._group.seat, self.wanted.ref
         rule = partial(
             streams.has_other,

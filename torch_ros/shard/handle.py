@@ -554,6 +554,7 @@ class ShardHandle:
         *,
         buffer_bytes: int,
         timeout_s: float | None = None,
+        source: str | None = None,
     ) -> Stream:
         """Iterate over tensors of a version, each whole, without memory for all of them.
 
@@ -583,11 +584,14 @@ class ShardHandle:
             fqns: Names of tensors, each once. See `contents`.
             buffer_bytes: Of each buffer; a tensor that is larger has a larger buffer for itself.
             timeout_s: For the version to come; then for each buffer, while it is read.
+            source: The name of the replica to read from, as `list` shows it; nobody else is, if it
+                is lost. None: whoever suits best.
 
         Raises:
             UsageError: A name that stands there twice, or a bad `buffer_bytes`.
             ManifestMismatch: The version has no tensor of that name.
-            VersionNotFound: The version is gone, or only this replica holds it.
+            VersionNotFound: The version is gone, or only this replica holds it, or `source` does
+                not hold it.
             SourceLost, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `replicate`.
 
         Cost: 5 requests to etcd, with several ranks up to 7; 4 more after each pause of more than
@@ -595,7 +599,7 @@ class ShardHandle:
         Memory: 2 * max(buffer_bytes, largest tensor), for each of those that run at the same time;
         as much is kept until the handle closes, or streams other tensors.
         """
-        return self._streams.open(version, fqns, buffer_bytes, timeout_s)
+        return self._streams.open(version, fqns, buffer_bytes, timeout_s, source)
 
     # Borrowing
 

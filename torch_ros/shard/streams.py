@@ -48,6 +48,16 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         return self._filling.wanted.ref.version
 
     @property
+    def bytes_read(self) -> int:
+        """The bytes that have come so far, in buffers that are full."""
+        return self._filling.bytes_read
+
+    @property
+    def read_s(self) -> float:
+        """The seconds in which they came, without those in which it waited for its consumer."""
+        return self._filling.read_s
+
+    @property
     def left_in_buffer(self) -> int:
         """How many tensors are to come before the next `next` ends those of this buffer."""
         return len(self._left)
@@ -109,10 +119,16 @@ class Streams:
         shard.before_end.append(self.close)
 
     def open(
-        self, version: int | str, fqns: Iterable[str], buffer_bytes: int, timeout_s: float | None
+        self,
+        version: int | str,
+        fqns: Iterable[str],
+        buffer_bytes: int,
+        timeout_s: float | None,
+        source: str | None,
     ) -> Stream:
         shard = self._shard
         deadline = shard.deadline(f"stream {version}", timeout_s)
+        arguments.optional(arguments.text)("source", source)
 
         check = partial(_names, fqns, buffer_bytes)
 
@@ -125,7 +141,7 @@ class Streams:
 
         ref, names = shard.busy(lambda: shard.as_one(deadline.what, decide))
         number = next(self._numbers)
-        wanted = Wanted(ref, names, buffer_bytes, deadline.timeout_s, number)
+        wanted = Wanted(ref, names, buffer_bytes, deadline.timeout_s, number, source or "")
         filling = Filling(shard, wanted, self._begun, self._ended)
         name = f"torch_ros streams {shard.group.seat.replica} {number}"
         try:

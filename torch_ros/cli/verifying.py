@@ -1,0 +1,134 @@
+"""`torch-ros verify`: whether each replica has what it says that it has, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch_ros
+from torch_ros.checkpoints.compared import Difference, unlike
+from torch_ros.checkpoints.mapped import mapped
+from torch_ros.checkpoints.verified import Deviation, Digests, deviations, digests_of
+from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S
+from torch_ros.cli.ls import some
+from torch_ros.cli.moving import as_version, opened
+from torch_ros.errors import NotAvailable, SourceLost, UsageError
+
+SAMPLED_OF = 64  # one tensor of so many is looked at, unless all are
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The end of `torch-ros verify`.
+
+    Attributes:
+        replicas: Those of which all that was asked for was read.
+        left: Those that went meanwhile, and why.
+        unlike: Tensors that the checkpoint has in another form, or not at all.
+    """
+
+    version: int
+    run: str
+    replicas: Sequence[str]
+    read_count: int
+    tensor_count: int
+    deviations: Sequence[Deviation]
+    unlike: Sequence[Difference] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_same(self) -> bool:
+        return not self.deviations and not self.unlike
+
+    def __str__(self) -> str:
+        share = f"{self.read_count} of {self.tensor_count} tensors"
+        odd = len({each.name for each in self.deviations}) + len(self.unlike)
+        end = f"{odd} differ" if odd else "all the same"
+        return f"version {self.version}, {share} of {some(self.replicas)}: {end}"
+
+
+def verify(asked: argparse.Namespace) -> Verified:
+    """Read the replicas that hold a version, one after the other, and compare their digests.
+
+    Raises:
+        UsageError: There is nobody to read from, or nothing to compare with.
+    """
+    disk = str(asked.against) if asked.against else ""
+    with opened(asked, None, "verify", spot=True) as handle:
+        contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
+        holders = _holders(handle, contents, asked.replica, has_disk=bool(disk))
+        names = _sample(list(contents.tensors), is_full=asked.full)
+        odd: list[Difference] = []
+        found: dict[str, Digests] = {}
+        if disk:
+            found[disk], odd = _on_disk(asked.against, contents, names)
+        left = {}
+        for replica in holders:
+            try:
+                found[replica] = _read(handle, contents.version, names, replica)
+            except (SourceLost, NotAvailable) as error:
+                left[replica] = str(error)
+    replicas = [name for name in found if name != disk]
+    if not replicas or len(found) < 2:
+        raise SourceLost(some(holders), f"it went while it was read: {left}", 0, 0)
+    apart = list(deviations(found, [disk] if disk else ()))
+    count = len(contents.tensors)
+    return Verified(contents.version, contents.run, replicas, len(names), count, apart, odd, left)
+
+
+def _holders(
+    handle: torch_ros.ShardHandle,
+    contents: torch_ros.Contents,
+    replica: str | None,
+    *,
+    has_disk: bool,
+) -> Sequence[str]:
+    """The replicas to read, those first that are right in doubt: publishers."""
+    fleet = handle.fleet()
+    held = [
+        each
+        for each in fleet.held
+        if (each.ref.run, each.ref.version) == (contents.run, contents.version) and each.is_offered
+    ]
+    held.sort(key=lambda each: (each.replica == replica, each.kind != "original", each.replica))
+    names = list(dict.fromkeys(each.replica for each in held))
+    what = f"version {contents.version} of {handle.model!r}"
+    if replica is not None and replica not in names:
+        raise UsageError(f"replica {replica!r} does not hold {what}; {some(names)} do")
+    if replica is not None:
+        names = [replica] if has_disk else [*names[:1], replica]
+    if not has_disk and len(set(names)) < 2:
+        advice = "name a checkpoint on disk: --against FOLDER"
+        raise UsageError(
+            f"only {some(names)} holds {what}, so there is nothing to compare; {advice}"
+        )
+    return names
+
+
+def _sample(names: list[str], *, is_full: bool) -> Sequence[str]:
+    if is_full:
+        return names
+    return sorted(random.sample(names, -(-len(names) // SAMPLED_OF)))  # another one each time
+
+
+def _read(
+    handle: torch_ros.ShardHandle, version: int, names: Sequence[str], replica: str
+) -> Digests:
+    with handle.stream(
+        version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S, source=replica
+    ) as stream:
+        return digests_of(stream)
+
+
+def _on_disk(
+    folder: Path, contents: torch_ros.Contents, names: Sequence[str]
+) -> tuple[Digests, list[Difference]]:
+    there = mapped(folder)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in there.items()}
+    odd = list(unlike(contents.tensors, shapes))
+    odd_names = {each.name for each in odd}
+    both = [name for name in names if name not in odd_names]
+    return digests_of((name, there[name]) for name in both), odd
