@@ -34,6 +34,8 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "torch-ros diff": ("tests/checkpoints/test_push_pull.py", '"diff"'),
     "torch-ros web": ("tests/cli/browsing.py", '"web"'),
     "torch-ros verify": ("tests/cli/test_verify.py", '"verify"'),
+    "torch-ros doctor": ("tests/cli/test_doctor.py", '"doctor"'),
+    "torch-ros --json doctor": ("tests/cli/test_doctor.py", '"doctor"'),
     "torch-ros export": ("tests/cli/test_export.py", '"export"'),
     "torch-ros": ("tests/cli/test_ls.py", '"ls"'),
     "python -m torch_ros": ("tests/cli/test_ls.py", '"-m", "torch_ros"'),

@@ -56,10 +56,15 @@ def fleet_of(kv: KV, model: str) -> Fleet:
     found = fleet(kv, model)
     if found.replicas or found.versions:
         return found
+    require(kv, model)
+    return found
+
+
+def require(kv: KV, model: str) -> None:
+    """Raises: UsageError: The model has no record; names the one that may be meant."""
     there = models(kv)
-    if model in there:
-        return found
-    raise UsageError(f"no model {model!r} in {kv.endpoint}{_meant(model, there)}")
+    if model not in there:
+        raise UsageError(f"no model {model!r} in {kv.endpoint}{_meant(model, there)}")
 
 
 def _meant(model: str, there: Sequence[str]) -> str:

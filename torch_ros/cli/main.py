@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, exporting, ls
+from torch_ros.cli import asking, doctor, exporting, links, ls
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -138,6 +138,10 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    examined = commands.add_parser("doctor", help="what is wrong with etcd, here, or on the way")
+    examined.add_argument("--model", help="the one to look at; by default all")
+    examined.add_argument("--links", metavar="MODEL", help="read each of its replicas from here")
+    examined.set_defaults(run=_doctor)
     verified = commands.add_parser("verify", help="whether replicas have the same bits")
     verified.add_argument("model")
     verified.add_argument("number", metavar="version", help='a number, "latest" or "latest-<k>"')
@@ -178,6 +182,31 @@ def _web(asked: argparse.Namespace) -> int:
 def _missing(what: str, extra: str, error: ImportError) -> str:
     found = f"{what} takes {error.name}, which is not installed"
     return f"{found}: install torch-ros with the extra {extra}"
+
+
+def _doctor(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import examining  # noqa: PLC0415  # it takes numpy, for a tenth of a second
+
+    asked.model = asked.links or asked.model
+    facts = examining.examine(asked.endpoint, asked.model)
+    found = doctor.findings(facts)
+    probed = _probed(asked, facts) if asked.links and not facts.silence else ()
+    found += links.slow(probed)
+    if asked.json:
+        _print_json({"findings": found, "links": links.ranked(probed)}, sys.stdout)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in doctor.lines(found))
+        if asked.links:
+            _print_table(links.HEADER, links.rows(probed), sys.stdout, "no link was probed")
+    if facts.silence:
+        return UNREACHABLE
+    return FINE if doctor.is_well(found) else NOT_FINE
+
+
+def _probed(asked: argparse.Namespace, facts: doctor.Facts) -> Sequence[links.Link]:
+    from torch_ros.cli import probing  # noqa: PLC0415  # it takes torch, for seconds
+
+    return probing.probe(asked, facts.models[0].hosts)
 
 
 def _push(asked: argparse.Namespace) -> int:

@@ -454,6 +454,16 @@ class NearTransport:
             raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
 
 
+def process_of(agent: str, descriptor: bytes) -> tuple[str, Process]:
+    """The host and the process that a descriptor names; "": it is not to be copied from.
+
+    Raises:
+        TransferFailed: These are other bytes.
+    """
+    _, _, said = _unpack(agent, descriptor)
+    return said.host, said.process
+
+
 def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:
     """Return the starts and ends of the registered regions, and the whole descriptor.
 

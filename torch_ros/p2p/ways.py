@@ -80,7 +80,7 @@ class WaysPeer:
         return self._base.costs
 
     def attach(self, descriptor: bytes) -> None:
-        self._base.attach(_part(self.agent, descriptor, self._there))
+        self._base.attach(part_of(self.agent, descriptor, self._there))
         if self._fabric:
             self._transport.warn_of_distance(self, self._fabric)
 
@@ -127,7 +127,7 @@ class WaysTransport:
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:
         """As the first way does: processes of one host are near, whatever their fabrics."""
-        return self.nearest.prove(agent, _part(agent, descriptor, 0))
+        return self.nearest.prove(agent, part_of(agent, descriptor, 0))
 
     def connect(self, connection: bytes) -> WaysPeer:
         try:
@@ -167,7 +167,7 @@ class WaysTransport:
                 stack.callback(each.close)
 
 
-def _part(agent: str, descriptor: bytes, there: int) -> bytes:
+def part_of(agent: str, descriptor: bytes, there: int) -> bytes:
     """Return what a descriptor says for one way.
 
     Raises:

@@ -134,6 +134,9 @@ class Keys:
     def group(self, replica: str) -> str:
         return f"{self.root}/groups/{_name(replica)}"
 
+    def every_shard(self) -> Range:
+        return under(f"{self.root}/shards/")
+
     def shards(self, inst: str) -> Range:
         return under(f"{self.root}/shards/{inst}/")
 

@@ -87,6 +87,22 @@ def _await_answer(kv: KV, deadline: float, answer_s: float) -> None:
             return
 
 
+def members(endpoint: str) -> dict[str, KV]:
+    """A store for each member that `endpoint` names, by "host:port"; none of them was asked.
+
+    The caller closes them. Empty where there is no etcd: "memory://".
+
+    Raises:
+        UsageError: As `connect`.
+    """
+    whole = _open(located(endpoint), 0.0)
+    hosts = whole.endpoint.partition("://")[2].split(",") if isinstance(whole, EtcdKV) else ()
+    whole.close()
+    scheme, _, rest = located(endpoint).partition("://")
+    query = rest.partition("?")[2]
+    return {host: _open(f"{scheme}://{host}?{query}", 0.0) for host in hosts}
+
+
 def _open(endpoint: str, timeout_s: float) -> KV:
     if endpoint == "local":
         return EtcdKV([local.ensure(timeout_s)])

@@ -22,7 +22,7 @@ import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.aside import Aside
-from torch_ros.store.member import A, Member, Metadata, Method, changed, keys
+from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys
 from torch_ros.store.txn import (
     Changes,
     Entry,
@@ -132,7 +132,7 @@ class EtcdKV:
         self, hosts: Sequence[str], *, tls: Tls | None = None, user: User | None = None
     ) -> None:
         self.endpoint = ("etcds://" if tls else "etcd://") + ",".join(hosts)
-        self._tls, self._user = tls, user
+        self.tls, self._user = tls, user
         self._pid = os.getpid()
         self._is_closed = False
         self._token: str | None = None  # "": etcd has no users
@@ -245,6 +245,14 @@ class EtcdKV:
     def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         with contextlib.suppress(_LeaseEndedError):
             self._call(Member.revoke, lease_id, timeout_s)
+
+    def status(self, *, timeout_s: float) -> Status:
+        """The member that is asked at present, as it says itself."""
+        return self._call(Member.status, None, timeout_s)
+
+    def alarms(self, *, timeout_s: float) -> tuple[str, ...]:
+        """Those of the cluster, such as "NOSPACE"."""
+        return self._call(Member.alarms, None, timeout_s)
 
     def close(self) -> None:
         self._is_closed = True
@@ -389,7 +397,7 @@ class EtcdKV:
         return AccessDenied(self.endpoint, "user", reason, advice)
 
     def _certificate_denied(self, what: str, error: Any) -> AccessDenied:
-        tls = self._tls or Tls()
+        tls = self.tls or Tls()
         if what == SERVER:
             reason = f"etcd's is not accepted ({_reason(error)})"
             ca = tls.ca or "the authorities that grpc brings"

@@ -4,6 +4,7 @@ The only module that imports pyetcd.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, TypeVar
 
@@ -39,6 +40,15 @@ Metadata = tuple[tuple[str, str], ...]
 WATCH_METADATA = (("hasleader", "true"),)
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One member of an etcd, as it says itself."""
+
+    version: str
+    size_bytes: int  # of its database, with what was deleted and not defragmented
+    has_leader: bool
+
+
 class Member:
     """The requests over one channel of grpc. `call` has grpc's `timeout` and `metadata`.
 
@@ -49,6 +59,7 @@ class Member:
         self.channel = channel
         self._auth, self._kv = rpc.AuthStub(channel), rpc.KVStub(channel)
         self._leases, self._watches = rpc.LeaseStub(channel), rpc.WatchStub(channel)
+        self._upkeep = rpc.MaintenanceStub(channel)
 
     def authenticate(self, user: tuple[str, str], **call: Any) -> str:
         request = rpc.AuthenticateRequest(name=user[0], password=user[1])
@@ -81,6 +92,16 @@ class Member:
             return next((reply.TTL for reply in replies), None)
         finally:
             replies.cancel()
+
+    def status(self, _: None, **call: Any) -> Status:
+        """Its own word: no other member is asked."""
+        reply = self._upkeep.Status(rpc.StatusRequest(), **call)
+        return Status(reply.version, reply.dbSize, has_leader=bool(reply.leader))
+
+    def alarms(self, _: None, **call: Any) -> tuple[str, ...]:
+        """The alarms of all members, such as "NOSPACE"."""
+        reply = self._upkeep.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.GET), **call)
+        return tuple(sorted({rpc.AlarmType.Name(each.alarm) for each in reply.alarms}))
 
     def watch(
         self, starts: Sequence[tuple[Range, int]], *, timeout: float, metadata: Metadata

@@ -1,0 +1,281 @@
+"""`torch-ros doctor`: each condition that it names is made, really or by facts; health is quiet."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from pyetcd import etcdrpc as rpc
+
+from puppets import Actor
+from torch_ros.cli import doctor, main
+from torch_ros.cli.doctor import Examined, Facts, Surroundings, findings
+from torch_ros.p2p import trial
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import SchemaRecord
+from torch_ros.store.endpoint import connect
+from torch_ros.store.health import EtcdHealth, MemberHealth, health, within_s
+from torch_ros.store.txn import Delete, Put, Txn, under
+
+NOBODY = 65534
+AS_NOBODY = """
+import os
+from torch_ros.cli import examining, main
+examining.examine(os.environ["TORCH_ROS_ENDPOINT"], None)  # loads what nobody may not read
+os.setuid({uid})
+main.main(["--json", "doctor", "--model", "policy"])
+"""
+WELL = MemberHealth("a:2379", version="3.5.21", size_bytes=1 << 20, quota_bytes=2 << 30)
+OPEN = dict.fromkeys(("voucher", "cma", "mapped", "lending"), "")
+
+
+def etcd(*members, alarms=()):
+    return Facts(endpoint="etcd://a:2379", etcd=EtcdHealth(members, alarms))
+
+
+def shell(endpoint="etcd://a:2379", rdma=(), has_gpu=False, memlock=None, **environ):
+    here = Surroundings("this shell", environ, memlock)
+    return Facts(
+        endpoint=endpoint, processes=[here], devices=["lo", "eth0"], rdma=rdma, has_gpu=has_gpu
+    )
+
+
+CONDITIONS = {
+    "silent": (Facts(silence="etcd at a:2379 did not answer"), "FAIL", "did not answer"),
+    "a member": (etcd(WELL, MemberHealth("b:2379", "refused")), "warn", "member b:2379: refused"),
+    "leader": (etcd(MemberHealth("a", version="3.5.21", has_leader=False)), "FAIL", "no leader"),
+    "full": (etcd(WELL, alarms=["NOSPACE"]), "FAIL", "NOSPACE: it refuses reads and writes"),
+    "corrupt": (etcd(WELL, alarms=["CORRUPT"]), "FAIL", "alarm CORRUPT"),
+    "loses": (etcd(MemberHealth("a", version="3.5.2")), "FAIL", "3.5.2 at a may lose a write"),
+    "ends": (etcd(MemberHealth("a", version="3.5.6")), "warn", "3.5.6 at a may end"),
+    "ends, 3.4": (etcd(MemberHealth("a", version="3.4.22")), "warn", "3.4.22 at a may end"),
+    "old": (etcd(MemberHealth("a", version="3.3.25")), "FAIL", "older than any"),
+    "nearly full": (
+        etcd(MemberHealth("a", version="3.6.0", size_bytes=90, quota_bytes=100)),
+        "warn",
+        "nearly full: 90 B of 100 B",
+    ),
+    "disk": (etcd(MemberHealth("a", version="3.6.0", sync_s=0.032)), "warn", "up to 32 ms"),
+    "release": (Facts(models=[Examined("m", "release 9")]), "FAIL", "release 9"),
+    "copying": (
+        Facts(ways=OPEN | {"cma": "Operation not permitted"}, ptrace_scope="1"),
+        "warn",
+        r"blocked by cma \(Operation not permitted\).*ptrace_scope is 1",
+    ),
+    "no voucher": (
+        Facts(ways={"voucher": "/proc is of another pid namespace than this process"}),
+        "warn",
+        r"blocked by voucher \(/proc is of another pid namespace",
+    ),
+    "containers": (
+        Facts(models=[Examined("m", "", {"r/0": "process 7 is not to be found", "q/0": ""})]),
+        "warn",
+        "cannot copy from r/0: process 7 is not to be found",
+    ),
+    "no nixl": (Facts(packages={"nixl": ("1.5.1", "")}), "FAIL", "nixl is not installed"),
+    "old torch": (Facts(packages={"torch": ("2.13", "2.9.1+cpu")}), "FAIL", "torch 2.9.1.cpu is o"),
+    "shm": (Facts(shm_bytes=(64 << 20, 63 << 20)), "warn", "63.0 MiB free of 64.0 MiB"),
+    "no way": (shell(UCX_TLS="self"), "FAIL", "UCX_TLS=self leaves no way to other processes"),
+    "no network": (shell(UCX_TLS="self,sm"), "warn", "leaves no way to other hosts"),
+    "no rdma": (shell(UCX_TLS="rc,cma"), "warn", "leaves no way to other hosts"),
+    "negated": (shell(UCX_TLS="^tcp,rc"), "warn", "leaves no way to other hosts"),
+    "negated copies": (shell(UCX_TLS="^cma"), "warn", "nothing is copied"),
+    "no copies": (shell(UCX_TLS="tcp,self"), "warn", "nothing is copied within a host"),
+    "no device": (shell(UCX_NET_DEVICES="ib9:1"), "FAIL", "this host has no ib9"),
+    "some device": (shell(UCX_NET_DEVICES="eth0,ib9:1"), "warn", "this host has no ib9"),
+    "segments": (
+        shell(has_gpu=True, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+        "FAIL",
+        "expandable_segments",
+    ),
+    "two hosts": (shell("local", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"), "FAIL", "8 ranks are not"),
+    "memlock": (shell(rdma=["mlx5_0"], memlock=8 << 20), "warn", "locked: 8.0 MiB"),
+}
+
+
+@pytest.mark.parametrize(("facts", "level", "text"), CONDITIONS.values(), ids=CONDITIONS)
+def test_a_condition_is_named(facts, level, text):
+    bad = [each for each in findings(facts) if each.level != "ok"]
+    [found] = [each for each in bad if re.search(text, each.found)]
+    assert found.level == level
+    assert doctor.is_well([found]) == (level != "FAIL")
+
+
+FINE = {
+    "one etcd": etcd(WELL),
+    "3.4": etcd(MemberHealth("a", version="3.4.23")),
+    "local": Facts(etcd=EtcdHealth([MemberHealth("a", version="3.5.1")])),
+    "memory": Facts(endpoint="memory://x"),
+    "no alarms told": etcd(WELL, alarms=None),
+    "copies": Facts(
+        ways=OPEN, models=[Examined("m", "", {"r/0": ""})], shm_bytes=(1 << 40, 1 << 40)
+    ),
+    "all of UCX": shell(UCX_TLS="all", UCX_NET_DEVICES="all"),
+    "UCX": shell(UCX_TLS="rc,tcp,cma", UCX_NET_DEVICES="mlx5_0:1,eth0", rdma=["mlx5_0"]),
+    "not rdma": shell(UCX_TLS="^rc", UCX_NET_DEVICES=""),
+    "segments without a GPU": shell(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+    "one host": shell("local", WORLD_SIZE="8", LOCAL_WORLD_SIZE="8"),
+    "an etcd for two hosts": shell(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"),
+    "its own endpoint": shell(
+        "local", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", TORCH_ROS_ENDPOINT="etcd://b:2379"
+    ),
+    "memlock": shell(rdma=["mlx5_0"]),
+    "no rdma": shell(memlock=8 << 20),
+    "packages": Facts(packages={"torch": ("2.13", "2.13.0+cpu"), "nixl": ("1.5.1", "1.10")}),
+}
+
+
+@pytest.mark.parametrize("facts", FINE.values(), ids=FINE)
+def test_nothing_is_said_of_what_is_well(facts):
+    assert [each for each in findings(facts) if each.level != "ok"] == []
+
+
+def test_several_processes_with_one_fault_are_one_line():
+    names = [f"r/{rank}" for rank in range(9)]
+    there = [Surroundings(name, {"UCX_TLS": "self"}) for name in names]
+    [found] = [each for each in findings(Facts(processes=there)) if each.level == "FAIL"]
+    assert found.found.endswith("(r/0, r/1, r/2 and 6 more)")
+
+
+def test_a_histogram_says_how_long_99_of_100_take():
+    rows = [("0.001", 50), ("0.002", 98), ("0.004", 99), ("8", 99), ("+Inf", 100)]
+    text = "\n".join(f'x_bucket{{le="{bound}"}} {count}' for bound, count in rows)
+    assert within_s(text, "x", 0.99) == 0.004
+    assert within_s(text, "x", 1.0) == float("inf")
+    assert within_s(text.replace("100", "99"), "x", 0.5) is None  # too few
+    assert within_s("", "x", 0.99) is None
+
+
+def test_a_stranger_is_read_and_is_no_child():
+    assert trial.ways() == OPEN
+    with trial._stranger() as said:
+        status = Path(f"/proc/{said['pid']}/stat").read_text()
+        assert int(status.rpartition(")")[2].split()[1]) != os.getpid()
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "torch_ros", "--json", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert "Traceback" not in found.stderr
+    said = json.loads(found.stdout)["findings"] if found.stdout else []
+    return found.returncode, [each for each in said if each["level"] != "ok"], said
+
+
+def named(found, text):
+    return [each["level"] for each in found if text in each["found"]]
+
+
+def test_a_healthy_fleet_of_two_processes_has_no_warning(started, surroundings):
+    subprocess.run(
+        [sys.executable, "-m", "torch_ros.store.local", "start"], env=surroundings, check=True
+    )
+    options = {"model": "policy", "tensors": 1, "elements": 1 << 10}
+    there = {"TORCH_ROS_LOCAL_DIR": surroundings["TORCH_ROS_LOCAL_DIR"]}
+    there["TORCH_ROS_ENDPOINT"] = "local"
+    trainer, rollout = (Actor(started, name, there, **options) for name in ("trainer", "rollout"))
+    for actor in (trainer, rollout):
+        assert actor.hear() == {"answer": "here"}
+    trainer.ask("publish", version=1)
+    rollout.ask("replicate", version=1)
+    code, bad, said = run("doctor", "--model", "policy", env=surroundings)
+    assert (code, bad) == (0, [])
+    assert [each["found"] for each in said][-1] == "model 'policy': 2 processes here, copied from"
+    if os.geteuid() == 0:
+        here = surroundings | {"TORCH_ROS_ENDPOINT": endpoint_of(surroundings)}
+        command = [sys.executable, "-c", AS_NOBODY.format(uid=NOBODY)]
+        found = subprocess.run(command, env=here, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in found.stderr, found.stderr
+        assert named(json.loads(found.stdout)["findings"], "another user's") == ["warn"]
+
+
+def endpoint_of(surroundings):
+    command = [sys.executable, "-m", "torch_ros.store.local", "status"]
+    said = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
+    return said.stdout.split()[1]
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_an_old_etcd_and_another_release_are_named(endpoint):
+    model, kv = "m-" + uuid.uuid4().hex[:8], connect(endpoint, timeout_s=5)
+    with contextlib.closing(kv):
+        record = SchemaRecord(99, "9")
+        kv.commit(Txn((), (Put(Keys(model).schema(), record.encode()),)), timeout_s=5)
+        [member] = health(endpoint, timeout_s=5).members
+        code, bad, _ = run("--endpoint", endpoint, "doctor", "--model", model)
+        kv.commit(Txn((), (Delete(under(f"{Keys(model).root}/")),)), timeout_s=5)
+    assert (code, named(bad, f"etcd {member.version} at")) == (1, ["FAIL"])
+    assert named(bad, "is served by release 9") == ["FAIL"]
+    assert run("--endpoint", endpoint, "doctor", "--model", f"{model}x")[:2] == (2, [])
+
+
+def test_an_etcd_without_room_has_an_alarm(running_etcd, tmp_path):
+    with running_etcd(tmp_path / "etcd", "--quota-backend-bytes", str(1 << 20)) as server:
+        kv = connect(f"etcd://{server.host}", timeout_s=5)
+        with contextlib.closing(kv), contextlib.suppress(Exception):
+            for number in range(100):
+                kv.commit(Txn((), (Put(f"/{number}", b"x" * 100_000),)), timeout_s=5)
+        code, bad, _ = run("--endpoint", f"etcd://{server.host}", "doctor")
+    assert (code, named(bad, "database space exceeded")) == (3, ["FAIL"])
+    assert (named(bad, "alarm NOSPACE"), named(bad, "nearly full")) == (["FAIL"], ["warn"])
+
+
+@pytest.mark.long
+def test_members_that_are_gone_and_a_leader_that_is_missing_are_named(etcd_cluster):
+    etcd_cluster.kill(2)
+    code, bad, _ = run("--endpoint", etcd_cluster.endpoint, "doctor")
+    assert (code, named(bad, f"member {etcd_cluster.hosts[2]}")) == (1, ["warn"])  # an old etcd
+    etcd_cluster.kill(1)
+    deadline = iter(range(20))  # until it knows
+    while not named(bad, "has no leader"):
+        next(deadline)
+        code, bad, _ = run("--endpoint", etcd_cluster.endpoint, "doctor")
+    assert (code, named(bad, "did not answer"), named(bad, "has no leader")) == (
+        3,
+        ["FAIL"],
+        ["FAIL"],
+    )
+
+
+@pytest.mark.long
+def test_a_user_without_a_role_is_told_so(running_etcd, tmp_path):
+    with running_etcd(tmp_path / "etcd") as server:
+        environment = with_users(server, tmp_path / "password")
+        code, bad, _ = run("--endpoint", f"etcd://{server.host}", "doctor", env=environment)
+        assert (code, named(bad, "may not use all keys")) == (3, ["FAIL"])
+        environment.pop("TORCH_ROS_ETCD_USER")
+        assert run("--endpoint", f"etcd://{server.host}", "doctor", env=environment)[:2] == (2, [])
+        environment.pop("TORCH_ROS_ETCD_PASSWORD_FILE")
+        code, bad, _ = run("--endpoint", f"etcd://{server.host}", "doctor", env=environment)
+        assert (code, named(bad, "etcd has users, and none was named")) == (3, ["FAIL"])
+
+
+def with_users(server, password_file):
+    """Switch users on in an etcd; the environment of one who may do nothing."""
+    import grpc
+
+    password_file.write_text("secret\n")
+    with grpc.insecure_channel(server.host) as channel:
+        auth = rpc.AuthStub(channel)
+        auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"))
+        for user in ("root", "ros"):
+            auth.UserAdd(rpc.AuthUserAddRequest(name=user, password="secret"))
+        auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+        auth.AuthEnable(rpc.AuthEnableRequest())
+    return os.environ | {
+        "TORCH_ROS_ETCD_USER": "ros",
+        "TORCH_ROS_ETCD_PASSWORD_FILE": str(password_file),
+    }
+
+
+def test_text_has_a_line_for_each_and_the_line_to_type(capsys):
+    assert main.main(["--endpoint", f"memory://{uuid.uuid4().hex}", "doctor"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("ok    memory://")
+    shown = list(doctor.lines(findings(shell(UCX_TLS="self"))))
+    assert shown[-2].startswith("FAIL  UCX_TLS=self leaves no way to other processes (this shell)")
+    assert shown[-1] == "      -> unset UCX_TLS"

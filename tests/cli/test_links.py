@@ -1,0 +1,63 @@
+"""`torch-ros doctor --links`: what its rates say, and that it reads as a reader does."""
+
+import json
+
+import pytest
+import torch
+
+import torch_ros
+from torch_ros.cli import links, main, probing
+from torch_ros.cli.links import Link
+
+
+def link(replica, rate, way="TCP eth0", **more):
+    return Link(replica, f"host-{replica}", way, rate, **more)
+
+
+def test_the_fastest_is_first_and_what_is_far_below_the_median_is_named():
+    found = [link("c", 0.35e9), link("a", 23.1e9), link("b", 22.8e9)]
+    assert [row[0] for row in links.rows(found)] == ["a", "b", "c"]
+    assert links.rows(found)[-1][-1] == "<- 65x below the median"
+    [finding] = links.slow(found)
+    assert finding.level == "warn"
+    assert finding.found == "link from c at host-c, TCP eth0: 0.35 GB/s"
+    assert list(links.slow([link("a", 3e9), link("b", 2e9), link("c", 1.1e9)])) == []
+
+
+def test_what_is_copied_here_is_no_measure_of_a_network():
+    here = [link(str(number), 9e9, "copied") for number in range(5)]
+    assert list(links.slow([*here, link("a", 1e9), link("b", 1e9)])) == []
+    assert len(list(links.slow([*here, link("a", 1e9, "copied")]))) == 1
+
+
+def test_a_replica_that_was_not_read_is_told_and_counts_for_nothing():
+    gone = Link("b", "host-b", problem="it left before it was read")
+    [finding] = links.slow([link("a", 1e9), gone])
+    assert finding.found == "link from b at host-b: it left before it was read"
+    assert links.rows([gone, link("a", 1e9)])[1][-2:] == ("-", "it left before it was read")
+
+
+def test_64_mib_are_read_or_the_smallest_tensor():
+    def names(**sizes):
+        tensors = {name: (torch.uint8, torch.Size([size << 20])) for name, size in sizes.items()}
+        return probing._names(torch_ros.Contents(1, tensors))
+
+    assert names(a=100, b=40, c=30, d=20, e=0) == ["b", "d"]
+    assert names(a=100, b=70) == ["b"]
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_each_replica_that_has_all_of_it_is_probed_and_nothing_stays(opened, endpoint, capsys):
+    trainer, rollout, idle = (opened(name) for name in ("trainer", "rollout", "idle"))
+    for handle in (trainer, rollout):
+        handle.register({"w": torch.zeros(1 << 20)})
+    trainer.publish(1)
+    rollout.replicate()
+    assert main.main(["--endpoint", endpoint, "--json", "doctor", "--links", trainer.model]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {each["replica"] for each in said["links"]} == {"trainer", "rollout"}
+    assert all(each["bytes_per_s"] > 0 for each in said["links"])
+    fleet = idle.fleet()
+    assert set(fleet.replicas) == {"trainer", "rollout", "idle"}
+    assert not any(each.readers for each in fleet.held)
+    assert main.main(["--endpoint", endpoint, "doctor", "--links", f"{trainer.model}x"]) == 2

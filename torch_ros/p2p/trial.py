@@ -1,0 +1,158 @@
+"""Whether processes of this host may read each other: a stranger shows memory, and it is read.
+
+As a program this is the stranger. It is no child of the process that reads, because a kernel with
+`yama.ptrace_scope` 1 lets parents read their children, and nobody else. Copies are as short as
+those that begin each connection; no NIXL takes part.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torch_ros.errors import TransferFailed
+from torch_ros.p2p import cma, mapped
+from torch_ros.p2p.copying import copy
+from torch_ros.p2p.lending import LentMemory, Loan, NotLent
+from torch_ros.p2p.near import process_of
+from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher
+from torch_ros.p2p.ways import part_of
+
+AGENT = "torch_ros trial"
+SHOWN_BYTES = 4096
+SHOWN = 0x5A  # each byte of it
+WORD = 7  # of the content that is lent
+
+
+def ways() -> Mapping[str, str]:
+    """The ways by which processes of this host and user read each other, and what closes each.
+
+    "" is said of one that is open. The first one is the condition of all others.
+    """
+    try:
+        with _stranger() as said:
+            return _tried(said)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"voucher": f"no process could be asked ({error})"}
+
+
+def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
+    """What keeps this process from copying out of another one of this host; "": nothing does.
+
+    None: it is on another host, or copies nothing.
+
+    Args:
+        descriptor, address: Of memory of that process, as it has told its peers.
+    """
+    try:
+        host, process = process_of(agent, part_of(agent, descriptor, 0))
+        if host != mapped.host():
+            return None
+        with contextlib.closing(Neighbour(agent, process)) as neighbour:
+            neighbour.vouched()
+        return _closed_by(lambda: _can_read(process.pid, address))
+    except TransferFailed:
+        return None
+    except Unproven as error:
+        return str(error)
+
+
+def _can_read(pid: int, address: int) -> bool:
+    byte = np.zeros(1, np.uint8)
+    cma.read(pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
+    return True
+
+
+def _tried(said: Mapping[str, Any]) -> Mapping[str, str]:
+    if "problem" in said:
+        return {"voucher": said["problem"]}
+    process = Process(said["pid"], said["namespace"], said["voucher"])
+    try:
+        stranger = Neighbour(AGENT, process)
+    except Unproven as error:
+        return {"voucher": str(error)}
+    with contextlib.closing(stranger):
+        tried: dict[str, Callable[[], bool]] = {
+            "voucher": lambda: bool(stranger.vouched()),
+            "cma": lambda: _is_read(process.pid, said["address"]),
+            "mapped": lambda: _is_mapped(stranger, said["shared"]),
+            "lending": lambda: Loan(stranger, WORD).is_intact,
+        }
+        return {way: _closed_by(is_open) for way, is_open in tried.items()}
+
+
+def _closed_by(is_open: Callable[[], bool]) -> str:
+    try:
+        return "" if is_open() else "other bytes came than were shown"
+    except NotLent:
+        return "its open files cannot be seen"
+    except (OSError, Unproven) as error:
+        return str(error)
+
+
+def _is_read(pid: int, address: int) -> bool:
+    here = np.zeros(SHOWN_BYTES, np.uint8)
+    cma.read(pid, np.array([(address, here.ctypes.data, SHOWN_BYTES)], np.uint64))
+    return bool((here == SHOWN).all())
+
+
+def _is_mapped(stranger: Neighbour, address: int) -> bool:
+    bounds = np.array([address], np.uint64)
+    [stretch] = mapped.find(stranger, bounds, bounds + np.uint64(SHOWN_BYTES))
+    with contextlib.closing(mapped.Mapping(stretch)) as mapping:
+        here = np.zeros(SHOWN_BYTES, np.uint8)
+        copy(np.array([(mapping.address, here.ctypes.data, SHOWN_BYTES)], np.uint64))
+        return bool((here == SHOWN).all())
+
+
+@contextlib.contextmanager
+def _stranger() -> Iterator[Mapping[str, Any]]:
+    """A process that shows memory until the block ends."""
+    command = [sys.executable, "-m", "torch_ros.p2p.trial"]
+    with subprocess.Popen(  # noqa: S603  # this very program
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout
+        line = parent.stdout.readline()  # empty if it has ended
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Show memory to whoever started this, until he closes our input or is gone."""
+    if os.fork():
+        os._exit(0)  # so that nobody is the parent of what follows
+    try:
+        said, shown = _shown()
+    except OSError as error:
+        said, shown = {"problem": str(error)}, ()
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    del shown
+
+
+def _shown() -> tuple[Mapping[str, Any], object]:
+    """The places of what is shown, for as long as the second answer is kept."""
+    voucher = Voucher(AGENT)
+    voucher.show([b"trial"])
+    private, shared = np.full(SHOWN_BYTES, SHOWN, np.uint8), mapped.allocate(SHOWN_BYTES)
+    shared.write(bytes([SHOWN]) * SHOWN_BYTES)
+    view = np.frombuffer(shared, np.uint8)
+    lent = LentMemory(AGENT, SHOWN_BYTES)
+    lent.begin()
+    lent.end(0)
+    lent.name(WORD)
+    lent.open()
+    process = voucher.process
+    said = {"pid": process.pid, "namespace": process.namespace, "voucher": process.voucher}
+    said |= {"address": private.ctypes.data, "shared": view.ctypes.data}
+    return said, (voucher, private, view, lent)
+
+
+if __name__ == "__main__":
+    main()
