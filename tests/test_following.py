@@ -16,6 +16,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.shard import following
 from torch_ros.shard.replication import replicate_if_there
 from torch_ros.store import run
 
@@ -370,8 +371,9 @@ def test_a_follower_goes_on_after_its_seat_was_lost(opened, pool, until_waiting)
     assert follower.result(WAIT_S) == [1, 2]
 
 
-def test_versions_that_cannot_be_read_are_passed_by_and_the_third_is_an_error(opened, monkeypatch):
-    trainer, failing = publisher(opened), 2
+def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
+    trainer, failing = publisher(opened), following.LOSSES_MAX - 1
+    monkeypatch.setattr(following, "PAUSE_TTLS", 0.0)
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(8)})
 
@@ -385,7 +387,7 @@ def test_versions_that_cannot_be_read_are_passed_by_and_the_third_is_an_error(op
     monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", lost)
     assert next(rollout.follow()) == 1
     go_on(trainer, 2)
-    failing = 3
+    failing = following.LOSSES_MAX
     with pytest.raises(SourceLost):
         next(rollout.follow())
 

@@ -24,7 +24,13 @@ PARTS = ("torch_ros", "tests", "benchmarks", "examples", "docs")
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-RUN = ["README.md", "docs/API.md", "docs/DISTRIBUTED.md", "docs/INTEGRATIONS.md"]
+RUN = [
+    "README.md",
+    "docs/QUICKSTART.md",
+    "docs/API.md",
+    "docs/DISTRIBUTED.md",
+    "docs/INTEGRATIONS.md",
+]
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -47,7 +47,8 @@ Stop = Callable[[], bool]
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
-LOSSES_MAX = 3  # versions in a row that cannot be read; the next one may be
+# A process that died is offered for up to a TTL, so what is lost is tried again, and for longer.
+LOSSES_MAX, PAUSE_TTLS = 6, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,8 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
             losses += 1
             if losses == LOSSES_MAX:
                 raise
-            log.warning("%s: %s; it waits for another one", what, lost)
+            log.warning("%s: %s; it tries again", what, lost)
+            _pause(shard, lookout)
             continue
         except (SeatLost, StoreUnavailable) as away:
             # Alone it has nobody to agree with, and etcd comes back.
@@ -185,6 +187,12 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
             return
         losses = 0
         yield ref.version
+
+
+def _pause(shard: Shard, lookout: Lookout) -> None:
+    until_s = time.monotonic() + PAUSE_TTLS * shard.group.applicant.ttl_s
+    while time.monotonic() < until_s and not (lookout.is_told() or shard.is_closed):
+        shard.group.pause()
 
 
 class _Search:

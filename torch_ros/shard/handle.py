@@ -448,8 +448,8 @@ class ShardHandle:
         alike. While it waits, other calls of this handle wait with it, in other threads.
 
         A version that is passed by while the loop is busy is not read. If one vanishes before it
-        is here, the handle holds nothing and waits for the next. Waiting has no end; it lasts
-        through an outage of etcd, after which this process has its seat again.
+        is here, as when the trainer dies, the handle holds nothing and waits for the next. Waiting
+        has no end; it lasts through an outage of etcd, after which this process has its seat again.
 
         Args:
             version: "latest" or "latest-k".
@@ -464,7 +464,7 @@ class ShardHandle:
         Raises:
             UsageError: A number, or a `stop` that cannot be asked.
             ClosedError: The handle was closed.
-            SourceLost, VersionNotFound: Three versions in a row could not be read.
+            SourceLost, VersionNotFound: Six tries, half a `ttl_s` apart, could not read a version.
             SeatLost: The seat is lost for good; or other ranks are missing for two `ttl_s`.
             DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
             ManifestMismatch, CorruptWeights: As `replicate`.

@@ -1,0 +1,56 @@
+"""A trainer that begins again where it ended, with the weights that rollouts still have.
+
+    python examples/restart.py       # Ctrl-C, kill -9, or however it ends
+    python examples/restart.py       # goes on from the last version that anybody has
+
+Beside it, a rollout keeps what it reads: python examples/follow.py follow --model restart-me
+"""
+
+import argparse
+import time
+
+import torch
+
+import torch_ros
+
+
+def begin(handle: torch_ros.ShardHandle) -> int:
+    """Read the newest version that anybody has, the same on all ranks; 0: nobody has one."""
+    for _ in range(10):
+        try:
+            return handle.replicate("latest", missing_ok=True, timeout_s=60) or 0
+        except torch_ros.errors.PeerError as lost:
+            # What a killed trainer had is offered until its lease ends, and cannot be read.
+            print(f"not yet: {lost}", flush=True)
+            time.sleep(2)
+    raise SystemExit("no version can be read: begin from a checkpoint")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="restart-me")
+    parser.add_argument("--steps", type=int, default=1000, help="in all, over all starts")
+    asked = parser.parse_args()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    # `retain`: should it end in order, the last version stays until a rollout has it.
+    with torch_ros.open(asked.model, replica="trainer", retain=("latest",)) as handle:
+        handle.register(model.state_dict())
+        version = begin(handle)
+        source = handle.last_read.source if handle.last_read is not None else "nobody"
+        print(f"begins after version {version}, read from {source}", flush=True)
+        handle.guard(optimizer)  # unpublishes what was read, too, before the first step
+        while version < asked.steps:
+            batch = torch.randn(512, 64)
+            loss = (model(batch)[:, 0] - batch.sum(1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            version += 1
+            handle.publish(version)
+            print(f"version {version}: loss {loss.item():.2f}", flush=True)
+            time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

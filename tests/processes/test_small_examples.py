@@ -1,0 +1,99 @@
+"""The examples of a page do what their first lines say."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from demos import EXAMPLES, descendants, read_until, started_demo
+
+SMALL = ("follow.py", "restart.py", "push_pull.sh")
+ANSWER = re.compile(r"version (\d+): (-?[\d.]+), and should be 64")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_they_are_short(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+def ended(process, number=signal.SIGINT):
+    """The rest of its output, when it has ended well."""
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.timeout(180)
+def test_a_rollout_follows_and_both_end_in_order(surroundings, ctrl_c):
+    with (
+        started_demo(surroundings, "follow.py", "train", "--step-s", "0.2") as trainer,
+        started_demo(surroundings, "follow.py", "follow") as rollout,
+    ):
+        for _ in range(3):
+            read_until(rollout, "and should be 64")
+        versions = [int(number) for number, _ in ANSWER.findall(ended(rollout))]
+        assert versions == sorted(set(versions))
+        assert ended(trainer, signal.SIGTERM)
+
+
+@pytest.mark.timeout(240)
+def test_a_rollout_of_two_ranks_stops_together(surroundings, ctrl_c):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with (
+        started_demo(surroundings, "follow.py", "train", "--step-s", "0.2"),
+        subprocess.Popen(
+            [*torchrun, "--nproc-per-node", "2", EXAMPLES / "follow.py", "follow"],
+            env=surroundings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as ranks,
+    ):
+        for _ in range(6):
+            read_until(ranks, "and should be 64")
+        each = [pid for pid, command in descendants(ranks.pid).items() if "follow.py" in command]
+        assert len(each) == 2
+        os.kill(each[1], signal.SIGTERM)  # one of them is told
+        output, _ = ranks.communicate(timeout=60)
+    assert ranks.returncode == 0, output
+    said = [number for number, _ in ANSWER.findall(output)]
+    assert len(set(said[-2:])) <= 1, output  # after the same version
+
+
+@pytest.mark.timeout(240)
+def test_a_trainer_that_is_killed_begins_again_from_a_rollout(surroundings, ctrl_c):
+    model = ["--model", "again"]
+    with started_demo(surroundings, "follow.py", "follow", *model) as rollout:
+        with started_demo(surroundings, "restart.py", *model) as trainer:
+            read_until(trainer, "begins after version 0, read from nobody")
+            read_until(rollout, "version 3:")
+            trainer.kill()
+        with started_demo(surroundings, "restart.py", *model, "--steps", "8") as trainer:
+            output, _ = trainer.communicate(timeout=120)
+        assert trainer.returncode == 0, output
+        [(began, source)] = re.findall(r"begins after version (\d+), read from (\S+)", output)
+        assert 3 <= int(began) < 8
+        assert source != "nobody"
+        assert f"version {int(began) + 1}: loss" in output
+        assert "version 8: loss" in output
+        # It ended in order: its last version is handed over.
+        read_until(rollout, "version 8:")
+        ended(rollout)
+
+
+@pytest.mark.timeout(180)
+def test_a_checkpoint_goes_in_and_comes_out(surroundings):
+    with subprocess.Popen(
+        [EXAMPLES / "push_pull.sh"],
+        env={**surroundings, "PATH": f"{sys.exec_prefix}/bin:{surroundings['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as script:
+        output, _ = script.communicate(timeout=170)
+    assert script.returncode == 0, output
+    assert "version 1 of" in output
+    assert "leaving version 1" in output
