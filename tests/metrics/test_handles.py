@@ -12,6 +12,7 @@ from scraping import scrape
 
 from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
 from torch_ros.metrics import HandleCollector, serve
+from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
 from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
 
 
@@ -60,6 +61,42 @@ def test_a_handle_tells_what_it_holds(opened):
     assert 0 <= found["etcd_roundtrip_seconds", "rollout", "0"] < 20
 
 
+def test_reads_publications_and_drains_are_counted_with_their_durations(opened):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    reports = REPORTS_KEPT + 6  # more than are kept between two scrapes
+    for version in range(reports):
+        published(trainer, version)
+        if version == 0:
+            rollout.register({"w": torch.empty(4)})
+        rollout.update()
+    found = figures(trainer)
+    [(way, count)] = [(key[4], value) for key, value in found.items() if key[3:4] == ("ok",)]
+    assert (count, found["read_bytes_total", "rollout", "0", way]) == (reports, 16 * reports)
+    for stage in ("decide", "read", "commit", "all"):
+        assert found["read_seconds_count", "rollout", "0", stage] == reports
+        assert found["read_seconds_bucket", "rollout", "0", "+Inf", stage] == reports
+    stages = [value for key, value in found.items() if key[0] == "read_seconds_sum"]
+    whole = found["read_seconds_sum", "rollout", "0", "all"]
+    assert sum(stages) - whole == pytest.approx(whole, rel=0.2)
+    assert found["publish_seconds_count", "trainer", "0"] == reports
+    assert found["unpublish_wait_seconds_count", "trainer", "0"] == reports - 1
+    assert 0 <= found["held_version_age_seconds", "rollout", "0"] < 60
+
+
+def test_readers_that_are_left_behind_are_counted():
+    tallies = Tallies()
+    tally = tallies.begin(Whose("m", "r", "0"))
+    for left in ((), ("a", "b")):
+        tally.add(DrainReport(1, ("a", "b"), left, False, 1.0, 2, 3))
+    tally.add(ReadReport(1, "a", 0, 8, 8, 0.1, {"read": 0.1}, {"cma": 2, "ucx": 6}))
+    tally.add(ReadReport(1, "me", 0, 0, 0, 0.0, {}))  # it was here already
+    [summed] = tallies.all().values()
+    assert (summed.left_behind, summed.drain_s.sum_s, sum(summed.drain_s.counts)) == (2, 2.0, 2)
+    assert summed.reads == {"ucx": 1, "none": 1}
+    assert summed.read_bytes == {"cma": 2, "ucx": 6}
+    assert sum(summed.read_s["read"].counts) == 1
+
+
 def test_staged_bytes_are_those_beside_the_tensors(opened):
     trainer = opened("trainer", retain=("latest",))
     trainer.publish_copy(1, {"w": torch.zeros(1 << 16)})
@@ -76,7 +113,7 @@ def test_reads_that_fail_are_counted_by_their_error(opened):
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
             rollout.replicate(timeout_s=0.2)
-    assert figures(rollout)["reads_total", "rollout", "0", "DeadlineExceeded"] == 2
+    assert figures(rollout)["reads_total", "rollout", "0", "DeadlineExceeded", ""] == 2
 
 
 def test_a_lost_seat_is_counted_and_shown(opened):

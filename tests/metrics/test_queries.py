@@ -9,6 +9,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from scraping import address, exporting, samples
 
 from puppets.servers import free_port
+from torch_ros.metrics import serve
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 ALERTS = FOLDER / "alerts.yml"
@@ -55,15 +57,26 @@ def served(opened, endpoint):
     trainer.publish(1)
     with rollout.installing(1):
         rollout.read(1, {"w": torch.empty(4)})
+    reader = opened("reader")
+    reader.register({"w": torch.empty(4)})
     with exporting(endpoint) as (_, said):
-        yield [said]
+        pages = [said, f"at http://127.0.0.1:{serve()}/metrics"]
+        yield pages, trainer.model, partial(step, trainer, reader)
+
+
+def step(trainer, reader):
+    """A version more."""
+    reader.update()
+    trainer.unpublish()
+    trainer.publish((trainer.version or reader.version or 0) + 1)
 
 
 @pytest.fixture
 def there(served):
     """The labels of all figures."""
-    found = {}
-    for said in served:
+    found, (pages, _, step) = {}, served
+    step()
+    for said in pages:
         for each in samples(said):
             found.setdefault(each.name, set()).update(each.labels)
     return found
@@ -143,13 +156,15 @@ def prometheus(folder, addresses):
         process.wait()
 
 
-def answered(ask, query, until_s):
+def answered(ask, query, until_s, step):
     while True:
         try:
-            if found := ask("query", query=query)["result"]:
+            found = ask("query", query=query)["result"]
+            if found and not any(each["value"][1] == "NaN" for each in found):
                 return found
         except (ConnectionError, urllib.error.URLError):
             pass  # it starts, or has no scrape yet
+        step()
         assert time.monotonic() < until_s, query
         time.sleep(0.2)
 
@@ -159,10 +174,11 @@ def answered(ask, query, until_s):
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 def test_prometheus_answers_each_query_and_knows_each_rule(served, tmp_path):
     until_s = time.monotonic() + 60
-    with prometheus(tmp_path, map(address, served)) as ask:
+    pages, model, step = served
+    with prometheus(tmp_path, map(address, pages)) as ask:
         for query, _ in of_board():
-            query = query.replace("$model", ".*").replace("$__rate_interval", "10s")
-            assert answered(ask, query, until_s), query
+            query = query.replace("$model", model).replace("$__rate_interval", "30s")
+            assert answered(ask, query, until_s, step), query
         [group] = ask("rules")["groups"]
         found = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
         while {health for health, _ in found.values()} == {"unknown"}:
@@ -193,6 +209,8 @@ FIRES = [  # alert, series, its values each 5 s, seconds at which it fires, and 
         5,
         0,
     ),
+    ("TorchRosCorrupt", 'torch_ros_corrupt_total{model="m"}', "0 0 0 1 1", 15, 10),
+    ("TorchRosCutOff", 'torch_ros_etcd_up{model="m"}', "0x20", 30, 25),
     ("TorchRosOtherRelease", 'torch_ros_fleet_readable{model="m"}', "1 0", 5, 0),
     ("TorchRosNoFigures", "torch_ros_fleet_etcd_up", "1 stale", 130, 100),
 ]

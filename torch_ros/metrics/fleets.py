@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.protocol.fleet import Fleet, Held, Replica
 from torch_ros.protocol.records import Install, VersionRef
@@ -33,7 +34,7 @@ class _Figure:
 
     name: str
     text: str
-    of: Callable[[Fleet], float | Mapping[str, int]]
+    of: Callable[[Fleet], float | Mapping[str, int] | None]  # None: nobody knows
     label: str = ""
     values: Sequence[str] = ()
 
@@ -45,6 +46,12 @@ def _states(kind: type) -> tuple[str, ...]:
 def _latest_bytes(fleet: Fleet) -> float:
     sizes = (each.size_bytes for each in fleet.versions if each.ref == fleet.latest)
     return next(sizes, None) or 0
+
+
+def _latest_age_s(fleet: Fleet) -> float | None:
+    began_ms = (each.at_ms for each in fleet.versions if each.ref == fleet.latest)
+    at_ms = next(began_ms, None)
+    return None if at_ms is None else max(0.0, (wall_ms() - at_ms) / 1000)
 
 
 def _holders(fleet: Fleet) -> float:
@@ -100,6 +107,11 @@ FIGURES = (
         "latest_version",
         "Number of the newest version that can be read; -1: there is none.",
         lambda fleet: fleet.latest.version if fleet.latest else -1,
+    ),
+    _Figure(
+        "latest_age_seconds",
+        "Time since the publication of the newest version began, by two hosts' clocks.",
+        _latest_age_s,
     ),
     _Figure("latest_bytes", "Size of the newest version's tensors.", _latest_bytes),
     _Figure("latest_holders", "Holdings from which the newest version can be read.", _holders),
@@ -192,7 +204,7 @@ def _drawn(figure: _Figure, fleets: Sequence[Fleet]) -> Metric:
         found = figure.of(fleet)
         if isinstance(found, Mapping):
             samples |= {(fleet.model, value): found.get(value, 0) for value in figure.values}
-        else:
+        elif found is not None:
             samples[fleet.model,] = found
     labels = ("model", figure.label) if figure.label else ("model",)
     return _gauge(figure.name, figure.text, samples, *labels)

@@ -2,19 +2,24 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
+from torch_ros.deadline import wall_ms
 from torch_ros.shard.core import Shard, open_shards
-from torch_ros.shard.tally import Tally, Whose, tallies
+from torch_ros.shard.tally import BOUNDS_S, Histogram, Tally, Whose, tallies
 
 PREFIX = "torch_ros_"
 WHOSE = Whose._fields
+
+_Times = dict[tuple[str, ...], Histogram]  # by the labels' values
 
 
 def _behind(shard: Shard) -> int:
@@ -43,6 +48,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Shard], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
     ("reroutes", "Sources that were lost within a read.", lambda tally: tally.reroutes),
     ("corrupt", "Reads whose bytes were not what was published.", lambda tally: tally.corrupt),
+    (
+        "readers_left_behind",
+        "Readers that had not done when an unpublish waited no longer.",
+        lambda tally: tally.left_behind,
+    ),
 )
 
 
@@ -64,7 +74,7 @@ class HandleCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Draw what the handles know."""
         shards = {shard.observed.tally.whose: shard for shard in open_shards()}
-        yield _held(shards)
+        yield from _held(shards)
         for name, text, of in _GAUGES:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=WHOSE)
             for whose, shard in shards.items():
@@ -77,17 +87,28 @@ class HandleCollector(Collector):
         lost = Counter({whose: tally.seats_lost for whose, tally in counted.items()})
         lost.update({whose: shard.group.ledger.seats_lost for whose, shard in shards.items()})
         yield _counter("seat_lost", "Seats in etcd that were lost.", lost)
-        yield _reads(counted)
+        yield from _reads(counted)
+        text = "Duration of publications that ended well."
+        times: _Times = {whose: tally.publish_s for whose, tally in counted.items()}
+        yield _histogram("publish_seconds", text, times)
+        text = "Duration of calls that gave a version up, also as a part of others."
+        times = {whose: tally.drain_s for whose, tally in counted.items()}
+        yield _histogram("unpublish_wait_seconds", text, times)
 
 
-def _held(shards: Mapping[Whose, Shard]) -> Metric:
+def _held(shards: Mapping[Whose, Shard]) -> Iterator[Metric]:
     text = "Number of the version that is held and served; -1: none."
-    gauge = GaugeMetricFamily(PREFIX + "held_version", text, labels=(*WHOSE, "run"))
+    number = GaugeMetricFamily(PREFIX + "held_version", text, labels=(*WHOSE, "run"))
+    text = "Time since the publication of the held version began, by two hosts' clocks."
+    age = GaugeMetricFamily(PREFIX + "held_version_age_seconds", text, labels=WHOSE)
     for whose, shard in shards.items():
-        held = shard.held
-        run = held.run if held else shard.group.seat.run
-        gauge.add_metric((*whose, run), held.version if held else -1)
-    return gauge
+        kept = shard.group.ledger.holds
+        run = kept.ref.run if kept else shard.group.seat.run
+        number.add_metric((*whose, run), kept.ref.version if kept else -1)
+        if kept and kept.at_ms:
+            age.add_metric(whose, max(0.0, (wall_ms() - kept.at_ms) / 1000))
+    yield number
+    yield age
 
 
 def _staged(shards: Mapping[Whose, Shard]) -> Metric:
@@ -99,13 +120,36 @@ def _staged(shards: Mapping[Whose, Shard]) -> Metric:
     return gauge
 
 
-def _reads(counted: Mapping[Whose, Tally]) -> Metric:
-    text = "Reads by their outcome: ok, or the error's class."
-    counter = CounterMetricFamily(PREFIX + "reads", text, labels=(*WHOSE, "outcome"))
+def _reads(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
+    text = "Reads: ok, with the way of most bytes, or the error's class."
+    reads = CounterMetricFamily(PREFIX + "reads", text, labels=(*WHOSE, "outcome", "way"))
+    text = "Bytes that came, by the way that they took."
+    size = CounterMetricFamily(PREFIX + "read_bytes", text, labels=(*WHOSE, "way"))
     for whose, tally in counted.items():
+        for way, count in tally.reads.items():
+            reads.add_metric((*whose, "ok", way), count)
         for outcome, count in tally.failures.items():
-            counter.add_metric((*whose, outcome), count)
-    return counter
+            reads.add_metric((*whose, outcome, ""), count)
+        for way, count in tally.read_bytes.items():
+            size.add_metric((*whose, way), count)
+    yield reads
+    yield size
+    stages: _Times = {
+        (*whose, stage): times
+        for whose, tally in counted.items()
+        for stage, times in tally.read_s.items()
+    }
+    text = "Duration of reads that ended well: of each stage, and of all of it."
+    yield _histogram("read_seconds", text, stages, "stage")
+
+
+def _histogram(name: str, text: str, values: _Times, *labels: str) -> Metric:
+    histogram = HistogramMetricFamily(PREFIX + name, text, labels=(*WHOSE, *labels))
+    bounds = [*map(str, map(float, BOUNDS_S)), "+Inf"]
+    for whose, times in values.items():
+        buckets = list(zip(bounds, map(float, accumulate(times.counts)), strict=True))
+        histogram.add_metric(whose, buckets, times.sum_s)
+    return histogram
 
 
 def _counter(name: str, text: str, values: Mapping[Whose, float]) -> Metric:

@@ -101,8 +101,8 @@ class Shard:
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()  # of the version that is held
-        self.observed = Observed(model, group, self.copies, reading)
         self.reports = Reports()
+        self.observed = Observed(model, group, self.reports, self.copies, reading)
         self.forerunner: RunsAhead | None = None
         self.intake = Intake(group.ledger)
         self.is_closed = False

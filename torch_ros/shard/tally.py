@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch_ros.errors import TorchRosError
+from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
 
-BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+WHOLE = "all"  # the stage that stands for the whole call
 ENDED_MAX = 256  # names of closed handles whose counts are kept
 
 
@@ -47,15 +49,51 @@ class Tally:
     def __init__(self, whose: Whose) -> None:
         self.whose = whose
         self.failures = Counter[str]()  # reads that failed, by the error's class
-        self.reroutes = self.corrupt = 0
+        self.reads = Counter[str]()  # that ended well, by the way of most of their bytes
+        self.read_bytes = Counter[str]()  # by way
+        self.read_s: dict[str, Histogram] = {}  # by stage
+        self.publish_s, self.drain_s = Histogram(), Histogram()
+        self.reroutes = self.corrupt = self.left_behind = 0
         self.seats_lost = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
         self.failures[type(error).__name__] += 1
 
+    def add(self, report: Report) -> None:
+        """A call has ended well."""
+        match report:
+            case ReadReport(ways=ways):
+                self.reads[max(ways, key=ways.__getitem__, default="none")] += 1
+                for way, size_bytes in ways.items():
+                    self.read_bytes[way] += size_bytes
+                for stage, seconds in report.stages_s.items():
+                    self._stage(stage).add(seconds)
+                self._stage(WHOLE).add(report.elapsed_s)
+            case PublishReport():
+                self.publish_s.add(report.elapsed_s)
+            case DrainReport():
+                self.drain_s.add(report.elapsed_s)
+                self.left_behind += len(report.left_behind)
+
+    def _stage(self, stage: str) -> Histogram:
+        if stage not in self.read_s:
+            self.read_s[stage] = Histogram()
+        return self.read_s[stage]
+
     def merge(self, other: "Tally") -> None:
-        self.failures += other.failures.copy()
+        """Add another one's counts. That one may go on counting: `dict` copies in one step."""
+        for mine, its in (
+            (self.failures, other.failures),
+            (self.reads, other.reads),
+            (self.read_bytes, other.read_bytes),
+        ):
+            mine.update(dict(its))
+        for stage, times in dict(other.read_s).items():
+            self._stage(stage).merge(times)
+        self.publish_s.merge(other.publish_s)
+        self.drain_s.merge(other.drain_s)
+        self.left_behind += other.left_behind
         self.reroutes += other.reroutes
         self.corrupt += other.corrupt
         self.seats_lost += other.seats_lost
