@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from schedule import Actor
 
 CONNECTION = bytes(1400)  # about as many as a process with NIXL has in its card
+LOOKS_S = PACE_S / 5  # between two judgements of a source; of the library, after each batch
 QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
 
 
@@ -65,14 +66,20 @@ class Mailbox:
         return Word(self.mark, ALL_BLOCKS if is_all else 0)
 
     def serve(self, mark: int, position: int) -> None:
-        network = self.cluster.network
-        # Bytes that came before a source was lost are there still.
-        before = network.shown(self.node) if mark == self._mark_shown else 0.0
-        self.mark = self._mark_shown = mark
-        network.show(self.node, 1.0 if position == ALL_BLOCKS else before)
+        self.mark = mark
+        self.fill(mark)
+        if position == ALL_BLOCKS:
+            self.cluster.network.show(self.node, 1.0)
         for actor, token in self.waiting:
             self.cluster.clock.wake(actor, token, "served")
         self.waiting.clear()
+
+    def fill(self, mark: int) -> float:
+        """The fraction that is there of what that mark names, served or not."""
+        if mark != self._mark_shown:  # bytes that came before a source was lost are there still
+            self._mark_shown = mark
+            self.cluster.network.show(self.node, 0.0)
+        return self.cluster.network.shown(self.node)
 
     def void(self) -> None:
         if self.mark:
@@ -198,7 +205,8 @@ class Reading:
         self._process.begins_to_read()
         own = self.own
         sources = {self._node(each.feed): each.feed.source for each in supplies}
-        if (lost := self._transferred(own, sources, deadline)) is not None:
+        begins = own.fill(progress.mark)
+        if (lost := self._transferred(own, sources, begins, deadline)) is not None:
             raise lost
         bytes_read = self._cluster.registered.bytes_total
         progress.add(phase.blocks, bytes_read)
@@ -209,7 +217,7 @@ class Reading:
         return self._cluster.boxes[state.agent].node
 
     def _transferred(
-        self, own: Mailbox, sources: dict[Node, FeedSource], deadline: Deadline
+        self, own: Mailbox, sources: dict[Node, FeedSource], begins: float, deadline: Deadline
     ) -> SourceLost | None:
         """The source that was lost; None: all is there."""
         cluster, clock, network = self._cluster, self._cluster.clock, self._cluster.network
@@ -222,7 +230,7 @@ class Reading:
         for node, source in sources.items():  # a source may have changed since `state`
             if cluster.boxes[agent_of(node)].mark != source.mark:
                 return SourceLost(source.replica, "it does not serve it any more", 0, 0)
-        size, begins = cluster.registered.bytes_total, network.shown(own.node)
+        size = cluster.registered.bytes_total
         own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
         network.start(transfer)
         [node, *others] = sources
@@ -235,7 +243,7 @@ class Reading:
         try:
             while not ended:
                 before = network.shown(own.node)
-                clock.park("reads", clock.now_s + (PACE_S if pace else STALL_S))
+                clock.park("reads", clock.now_s + (LOOKS_S if pace else STALL_S))
                 next(iter(sources.values())).check()
                 shown = [int(network.shown(each) * size) for each in (own.node, node)]
                 if pace and not ended and pace.is_behind(clock.now_s, *shown):

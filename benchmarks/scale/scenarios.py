@@ -54,8 +54,11 @@ class Burst:
         for head in self.heads:
             cluster.does(head, clock.now_s, lambda head=head: head.handle.replicate("latest"))
         cluster.run()
-        cluster.start()
-        self.sent_before = cluster.network.sent().copy()
+        self._start()
+
+    def _start(self) -> None:
+        self.cluster.start()
+        self.sent_before = self.cluster.network.sent().copy()
         self.came_s: dict[Process, float] = {}
         self.ended_s: dict[Process, float] = {}
         self.errors: dict[Process, TorchRosError] = {}
@@ -70,6 +73,24 @@ class Burst:
             for process in self.newcomers[first : first + self.newcomers[0].ranks]:
                 self.cluster.does(process, at_s, lambda process=process: self.live(process))
         self.cluster.run()
+
+    def next_version(self) -> None:
+        """All give up what they have, and the trainer publishes the next one: at no time."""
+        cluster = self.cluster
+        cluster.etcd.is_free = True
+        for process in self.newcomers:
+            cluster.does(process, cluster.clock.now_s, process.handle.unpublish)
+        cluster.run()
+        for trainer in self.trainers:
+            cluster.does(trainer, cluster.clock.now_s, partial(self._publishes_next, trainer))
+        cluster.run()
+        self._start()
+
+    def _publishes_next(self, trainer: Process) -> None:
+        version = trainer.handle.version
+        assert version is not None
+        trainer.handle.unpublish()
+        trainer.handle.publish(version + 1)
 
     def live(self, process: Process) -> None:
         self.came_s[process] = self.cluster.clock.now_s
@@ -241,7 +262,7 @@ def datacenters(seed: int, *, n: int, far: int = 1, over_s: float = ARRIVE_S) ->
 
 
 def stragglers(seed: int, *, n: int, share: float = 0.01, to: float = 0.1) -> Figures:
-    """Some replicas have a fraction of the rate."""
+    """Some replicas have a fraction of the rate: in a first version, and in the next one."""
     with Cluster(PAPER, seed=seed) as cluster:
         coming = newcomers(cluster, n)
         all_ = Burst(cluster, coming)
@@ -249,14 +270,19 @@ def stragglers(seed: int, *, n: int, share: float = 0.01, to: float = 0.1) -> Fi
         for process in coming:
             if process in slow:
                 process.slow_down(to)
-        all_.run()
-        healthy = all_.stalls_x(lambda process: process not in slow)
-        return {
-            **all_.figures(),
-            "healthy_median_x": rounded(quantile(healthy, 0.5)),
-            "healthy_p99_x": rounded(quantile(healthy, 0.99)),
-            "healthy_last_x": rounded(max(healthy)),
-        }
+        figures = Figures()
+        for name in ("healthy", "next"):
+            all_.run()
+            healthy = all_.stalls_x(lambda process: process not in slow)
+            figures = {
+                **all_.figures(),
+                **figures,
+                f"{name}_median_x": rounded(quantile(healthy, 0.5)),
+                f"{name}_p99_x": rounded(quantile(healthy, 0.99)),
+                f"{name}_last_x": rounded(max(healthy)),
+            }
+            all_.next_version()
+        return figures
 
 
 def deaths(seed: int, *, n: int, share: float = 0.02) -> Figures:

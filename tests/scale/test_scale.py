@@ -394,7 +394,8 @@ def test_bounds_of_a_few_replicas_hold():
     for far, newcomers in ((1, 1), (1, 8), (2, 16)):
         assert scenarios.datacenters(0, n=newcomers, far=far)["crossings"] == 1.0
     slow = scenarios.stragglers(0, n=20)
-    assert slow["healthy_p99_x"] < 1.2
+    assert slow["healthy_p99_x"] < 1.1
+    assert slow["next_p99_x"] < 1.05
 
 
 @pytest.mark.long
@@ -402,7 +403,9 @@ def test_bounds_of_up_to_two_hundred_hold():
     assert scenarios.burst(0, n=100)["last_x"] < 1.1
     assert scenarios.burst(0, n=100, heads=4)["last_x"] < 1.05
     assert scenarios.deaths(0, n=100)["last_x"] < 1.1
-    assert scenarios.stragglers(0, n=100)["healthy_p99_x"] < 1.2
+    slow = scenarios.stragglers(0, n=100, share=0.03)
+    assert slow["healthy_p99_x"] < 1.15
+    assert slow["next_p99_x"] < 1.05
     staggered = scenarios.burst(0, n=50, over_s=5.0)
     assert staggered["p99_x"] < 1.01
     found = scenarios.burst(0, n=200)

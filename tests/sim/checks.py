@@ -140,6 +140,9 @@ class Checks:
                 if source not in known:
                     self._attached(process, call, source)
                     self._crosses(process, call, source, tried)
+                    is_older = source.is_full or source.born < born
+                    is_quiet = not self._shown(process)[0].mark
+                    demand(is_older or is_quiet, f"{process} tells what comes from a younger one")
                 known[:] = sources
                 self._acyclic(process, source.inst, source.born, (call.seat.inst, born))
             process.reads_from = [(born, source.inst, source.born) for source in sources]
@@ -231,6 +234,8 @@ class Checks:
     @told_at_once
     def _acyclic(self, process: Process, inst: str, born: int, goal: tuple, depth=0) -> None:
         """Nobody reads, by whatever detour, from itself. A holding made anew is another one."""
+        if depth and self._is_leaf(inst):
+            return  # nothing comes of it, and who reads from it is about to find that
         demand((inst, born) != goal and depth < 50, f"{process} reads from {inst}, in a cycle")
         if "+" in inst or k.is_forerunner(inst) or not self._is_born(inst, born):
             return
@@ -238,6 +243,12 @@ class Checks:
             for reader_born, *source in peer.reads_from:
                 if reader_born == born:
                     self._acyclic(process, *source, goal, depth + 1)
+
+    def _is_leaf(self, inst: str) -> bool:
+        """It fills, is no relay, and tells nobody what it has."""
+        there = (h for key, h in self.holdings.items() if k.parse_holding(key).inst == inst)
+        fills = any(held.state == "filling" and not held.is_relay for held in there)
+        return fills and not any(self._shown(p)[0].mark for p in self.starts[inst].processes)
 
     def _is_born(self, inst: str, born: int) -> bool:
         return any(

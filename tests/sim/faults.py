@@ -36,12 +36,14 @@ from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
     closing,
+    elsewhere,
     forerunners,
     installs,
     ledger,
     lookout,
     membership,
     records,
+    resting,
     retention,
     seat,
     seating,
@@ -586,19 +588,19 @@ def _(claim_of):
 
 fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
     lambda rule: (
-        lambda view, seat, ref, candidates: sources._best(
+        lambda view, seat, ref, candidates, **_: sources.best_of(
             candidates, sources.suspects(view, seat.keys)
         )
     )
 )
 
 
-fault("who was lost is a reader still", (sources, "_candidates"), scenario="place of the dead")(
-    lambda rule: lambda view, seat, ref, lost=(): rule(view, seat, ref)
+fault("who was lost is a reader still", (sources, "candidates_of"), scenario="place of the dead")(
+    lambda rule: lambda view, seat, ref, before, lost=(): rule(view, seat, ref, before)
 )
 
 
-@fault("a slow source is left for a far one", (sources, "another"), scenario="slow seed")
+@fault("a slow source is left for a far one", (elsewhere, "another"), scenario="slow seed")
 def _(another):
     def faulty(*args, **options):
         with patch.object(sources, "distance", lambda *_: 0):
@@ -607,24 +609,31 @@ def _(another):
     return faulty
 
 
-fault("who is slow relays on", (sources, "step_aside"), scenario="slow relay")(
+fault("who is slow relays on", (resting, "step_aside"), scenario="slow relay")(
     lambda _: lambda *_, **__: Done(value=False)
 )
+fault("nobody need relay", (resting, "_filling"), scenario="last relay")(
+    lambda _: lambda *_: (99, 0)
+)
+fault("a slow one rests for ever", (resting, "shall"), scenario="rests once")(
+    lambda shall: (
+        lambda view, seat, ref: any(call.pace for call in seat_module.calls_of(view, seat))
+    )
+)
+fault("who rested is forgotten at once", (resting, "shall"), scenario="rests once")(
+    lambda _: lambda *_: False
+)
+fault("a seed rests", (resting, "_near"), scenario="seed rests not")(lambda _: lambda *_: [None])
 
 
-@fault("nobody need relay", (sources, "step_aside"), scenario="last relay")
-def _(step_aside):
-    def faulty(view, seat, call):
-        key = seat.holding(call.ref)
-        own = records.Holding.at(view, key)
-        if own is None or own.state != "filling" or not own.is_relay:
-            return step_aside(view, seat, call)
-        put = Put(
-            key, msgspec.structs.replace(own, is_relay=False).encode(), view.get(key).lease_id
-        )
-        return Act(Txn((view.unchanged(key),), (put,)), lambda _: True)
+@fault("a leaf tells what it has", (feed.Progress, "hush"), scenario="slow relay")
+def _(_):
+    return lambda progress: None
 
-    return faulty
+
+@fault("a leaf reads older ones only", (resting, "is_leaf"), scenario="slow relay")
+def _(_):
+    return lambda seat, call: False
 
 
 fault("who is slow is suspected", (errors.SourceLost, "orderly"), scenario="slow relay")(
@@ -637,24 +646,24 @@ def _(is_behind):
     return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 
 
-@fault("a suspicion is a verdict", (sources, "_candidates"), hole=22, scenario="flaky")
+@fault("a suspicion is a verdict", (sources, "candidates_of"), hole=22, scenario="flaky")
 def _(rule):
-    def faulty(view, seat, ref, lost=()):
+    def faulty(view, seat, ref, before, lost=()):
         bad = sources.suspects(view, seat.keys)
-        found = rule(view, seat, ref, lost)
+        found = rule(view, seat, ref, before, lost)
         return {inst: candidate for inst, candidate in found.items() if inst not in bad}
 
     return faulty
 
 
-@fault("a near source is a preference", (sources, "_eligible"), scenario="burst across")
+@fault("a near source is a preference", (sources, "eligible_of"), scenario="burst across")
 def _(rule):
     return lambda view, seat, ref, candidates, tried: candidates
 
 
 @fault(
     "a suspicion counts more than a datacenter",
-    (sources, "_eligible"),
+    (sources, "eligible_of"),
     scenario="suspected seed",
 )
 def _(rule):
@@ -682,7 +691,7 @@ fault(
 )(lambda rule: lambda candidates: candidates)
 
 
-@fault("a mute source is left for a far one", (sources, "is_to_be_left"), scenario="mute seed")
+@fault("a mute source is left for a far one", (elsewhere, "is_to_be_left"), scenario="mute seed")
 def _(rule):
     return lambda *args: rule(*args[:-1], dict.fromkeys(args[-1], 0))
 
@@ -696,12 +705,12 @@ fault(
 
 @fault(
     "among many, who is not seen is not there",
-    (sources, "has_other"),
+    (elsewhere, "has_other"),
     scenario="mute among many",
 )
 def _(rule):
     def faulty(*args, **kwargs):
-        with patch.object(sources, "_is_whole", lambda *_: True):
+        with patch.object(sources, "shows_whole", lambda *_: True):
             return rule(*args, **kwargs)
 
     return faulty
@@ -709,7 +718,7 @@ def _(rule):
 
 @fault(
     "a mute source is never left for a far one",
-    (sources, "FAR_SILENCE_S"),
+    (elsewhere, "FAR_SILENCE_S"),
     scenario="mute for long",
 )
 def _(silence_s):
@@ -836,8 +845,8 @@ def _(rule):
         holdings = sources.seen_holdings(view, seat, ref)
         inst = next(i for i, (held, _) in holdings.items() if held.state == "full")
         place = keys_module.place(holdings[inst][0].datacenter, inst)
-        guards, claimed = sources.claim_of(view, seat, call.number, ref, place, is_free=False)
         decided = msgspec.structs.replace(call, ref=ref).with_sources(place)
+        guards, claimed = sources.claim_of(view, seat, decided, place, is_free=False)
         ops = (*step.txn.ops[1:], claimed)
         return seat_module.recorded(view, seat, decided, guards, ops)
 
@@ -1035,7 +1044,7 @@ fault(
 
 fault(
     "a source that does not answer is waited for",
-    (sources, "has_other"),
+    (elsewhere, "has_other"),
     scenario="stands still",
 )(lambda rule: lambda *args, **options: Done(False))
 

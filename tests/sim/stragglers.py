@@ -82,7 +82,7 @@ def _relays(scene: Scene, name: str) -> bool:
 
 
 def slow_relay(scene: Scene) -> None:
-    """I8: who is slow leaves its source once, then passes nothing on; nobody suspects it."""
+    """I8: who is slow passes nothing on, and reads from the last one; nobody suspects it."""
     scene.shapes = TENSORS
 
     def read(me: Process) -> None:
@@ -103,7 +103,38 @@ def slow_relay(scene: Scene) -> None:
     with _judged():
         scene.play()
     found = read_from(scene, "r1")
-    demand(found == {"r0", "t"}, f"I8: a slow one reads from {sorted(found)}")
+    demand(found == {"r0", "r2"}, f"I8: a slow one reads from {sorted(found)}")
+
+
+def slow_source(scene: Scene) -> None:
+    """I8: one that is slow for its readers only is left by the second; that one relays on."""
+    scene.shapes = TENSORS
+
+    def read(me: Process) -> None:
+        name = me.start.replica
+        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
+        replicate(me)
+        demand(_relays(scene, name) == (name != "r2"), f"I8: {name} relays, or not")
+
+    def slow_down() -> None:
+        """Whoever reads from r1 is slow meanwhile."""
+        source, *readers = (scene.start_named(name).processes[0] for name in ("r1", "r2", "r3"))
+        scene.when(lambda: scene.checks._shown(source)[1], "r1 having something")
+        of_r1 = lambda reader: any("r1@" in inst for _, inst, _ in reader.reads_from)
+        while "r3 has it" not in scene.reached:
+            for reader in readers:
+                scene.slow_s[reader] = 1.0 if of_r1(reader) else 0.02
+            scene.sleep(0.01)
+
+    names = ("r0", "r1", "r2", "r3")
+    _chain(scene, names, names, read)
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
+    with _judged():
+        scene.play()
+    found = read_from(scene, "r3")
+    demand(
+        {"r2", "r1"} < found, f"I8: who takes the place of a slow one reads from {sorted(found)}"
+    )
 
 
 def last_relay(scene: Scene) -> None:
@@ -111,18 +142,20 @@ def last_relay(scene: Scene) -> None:
     scene.shapes = TENSORS
 
     def read(me: Process) -> None:
-        scene.slow_s[me] = 0.02
+        name = me.start.replica
+        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
         replicate(me)
-        demand(_relays(scene, me.start.replica), "I8: too few pass it on")
+        demand(_relays(scene, name) == (name != "r1"), f"I8: {name} relays, or not")
 
     def slow_down() -> None:
-        [first], [slow] = (scene.start_named(name).processes for name in ("r0", "r1"))
+        slow, next_one = (scene.start_named(name).processes[0] for name in ("r1", "r2"))
         scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[first], scene.slow_s[slow] = 0.2, 1.0
-        scene.when(lambda: "t" in read_from(scene, "r1"), "r1 leaving r0")
-        scene.slow_s[first] = 0.0
+        scene.slow_s[slow] = 1.0
+        scene.when(lambda: "r0" in read_from(scene, "r2"), "r2 losing r1")
+        scene.slow_s[next_one] = 1.0
+        scene.when(lambda: "t" in read_from(scene, "r2"), "r2 leaving r0")
 
-    _chain(scene, ("r0", "r1"), ("r0", "r1"), read)
+    _chain(scene, ("r0", "r1", "r2"), ("r0", "r1", "r2"), read)
     scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
     with _judged():
         scene.play()
@@ -131,18 +164,93 @@ def last_relay(scene: Scene) -> None:
 def slow_seed(scene: Scene) -> None:
     """I13: nobody goes far away for speed, and a seed passes on what it has."""
     scene.shapes = TENSORS
-    slow_s = {"r0": 0.2, "r1": 1.0}
 
     def read(me: Process) -> None:
-        scene.slow_s[me] = slow_s[me.start.replica]
+        name = me.start.replica
+        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
         replicate(me)
-        demand(_relays(scene, me.start.replica), "I8: too few pass it on")
+        demand(_relays(scene, name) == (name != "r1"), f"I8: {name} relays, or not")
 
-    _chain(scene, ("r0", "r1"), ("r0", "r1"), read, datacenter="east")
+    def slow_down() -> None:
+        slow, next_one = (scene.start_named(name).processes[0] for name in ("r1", "r2"))
+        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
+        scene.slow_s[slow] = 1.0
+        scene.when(lambda: "r0" in read_from(scene, "r2"), "r2 losing r1")
+        scene.slow_s[next_one] = 1.0
+
+    names = ("r0", "r1", "r2")
+    _chain(scene, names, names, read, datacenter="east")
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
     with _judged():
         scene.play()
-    found = read_from(scene, "r1")
-    demand(found == {"r0"}, f"I13: a slow one reads from {sorted(found)}")
+    for name in ("r1", "r2"):
+        found = read_from(scene, name)
+        demand("t" not in found, f"I13: a slow one reads from {sorted(found)}")
+
+
+def _versions(scene: Scene, relays: dict[int, bool], *, ranks: int = 1, **options) -> None:
+    """r1, of which a rank is slow in version 1, relays the others or not, with r0 and r2 beside.
+
+    They come in order, except in version 4, where r1 is the first.
+    """
+    scene.shapes = TENSORS
+    names = ("r0", "r1", "r2")
+
+    def follow(me: Process) -> None:
+        name = me.start.replica
+        for version, is_relay in relays.items():
+            order = ("r1", "r0", "r2") if version == 4 else names
+            before = ("t", *order)[order.index(name)]
+            scene.until(f"{version}")
+            if before != "t":
+                peers = scene.start_named(before).processes
+                scene.when(lambda peers=peers: all(p.reads_from for p in peers), "the one before")
+            scene.slow_s[me] = 0.2 if name == order[0] else 0.02
+            replicate(me, version)
+            rests = not _relays(scene, name)
+            expected = name == "r1" and not is_relay
+            demand(rests == expected, f"I8: {name} relays version {version}, or not")
+            scene.reach(f"{me} has {version}")
+            everybody = [p for each in names for p in scene.start_named(each).processes]
+            scene.until(*(f"{p} has {version}" for p in everybody))
+            me.handle.unpublish()
+            scene.reach(f"{me} is done with {version}")
+
+    def train(me: Process) -> None:
+        everybody = [p for each in names for p in scene.start_named(each).processes]
+        for version in relays:
+            publish(me, version)
+            scene.reach(f"{version}")
+            scene.until(*(f"{p} is done with {version}" for p in everybody))
+            me.handle.unpublish()
+
+    scene.start("t", train, size=1)
+    for name in names:
+        scene.start(name, follow, size=ranks if name == "r1" else 1, **options)
+    slow = scene.start_named("r1").processes[-1]
+
+    def slow_down() -> None:
+        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
+        scene.slow_s[slow] = 1.0
+
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
+    with _judged():
+        scene.play()
+
+
+def rests_once(scene: Scene) -> None:
+    """I8: who was slow passes nothing on in the next version, and in none after that."""
+    _versions(scene, {1: False, 2: False, 3: True})
+
+
+def peer_rests(scene: Scene) -> None:
+    """I8: whichever rank was slow, and whichever decides."""
+    _versions(scene, {1: False, 2: False, 3: True}, ranks=2)
+
+
+def seed_rests_not(scene: Scene) -> None:
+    """I13: who was slow passes on what it has where nobody near has it."""
+    _versions(scene, {1: False, 4: True}, datacenter="east")
 
 
 def slow_for_all(scene: Scene) -> None:
@@ -163,7 +271,11 @@ def slow_for_all(scene: Scene) -> None:
 SCENES |= {
     "place of the dead": place_of_the_dead,
     "slow relay": slow_relay,
+    "slow source": slow_source,
     "last relay": last_relay,
+    "rests once": rests_once,
+    "peer rests": peer_rests,
+    "seed rests not": seed_rests_not,
     "slow seed": slow_seed,
     "slow for all": slow_for_all,
 }

@@ -23,7 +23,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import legible
+from torch_ros.protocol import legible, resting
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     Begun,
@@ -309,10 +309,13 @@ def replicate(
         return nothing(view, seat, call) if spec.may_miss else offer
     refuse_second(view, seat)
     ref = offer.ref
-    held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=is_relay))
+    rests = is_relay and resting.shall(view, seat, ref)
+    own = filling(seat, call, ref, is_relay=is_relay and not rests)
+    held = holding_put(view, seat, ref, own)
     version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
     published_ms = version.at_ms if version is not None else 0
-    decided = msgspec.structs.replace(call, ref=ref, published_ms=published_ms)
+    pace = "rests" if rests else ""
+    decided = msgspec.structs.replace(call, ref=ref, published_ms=published_ms, pace=pace)
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))

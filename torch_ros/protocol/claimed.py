@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
-from torch_ros.protocol import calls, presence, sources
+from torch_ros.protocol import calls, elsewhere, presence, resting, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.records import Suspect
@@ -39,7 +39,9 @@ class ClaimedSources:
         self.call = call
         self._tried = Counter[str]()  # how often each was lost
         self._judged: set[str] = set()  # sources that gave too little
-        self._has_left = False  # one of them
+        self._has_left = False  # one of them, while it relayed
+        self._is_aside = call.decided.pace == "rests"  # it relays nothing
+        self._is_displaced = False  # it has its source in the place of one that went away
 
     def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
         """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
@@ -65,6 +67,7 @@ class ClaimedSources:
                 places.remove(place)
                 attached.pop(place, None)
                 self._detach(inst_at(place), lost)
+                self._is_displaced = lost.is_orderly
                 if isinstance(lost, _TooLittle):
                     places = [lost.place]
                 else:
@@ -107,7 +110,7 @@ class ClaimedSources:
     def _elsewhere(self, lost: SourceLost) -> str:
         call, tried = self.call, self._tried
         rule = partial(
-            sources.choose_again, seat=call.seat, call=call.decided, tried=tried, lost=lost
+            elsewhere.choose_again, seat=call.seat, call=call.decided, tried=tried, lost=lost
         )
         again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
         if tried[inst_at(again)]:
@@ -125,7 +128,7 @@ class ClaimedSources:
         """Whether there is another source for what is read from one that does not answer."""
         call = self.call
         rule = partial(
-            sources.has_other,
+            elsewhere.has_other,
             seat=call.seat,
             call=call.decided,
             source=source,
@@ -134,34 +137,39 @@ class ClaimedSources:
         )
         return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
 
-    def fell_behind(self, source: Source) -> bool:
-        """Whether to pass nothing on: this rank gets much less than a near relay that it reads.
+    def fell_behind(self, source: Source, hush: Callable[[], object]) -> None:
+        """Do what a rank does that gets much less than a near relay which it reads.
+
+        Args:
+            hush: Passes nothing on any more.
 
         Raises:
-            SourceLost: It is left for another near one, once; the next time it was not the source.
+            SourceLost: It is left for another near one.
         """
         call = self.call
         if source.inst in self._judged:
-            return False
+            return
         self._judged.add(source.inst)
         ranges = sources.source_ranges(call.seat, call.ref)
-        if not self._has_left:
-            rule = partial(
-                sources.another,
-                seat=call.seat,
-                call=call.decided,
-                source=source,
-                tried=self._tried,
-            )
-            if place := self._glance(ranges, rule, unknown=""):
-                self._has_left = True
-                what = "it gets much more than it gives"
-                left = _TooLittle(replica_of(source.inst), what, 0, 0).orderly()
-                left.place = place
-                raise left
-            return False
-        aside = partial(sources.step_aside, seat=call.seat, call=call.decided)
-        return self._glance(ranges, aside, unknown=False)
+        is_blamed = (
+            self._is_displaced and not self._has_left
+        )  # whoever was there may have been fast
+        if not (self._is_aside or is_blamed):
+            aside = partial(resting.step_aside, seat=call.seat, call=call.decided)
+            self._is_aside = self._glance(ranges, aside, unknown=False)
+        if self._is_aside:
+            hush()
+        elif self._has_left:
+            return
+        rule = partial(
+            elsewhere.another, seat=call.seat, call=call.decided, source=source, tried=self._tried
+        )
+        if place := self._glance(ranges, rule, unknown=""):
+            self._has_left = True
+            what = "it gets much more than it gives"
+            left = _TooLittle(replica_of(source.inst), what, 0, 0).orderly()
+            left.place = place
+            raise left
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
         """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""

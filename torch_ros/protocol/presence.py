@@ -3,8 +3,8 @@
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
 from torch_ros.protocol.records import Call, VersionRef
-from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.sources import Source, version_read
+from torch_ros.protocol.seat import Seat, version_read
+from torch_ros.protocol.sources import Source
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import Range, View, one, under
 

@@ -197,6 +197,7 @@ class Reader(Record, frozen=True):
 
     call: Number
     is_far: bool = False  # a replica in another datacenter: it can go on from another source
+    is_leaf: bool = False  # it rests: nobody reads from it
 
 
 class Suspect(Record, frozen=True):
@@ -296,6 +297,7 @@ class Call(Record, frozen=True):
     by: Number  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
+    pace: Literal["", "slow", "rests"] = ""  # replicate: it stepped aside; did so the time before
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for
     outcome: Outcome | None = None

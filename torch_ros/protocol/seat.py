@@ -101,6 +101,24 @@ def find(view: View, seat: Seat, number: int) -> Call | None:
     return next((call for call in calls_of(view, seat) if call.number == number), None)
 
 
+def call_now(view: View, seat: Seat, call: Call) -> Call:
+    """The call as the group has it now."""
+    return find(view, seat, call.number) or call
+
+
+def version_read(view: View, seat: Seat, call: Call) -> VersionRef:
+    """The version that the group still reads.
+
+    Raises: SeatLost, TorchRosError: It does not; a peer gave up.
+    """
+    own_group(view, seat)
+    current = find(view, seat, call.number)
+    if current is not None and current.outcome is not None and current.outcome.failure is not None:
+        raise current.outcome.failure.error()
+    assert call.ref is not None
+    return call.ref
+
+
 def calls_of(view: View, seat: Seat) -> tuple[Call, ...]:
     return calls_at(view, seat.decisions)
 

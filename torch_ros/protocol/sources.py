@@ -4,19 +4,25 @@ A burst forms chains in which each source feeds one reader. TensorHub calls it a
 server decide it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import legible
+from torch_ros.protocol import legible, resting
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
-from torch_ros.protocol.records import Call, Holding, Reader, ShardRecord, VersionRef
-from torch_ros.protocol.seat import Seat, find, group_txn, own_group
+from torch_ros.protocol.records import (
+    NUMBER_MAX,
+    Call,
+    Holding,
+    Reader,
+    ShardRecord,
+    VersionRef,
+)
+from torch_ros.protocol.resting import is_relaying
+from torch_ros.protocol.seat import Seat, call_now, find, group_txn, own_group, version_read
 from torch_ros.protocol.versions import AvailableVersion
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
@@ -40,8 +46,8 @@ from torch_ros.store.txn import (
 DEPTH_MAX = 32  # of a chain; a relay adds the time of a batch to what the last one waits
 SOURCES_MAX = 4  # that one replica reads from at the same time
 NEIGHBOURS = 8  # among many replicas, a source is chosen from so many older ones
-TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
-FAR_SILENCE_S = 12.0  # of a near source, until a far one is better: most leases end before that
+LEAVES = 3  # that get as much of a source as one that is not slow
+EVER = NUMBER_MAX  # a revision after all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
     holding: Holding
     entry: Entry
     readers: int
@@ -116,7 +122,7 @@ def claim(
 ) -> Step[Claimed | None]:
     """The call with the group's first sources, chosen by the rank that decided it.
 
-    None: nobody has the version any more and the decision is taken back, so decide again. That rank
+    None: decide again, as nobody has the version any more, or it relays after all. That rank
     attaches in the same transaction: like the claim it cannot apply once the call has gone on.
 
     Args:
@@ -135,58 +141,68 @@ def claim(
         return Wait(f"rank {current.by} chooses a source", seat.own)
     ref = current.ref
     assert ref is not None
-    candidates = _candidates(view, seat, ref)
+    before = born_before(view, seat, current)
+    candidates = candidates_of(view, seat, ref, before)
     if not candidates:
         return Act(seat.taken_back(view, current), lambda _: None)
+    if current.pace == "rests" and not resting.may(view, seat, ref):
+        return Act(resting.ended(view, seat, current), lambda _: None)
     if avoided:
         full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
         candidates = candidates if full.keys() <= {*avoided} else full
-    eligible = _eligible(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
-    insts = _idle(view, seat, ref, eligible, sources_max) or [_predicted(view, seat, ref, eligible)]
+    eligible = eligible_of(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
+    is_leaf = before == EVER
+    insts = [] if is_leaf else _idle(view, seat, ref, eligible, sources_max)
+    insts = insts or [_predicted(view, seat, ref, eligible, is_leaf=is_leaf)]
     places = [k.place(eligible[inst].holding.datacenter, inst) for inst in insts]
     guards = _still_alone(view, seat, ref) if len(insts) > 1 else []
     ops: list[Op] = []
     for inst, place in zip(insts, places, strict=True):
         chosen(inst)
-        is_free = not eligible[inst].readers
-        some, claimed = claim_of(view, seat, call.number, ref, place, is_free=is_free)
+        is_free = not (is_leaf or eligible[inst].readers)
+        some, claimed = claim_of(view, seat, current, place, is_free=is_free)
         own = seat.keys.reader(ref.run, ref.version, inst, seat.inst, seat.rank)
         reader = Put(own, claimed.value, seat.lease_id)
         guards += some
         ops += (claimed, reader, Get(seat.keys.shards(inst)))
     ended = current.with_sources(*places)
 
-    def attached(reply: Reply) -> Claimed:
-        return Claimed(
-            ended,
-            {
-                place: partial(learned, inst, found.holding, found.entry.create_rev, shards)
-                for inst, place, shards in zip(insts, places, gotten(reply), strict=True)
-                for found in [eligible[inst]]
-            },
-        )
-
+    attached = partial(_attached, ended, [(inst, eligible[inst]) for inst in insts])
     return Act(group_txn(view, seat, ended, tuple(guards), tuple(ops)), attached)
 
 
+def _attached(ended: Call, claimed: Sequence[tuple[str, Candidate]], reply: Reply) -> Claimed:
+    found = zip(ended.sources, claimed, gotten(reply), strict=True)
+    return Claimed(
+        ended,
+        {
+            place: partial(learned, inst, its.holding, its.entry.create_rev, shards)
+            for place, (inst, its), shards in found
+        },
+    )
+
+
 def claim_of(
-    view: View, seat: Seat, number: int, ref: VersionRef, place: str, *, is_free: bool
+    view: View, seat: Seat, call: Call, place: str, *, is_free: bool
 ) -> tuple[tuple[Guard, ...], Put]:
     """The record that claims the source there, and the guards under which it may."""
     anchor, keys, source = own_group(view, seat).lease_id, seat.keys, k.inst_at(place)
+    ref = call.ref
+    assert ref is not None
     key = keys.reader_group(ref.run, ref.version, source, seat.inst)
     guards: list[Guard] = [view.unchanged(keys.holding_at(ref.run, ref.version, place))]
     if is_free:
         guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
-    return tuple(guards), Put(key, _reader(seat, number, place).encode(), anchor)
+    return tuple(guards), Put(key, _reader(seat, call, place).encode(), anchor)
 
 
-def _reader(seat: Seat, number: int, place: str) -> Reader:
-    return Reader(number, is_far=place != k.place(seat.datacenter, k.inst_at(place)))
+def _reader(seat: Seat, call: Call, place: str) -> Reader:
+    is_far = place != k.place(seat.datacenter, k.inst_at(place))
+    return Reader(call.number, is_far=is_far, is_leaf=resting.is_leaf(seat, call))
 
 
 def _idle(
-    view: View, seat: Seat, ref: VersionRef, eligible: Mapping[str, _Candidate], most: int
+    view: View, seat: Seat, ref: VersionRef, eligible: Mapping[str, Candidate], most: int
 ) -> list[str]:
     """At most half of the idle near sources, if nobody else is seen looking for one."""
     holdings = seen_holdings(view, seat, ref)
@@ -209,7 +225,7 @@ def _still_alone(view: View, seat: Seat, ref: VersionRef) -> list[Guard]:
     return [NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)]
 
 
-def _own_copy(candidates: Mapping[str, _Candidate], seat: Seat) -> str:
+def _own_copy(candidates: Mapping[str, Candidate], seat: Seat) -> str:
     """The copy that this replica's forerunner has in the same processes; "": there is none."""
     name = k.forerunner_of(seat.replica)
     full = (i for i, found in candidates.items() if found.holding.state == "full")
@@ -238,25 +254,38 @@ def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
 
 
 def _is_source(
-    seat: Seat, ref: VersionRef, inst: str, holding: Holding, entry: Entry, own: Entry | None
+    seat: Seat, ref: VersionRef, inst: str, holding: Holding, entry: Entry, before: int
 ) -> bool:
-    """Whether it may be read from: full, or a relay that is older than this replica."""
+    """Whether it may be read from: full, or a relay that was created before that revision."""
     if holding.uid != ref.uid or k.is_of(inst, seat.inst):
         return False
-    is_older = own is not None and entry.create_rev < own.create_rev
-    return holding.state == "full" or (holding.state == "filling" and holding.is_relay and is_older)
+    return holding.state == "full" or (is_relaying(holding) and entry.create_rev < before)
 
 
-def _is_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
+def born_before(view: View, seat: Seat, call: Call) -> int:
+    """The revision before which a relay was created that may be read from in this call.
+
+    A leaf reads from younger ones too: nobody reads from it, so that makes no circle.
+    """
+    assert call.ref is not None
+    own = view.get(seat.holding(call.ref))
+    if own is None:
+        return 0
+    return EVER if resting.is_leaf(seat, call) else own.create_rev
+
+
+def shows_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
     keys = seat.keys
     ranges = (keys.holdings_of(ref.run, ref.version), keys.readers_for(ref.run, ref.version))
     return all(map(view.shows, ranges))
 
 
-def _candidates(
-    view: View, seat: Seat, ref: VersionRef, lost: Collection[str] = ()
-) -> dict[str, _Candidate]:
+def candidates_of(
+    view: View, seat: Seat, ref: VersionRef, before: int, lost: Collection[str] = ()
+) -> dict[str, Candidate]:
     """Everybody who could be read from; among many, the next older ones and the oldest.
+
+    Of a leaf, among many, the youngest and the oldest.
 
     Args:
         lost: The sources that this call has lost. They count as nobody's readers.
@@ -264,17 +293,17 @@ def _candidates(
     Raises:
         Unseen: It takes a look at those first, and at their readers.
     """
-    own, holdings = view.get(seat.holding(ref)), seen_holdings(view, seat, ref)
-    found = _known(view, seat, ref, holdings, own, lost)
-    if _is_whole(view, seat, ref):
+    holdings = seen_holdings(view, seat, ref)
+    found = _known(view, seat, ref, holdings, before, lost)
+    if shows_whole(view, seat, ref):
         return found
-    born = own.create_rev if own else 0
     there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
     newest, oldest = _neighbours(there)
-    samples = (Sample(there, NEIGHBOURS, before=born), oldest)
+    older_ones = newest if before == EVER else Sample(there, NEIGHBOURS, before=before)
+    samples = (older_ones, oldest)
     here = (inst for inst, (held, _) in holdings.items() if not distance(held.datacenter, seat))
     by_age = sorted(here, key=lambda inst: holdings[inst][1].create_rev)
-    older = [inst for inst in by_age if holdings[inst][1].create_rev < born]
+    older = [inst for inst in by_age if holdings[inst][1].create_rev < before]
     near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
     # Where nobody is younger, the newest are those before this one.
     is_youngest = by_age[-1:] == [seat.inst]
@@ -291,38 +320,51 @@ def _known(
     seat: Seat,
     ref: VersionRef,
     holdings: Mapping[str, tuple[Holding, Entry]],
-    own: Entry | None,
-    lost: Collection[str] = (),
-) -> dict[str, _Candidate]:
-    """Those of `holdings` that could be read from, and whose readers are in view."""
+    before: int,
+    lost: Collection[str],
+) -> dict[str, Candidate]:
+    """Those of `holdings` that could be read from, and whose readers are in view.
+
+    Leaves are slow. They count as readers for other leaves only, and some of them as one.
+    """
     sources: dict[str, str] = {}  # reader -> whom it reads from
     readers: dict[str, set[str]] = {}
+    leaves: dict[str, set[str]] = {}
     seen = view.seen(seat.keys.readers_for(ref.run, ref.version))
-    for _, (source, reader, _), _ in keyed(seen, k.parse_reader):
+    for _, (source, reader, _), entry in keyed(seen, k.parse_reader):
         sources[reader] = source
         if reader not in lost:
-            readers.setdefault(source, set()).add(reader)
+            there = leaves if _is_of_leaf(entry) else readers
+            there.setdefault(source, set()).add(reader)
+    few = LEAVES if before == EVER else NUMBER_MAX
     return {
-        inst: _Candidate(
+        inst: Candidate(
             holding,
             entry,
-            len(readers.get(inst, ())),
+            len(readers.get(inst, ())) + len(leaves.get(inst, ())) // few,
             _depth(inst, sources),
             distance(holding.datacenter, seat),
         )
         for inst, (holding, entry) in holdings.items()
-        if _is_source(seat, ref, inst, holding, entry, own)
+        if _is_source(seat, ref, inst, holding, entry, before)
         and view.shows(seat.keys.readers_of(ref.run, ref.version, inst))
     }
 
 
-def _eligible(
+def _is_of_leaf(reader: Entry) -> bool:
+    try:
+        return Reader.decode(reader.value, "").is_leaf
+    except BackendError:
+        return False
+
+
+def eligible_of(
     view: View,
     seat: Seat,
     ref: VersionRef,
-    candidates: Mapping[str, _Candidate],
+    candidates: Mapping[str, Candidate],
     tried: Mapping[str, int],
-) -> Mapping[str, _Candidate]:
+) -> Mapping[str, Candidate]:
     """Those that were tried least; of these the near ones, if there is one, else far copies.
 
     So the oldest holding of a datacenter is its seed: the only one that has no near source.
@@ -333,12 +375,12 @@ def _eligible(
     least = min(tried.get(inst, 0) for inst in candidates)
     fresh = {i: found for i, found in candidates.items() if tried.get(i, 0) == least}
     near = {inst: found for inst, found in fresh.items() if not found.distance}
-    if (least or not near) and not _is_whole(view, seat, ref):
+    if (least or not near) and not shows_whole(view, seat, ref):
         raise Unseen
     return near or _far(fresh)
 
 
-def _far(candidates: Mapping[str, _Candidate]) -> Mapping[str, _Candidate]:
+def _far(candidates: Mapping[str, Candidate]) -> Mapping[str, Candidate]:
     """Those to read across a slow link: none that waits for another one, if some do not.
 
     Full ones come first, and copies before trainers, which would be held up by the link.
@@ -356,22 +398,29 @@ def _depth(inst: str, sources: Mapping[str, str]) -> int:
 
 
 def _predicted(
-    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    candidates: Mapping[str, Candidate],
+    *,
+    is_leaf: bool,
 ) -> str:
     """The source that no other newcomer should choose now; else the best."""
     suspected = suspects(view, seat.keys)
     unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
     if own := _own_copy(unsuspected, seat):
         return own
-    if _is_whole(view, seat, ref):
+    if is_leaf:
+        return leaf_place(candidates, suspected)
+    if shows_whole(view, seat, ref):
         choice = _by_count(view, seat, ref, unsuspected)
     else:
         choice = _by_place(view, seat, ref, unsuspected)
-    return choice or _best(candidates, suspected)
+    return choice or best_of(candidates, suspected)
 
 
 def _by_count(
-    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, Candidate]
 ) -> str | None:
     """The k-th free candidate, if this is the k-th that is looking for one."""
     own = view.get(seat.holding(ref))
@@ -382,7 +431,7 @@ def _by_count(
     is_far = any(found.distance for found in candidates.values())
     before = sum(
         first < entry.create_rev < own.create_rev
-        and holding.state == "filling"
+        and is_relaying(holding)  # a leaf takes no place
         and inst not in has_source
         and (is_far or not distance(holding.datacenter, seat))
         for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
@@ -398,7 +447,7 @@ def _by_count(
     return free[before] if before < len(free) else None
 
 
-def _seed_birth(candidates: Mapping[str, _Candidate]) -> int:
+def _seed_birth(candidates: Mapping[str, Candidate]) -> int:
     """When the oldest of these was born, which fills itself from others; 0: one is full."""
     if any(found.holding.state == "full" for found in candidates.values()):
         return 0
@@ -406,7 +455,7 @@ def _seed_birth(candidates: Mapping[str, _Candidate]) -> int:
 
 
 def _by_place(
-    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, _Candidate]
+    view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, Candidate]
 ) -> str | None:
     """The h-th of those that are older than this replica, from the next one on, if h are full.
 
@@ -426,7 +475,7 @@ def suspects(view: View, keys: Keys) -> set[str]:
     return {inst for _, inst, _ in keyed(view.within(keys.suspects()), k.parse_suspect)}
 
 
-def _best(candidates: Mapping[str, _Candidate], suspected: set[str]) -> str:
+def best_of(candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
     """A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer."""
     return min(
         candidates,
@@ -440,40 +489,16 @@ def _best(candidates: Mapping[str, _Candidate], suspected: set[str]) -> str:
     )
 
 
-def choose_again(
-    view: View, seat: Seat, call: Call, tried: Mapping[str, int], lost: SourceLost
-) -> Step[str]:
-    """Where another source for this rank is, whose last one was `lost`. Others may choose others.
-
-    Raises:
-        SourceLost: There is none, or the peers have ended the call.
-    """
-    ref = version_read(view, seat, call)
-    candidates = {
-        inst: found
-        for inst, found in _candidates(view, seat, ref, {*tried}).items()
-        if tried.get(inst, 0) < TRIES_MAX
-    }
-    if not candidates:
-        if not _is_whole(view, seat, ref):
-            raise Unseen
-        raise lost
-    eligible = _eligible(view, seat, ref, candidates, tried)
-    best = _best(eligible, suspects(view, seat.keys))
-    return Done(k.place(eligible[best].holding.datacenter, best))
-
-
-def version_read(view: View, seat: Seat, call: Call) -> VersionRef:
-    """The version that the group still reads.
-
-    Raises: SeatLost, TorchRosError: It does not; a peer gave up.
-    """
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is not None and current.outcome is not None and current.outcome.failure is not None:
-        raise current.outcome.failure.error()
-    assert call.ref is not None
-    return call.ref
+def leaf_place(candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
+    """The youngest of those that are read least: in a chain the last one, whom nobody reads."""
+    return min(
+        candidates,
+        key=lambda inst: (
+            inst in suspected,
+            candidates[inst].readers,
+            -candidates[inst].entry.create_rev,
+        ),
+    )
 
 
 def attach_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
@@ -498,7 +523,7 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     """
     ref, keys = version_read(view, seat, call), seat.keys
     held, source = keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
-    entry, own = view.get(held), view.get(seat.holding(ref))
+    entry = view.get(held)
     is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
     left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0).orderly()
     if entry is None:
@@ -508,7 +533,9 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     except BackendError as error:
         raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
     is_waiting = holding.state == "draining" and is_claimed
-    if not (is_waiting or _is_source(seat, ref, source, holding, entry, own)):
+    current = call_now(view, seat, call)
+    before = born_before(view, seat, current)
+    if not (is_waiting or _is_source(seat, ref, source, holding, entry, before)):
         raise left
 
     learn = partial(learned, source, holding, born)
@@ -521,7 +548,7 @@ def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
     txn = Txn(
         tuple(map(view.unchanged, unchanged)),
         (
-            Put(key, _reader(seat, call.number, place).encode(), seat.lease_id),
+            Put(key, _reader(seat, current, place).encode(), seat.lease_id),
             Get(keys.shards(source)),
         ),
     )
@@ -546,75 +573,3 @@ def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry])
         raise SourceLost(k.replica_of(inst), reason, 0, 0)
     is_full = holding.state != "filling"
     return Source(inst, holding.mark, born, is_full, records, holding.call, holding.datacenter)
-
-
-def another(
-    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
-) -> Step[str]:
-    """Where a near source is that comes before `source`, which gives too little; "": nowhere.
-
-    As if `source` were lost, so the order of births holds; but nobody goes far away for speed.
-    """
-    ref = version_read(view, seat, call)
-    candidates = _candidates(view, seat, ref, {*tried, source.inst})
-    suspected = suspects(view, seat.keys)
-    before = {
-        inst: found
-        for inst, found in candidates.items()
-        if not (found.distance or tried.get(inst) or inst in suspected or inst == source.inst)
-        if found.holding.state == "full" or found.entry.create_rev < source.born
-    }
-    best = _best(before, suspected) if before else ""
-    return Done(k.place(before[best].holding.datacenter, best) if best else "")
-
-
-def step_aside(view: View, seat: Seat, call: Call) -> Step[bool]:
-    """Relay nothing in this call any more; False: too few of those that fill here would.
-
-    A seed has no near source, and is never told to.
-    """
-    ref = version_read(view, seat, call)
-    key, rests = seat.holding(ref), {True: 0, False: 0}
-    entry = view.get(key)
-    if entry is None:
-        return Done(value=False)
-    for holding, _ in seen_holdings(view, seat, ref).values():
-        if holding.state == "filling" and not distance(holding.datacenter, seat):
-            rests[not holding.is_relay] += 1
-    own = Holding.decode(entry.value, key)
-    if own.state != "filling" or not own.is_relay:
-        return Done(value=True)
-    if rests[True] + 1 > rests[False] - 1:
-        return Done(value=False)
-    put = Put(key, msgspec.structs.replace(own, is_relay=False).encode(), entry.lease_id)
-    return Act(Txn((view.unchanged(seat.group), view.unchanged(key)), (put,)), lambda _: True)
-
-
-def has_other(
-    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int], silent_s: float
-) -> Step[bool]:
-    """Whether `source`, which has not answered for so long, is to be left for somebody else."""
-    ref = version_read(view, seat, call)
-    there = {i: found.distance for i, found in _candidates(view, seat, ref).items()}
-    is_left = is_to_be_left(view, seat, source, tried, silent_s, there)
-    if not (is_left or _is_whole(view, seat, ref)):
-        raise Unseen  # far ones may be there
-    return Done(is_left)
-
-
-def is_to_be_left(
-    view: View,
-    seat: Seat,
-    source: Source,
-    tried: Mapping[str, int],
-    silent_s: float,
-    there: Mapping[str, int],
-) -> bool:
-    """Whether one of those `there`, who are so far away, failed no more often than `source`.
-
-    A far one is better than a near one only if that cannot be thought to be slow.
-    """
-    others = there.keys() - {source.inst} - suspects(view, seat.keys)
-    farthest = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
-    tries = tried.get(source.inst, 0)
-    return any(tried.get(i, 0) <= tries and there[i] <= farthest for i in others)

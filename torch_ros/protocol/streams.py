@@ -9,16 +9,15 @@ import msgspec
 
 from torch_ros.errors import BackendError, SourceLost, VersionNotFound
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.elsewhere import TRIES_MAX, is_to_be_left
 from torch_ros.protocol.legible import keyed
 from torch_ros.protocol.presence import still_offers
 from torch_ros.protocol.records import Call, Holding, Outcome, Reader, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.sources import (
-    TRIES_MAX,
     Source,
     distance,
     gotten,
-    is_to_be_left,
     learned,
     seen_holdings,
     suspects,

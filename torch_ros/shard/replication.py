@@ -214,8 +214,8 @@ class Replication:
             shard.word.serve_held()
             return self._report(call)
         self._watch.lap("decide")
-        if self.progress is not None:
-            self.progress.speak()  # it is a relay by this decision
+        if self.progress is not None:  # it relays, or not, by this decision
+            (self.progress.hush if call.decided.pace == "rests" else self.progress.speak)()
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
@@ -248,6 +248,8 @@ class Replication:
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         self.progress = progress = self.progress or self._register(sources[0], feeds[0])
+        if call.decided.pace == "rests":
+            progress.hush()
         phases = progress.target.phases
         try:
             supplies = [[self._plan(feed, phase.layout) for feed in feeds] for phase in phases]
@@ -285,9 +287,9 @@ class Replication:
         )
 
     def _fell_behind(self, claimed: ClaimedSources, source: Source, rate: float) -> None:
+        assert self.progress is not None
         self._rate = rate
-        if claimed.fell_behind(source) and self.progress is not None:
-            self.progress.hush()
+        claimed.fell_behind(source, self.progress.hush)
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
         self.source = ", ".join(feed.source.replica for feed in feeds)

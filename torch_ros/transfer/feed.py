@@ -52,12 +52,12 @@ class Progress(Arrivals):
 
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
         super().__init__(target.layout.blocks.total)
-        self._mailbox, self.target, self._mark = mailbox, target, 0
+        self._mailbox, self.target, self.mark = mailbox, target, 0
         self._is_hushed = False
 
     def serve(self, mark: int) -> None:
         """Tell readers from now on, under this mark."""
-        self._mark = mark
+        self.mark = mark
         self._tell()
 
     def hush(self) -> None:
@@ -85,7 +85,7 @@ class Progress(Arrivals):
         is_all = bool(told.all())
         if self._is_hushed and not is_all:
             return
-        self._mailbox.serve(self._mark, ALL_BLOCKS if is_all else int(np.argmin(told)))
+        self._mailbox.serve(self.mark, ALL_BLOCKS if is_all else int(np.argmin(told)))
 
 
 @dataclass(frozen=True, slots=True)

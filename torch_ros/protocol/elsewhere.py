@@ -1,0 +1,106 @@
+"""Whom a rank reads from when it has left a source (docs/PROTOCOL.md#replicate). Pure."""
+
+from collections.abc import Mapping
+
+from torch_ros.errors import SourceLost
+from torch_ros.protocol import keys as k
+from torch_ros.protocol import sources
+from torch_ros.protocol.records import Call
+from torch_ros.protocol.seat import Seat, call_now, version_read
+from torch_ros.protocol.sources import EVER, Source, distance, suspects
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import Unseen, View
+
+TRIES_MAX = 3  # with one source; a failure may have been the way and not the source
+FAR_SILENCE_S = 12.0  # of a near source, until a far one is better: most leases end before that
+
+
+def choose_again(
+    view: View, seat: Seat, call: Call, tried: Mapping[str, int], lost: SourceLost
+) -> Step[str]:
+    """Where another source for this rank is, whose last one was `lost`. Others may choose others.
+
+    Raises:
+        SourceLost: There is none, or the peers have ended the call.
+    """
+    ref = version_read(view, seat, call)
+    before = sources.born_before(view, seat, call_now(view, seat, call))
+    candidates = {
+        inst: found
+        for inst, found in sources.candidates_of(view, seat, ref, before, {*tried}).items()
+        if tried.get(inst, 0) < TRIES_MAX
+    }
+    if not candidates:
+        if not sources.shows_whole(view, seat, ref):
+            raise Unseen
+        raise lost
+    eligible = sources.eligible_of(view, seat, ref, candidates, tried)
+    best = (sources.leaf_place if before == EVER else sources.best_of)(
+        eligible, suspects(view, seat.keys)
+    )
+    return Done(k.place(eligible[best].holding.datacenter, best))
+
+
+def another(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+) -> Step[str]:
+    """Where a near source is that is better than `source`, of which this rank gets too little.
+
+    For a relay it comes before `source`, as if that were lost, so the order of births holds; for a
+    leaf it is read less. "": there is none. Nobody goes far away for speed.
+    """
+    ref = version_read(view, seat, call)
+    before = sources.born_before(view, seat, call_now(view, seat, call))
+    is_leaf = before == EVER
+    lost = {*tried, seat.inst if is_leaf else source.inst}
+    suspected = suspects(view, seat.keys)
+    near = {
+        inst: found
+        for inst, found in sources.candidates_of(view, seat, ref, before, lost).items()
+        if not (found.distance or tried.get(inst) or inst in suspected)
+    }
+    if is_leaf:
+        best = sources.leaf_place(near, suspected) if near else ""
+    else:
+        older = {
+            inst: found
+            for inst, found in near.items()
+            if found.holding.state == "full" or found.entry.create_rev < source.born
+        }
+        older.pop(source.inst, None)
+        best = sources.best_of(older, suspected) if older else ""
+    if best in ("", source.inst):
+        return Done("")
+    return Done(k.place(near[best].holding.datacenter, best))
+
+
+def has_other(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int], silent_s: float
+) -> Step[bool]:
+    """Whether `source`, which has not answered for so long, is to be left for somebody else."""
+    ref = version_read(view, seat, call)
+    before = sources.born_before(view, seat, call_now(view, seat, call))
+    found = sources.candidates_of(view, seat, ref, before)
+    there = {inst: candidate.distance for inst, candidate in found.items()}
+    is_left = is_to_be_left(view, seat, source, tried, silent_s, there)
+    if not (is_left or sources.shows_whole(view, seat, ref)):
+        raise Unseen  # far ones may be there
+    return Done(is_left)
+
+
+def is_to_be_left(
+    view: View,
+    seat: Seat,
+    source: Source,
+    tried: Mapping[str, int],
+    silent_s: float,
+    there: Mapping[str, int],
+) -> bool:
+    """Whether one of those `there`, who are so far away, failed no more often than `source`.
+
+    A far one is better than a near one only if that cannot be thought to be slow.
+    """
+    others = there.keys() - {source.inst} - suspects(view, seat.keys)
+    farthest = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
+    tries = tried.get(source.inst, 0)
+    return any(tried.get(i, 0) <= tries and there[i] <= farthest for i in others)

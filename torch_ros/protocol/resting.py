@@ -1,0 +1,106 @@
+"""Who is slow passes nothing on (docs/PROTOCOL.md#a-slow-reader). Pure.
+
+It is a leaf then, which may read from everybody, since nobody reads from it.
+"""
+
+import msgspec
+
+from torch_ros.protocol import legible
+from torch_ros.protocol.records import Call, Holding, VersionRef
+from torch_ros.protocol.seat import (
+    Seat,
+    call_now,
+    calls_of,
+    group_txn,
+    holding_put,
+    version_read,
+)
+from torch_ros.store.loops import Act, Done, Step
+from torch_ros.store.txn import Txn, View
+
+
+def is_leaf(seat: Seat, call: Call) -> bool:
+    """Whether no rank is read from in this call, so that all may read from younger relays too.
+
+    Of several ranks that stepped aside in the middle, some may be read from still.
+    """
+    return call.pace == "rests" or (call.pace == "slow" and seat.world_size == 1)
+
+
+def is_relaying(holding: Holding) -> bool:
+    """Whether others may read the part that is there."""
+    return holding.state == "filling" and holding.is_relay
+
+
+def step_aside(view: View, seat: Seat, call: Call) -> Step[bool]:
+    """Relay nothing in this call any more; False: too few of those that fill here would.
+
+    A seed has no near source, and is never told to.
+    """
+    ref = version_read(view, seat, call)
+    own = Holding.at(view, seat.holding(ref))
+    if own is None:
+        return Done(value=False)
+    if not is_relaying(own):
+        return Done(value=True)
+    relays, others = _filling(view, seat, ref)
+    if others + 1 > relays - 1:
+        return Done(value=False)
+    slow = msgspec.structs.replace(call_now(view, seat, call), pace="slow")
+    return Act(_put(view, seat, slow, own, is_relay=False), lambda _: True)
+
+
+def shall(view: View, seat: Seat, ref: VersionRef) -> bool:
+    """Whether the group is to rest: it stepped aside the last time, and is not the first here."""
+    reads = (
+        call for call in reversed(calls_of(view, seat)) if call.kind == "replicate" and call.ref
+    )
+    last = next(reads, None)
+    return last is not None and last.pace == "slow" and bool(_near(view, seat, ref))
+
+
+def may(view: View, seat: Seat, ref: VersionRef) -> bool:
+    """Whether it may go on resting, now that all older holdings are seen.
+
+    Not if it has to be the seed, nor if most of those that fill here would pass nothing on.
+    """
+    relays, others = _filling(view, seat, ref)
+    return bool(_near(view, seat, ref)) and others <= max(1, relays)
+
+
+def ended(view: View, seat: Seat, call: Call) -> Txn:
+    """It relays after all."""
+    assert call.ref is not None
+    own = Holding.at(view, seat.holding(call.ref))
+    assert own is not None
+    return _put(view, seat, msgspec.structs.replace(call, pace=""), own, is_relay=True)
+
+
+def _put(view: View, seat: Seat, call: Call, own: Holding, *, is_relay: bool) -> Txn:
+    assert call.ref is not None
+    held = holding_put(view, seat, call.ref, msgspec.structs.replace(own, is_relay=is_relay))
+    return group_txn(view, seat, call, (view.unchanged(held.key),), (held,))
+
+
+def _near(view: View, seat: Seat, ref: VersionRef) -> list[Holding]:
+    """Those that are seen here and could be read from."""
+    return [
+        holding
+        for inst, holding in _here(view, seat, ref).items()
+        if inst != seat.inst and (holding.state == "full" or is_relaying(holding))
+    ]
+
+
+def _filling(view: View, seat: Seat, ref: VersionRef) -> tuple[int, int]:
+    """How many of those that are seen to fill here are relays, and how many are not."""
+    fill = [held.is_relay for held in _here(view, seat, ref).values() if held.state == "filling"]
+    return fill.count(True), fill.count(False)
+
+
+def _here(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
+    there = view.seen(seat.keys.holdings_in(ref.run, ref.version, seat.datacenter))
+    return {
+        where.inst: holding
+        for _, where, holding, _ in legible.holdings(there)
+        if holding.uid == ref.uid
+    }
