@@ -11,7 +11,9 @@ import heapq
 import itertools
 import logging
 import math
+import os
 import random
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -461,6 +463,9 @@ class Cluster:
             decode = functools.lru_cache(1 << 16)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
             stack.enter_context(patch.object(group.Group, "_surprised", _not_survived))
+            # Records have both, and bytes are counted.
+            stack.enter_context(patch.object(os, "getpid", lambda: 4711))
+            stack.enter_context(patch.object(socket, "gethostname", lambda: "host"))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             stack.callback(self._abandon)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -446,6 +447,14 @@ def test_the_same_figures_come_twice():
     # Two processes, without threads that other tests have left in this one. Each has played others.
     again = scale.played(jobs[::-1], 2)[::-1]
     assert scale.encoded(scale.played(jobs, 2)) == scale.encoded(again)
+
+
+def test_figures_do_not_tell_which_process_of_which_host_has_played(monkeypatch):
+    jobs = [scale.job("burst", n=3)]
+    here = scale.encoded(scale.played(jobs, 1))
+    monkeypatch.setattr(os, "getpid", lambda: 10**9)
+    monkeypatch.setattr(socket, "gethostname", lambda: "somewhere.else")
+    assert scale.encoded(scale.played(jobs, 1)) == here
 
 
 # The page
