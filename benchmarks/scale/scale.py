@@ -160,11 +160,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     name = "results.json" if given.n <= 1000 else f"results-{given.n}.json"
     (given.out / name).write_text(encoded(rows))
-    known = [
-        row
-        for path in sorted(given.out.glob("results*.json"))
-        for row in json.loads(path.read_text())
-    ]
+    known = page.rows_in(given.out)
     page.write(known, given.out)
     print(*acceptance.table(known), sep="\n")
 

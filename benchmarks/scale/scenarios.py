@@ -366,7 +366,7 @@ def held_up(seed: int) -> Figures:
 def fast_versions(seed: int, *, lasts_s: float = 60.0, far: int = 8) -> Figures:
     """A version comes each second and takes the link three; far rollouts poll, one all the time."""
     model = replace(PAPER, bytes_total=3e9, nic=25e9, ticks=1)
-    with Cluster(model, seed=seed, step_bytes=model.bytes_total / 30) as cluster:
+    with Cluster(model, seed=seed, step_bytes=model.bytes_total / 180) as cluster:
         cluster.network.join(EAST, WEST, 1e9)
         all_ = Burst(cluster, newcomers(cluster, far, datacenter=WEST))
         clock, began_s = cluster.clock, cluster.clock.now_s

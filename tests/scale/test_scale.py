@@ -1,7 +1,6 @@
 """The simulator of many replicas: its parts against slow ones, and short runs with bounds."""
 
 import itertools
-import json
 import os
 import random
 import socket
@@ -462,10 +461,11 @@ def test_figures_do_not_tell_which_process_of_which_host_has_played(monkeypatch)
 
 def test_the_page_is_what_the_figures_make(tmp_path):
     docs = ROOT / "docs" / "scale"
-    rows = [row for p in sorted(docs.glob("results*.json")) for row in json.loads(p.read_text())]
+    rows = page.rows_in(docs)
     page.write(rows, tmp_path)
     assert (docs / "README.md").read_text() == (tmp_path / "README.md").read_text()
     assert {row["rule"] for row in rows} == {TODAY}
+    assert all(why for why, _ in acceptance.causes(rows)), "say why it is missed"
 
 
 def test_an_aim_is_met_missed_or_was_not_run():
