@@ -384,6 +384,7 @@ def test_nobody_starves_who_polls_seldom():
     assert scenarios.fast_versions(0)["lag"] <= 8
 
 
+@pytest.mark.long
 def test_bounds_of_a_few_replicas_hold():
     assert scenarios.burst(0, n=10)["last_x"] < 1.05
     assert scenarios.figure_7b(0, groups=4)["stall_s"] < 72.0  # ideal: 70.4

@@ -481,13 +481,13 @@ def checked(examples):
     return decorate
 
 
-@checked(examples=200)
+@checked(examples=100)
 def test_any_sequence_has_the_results_of_tcp_store(etcd_endpoint, operations):
     with contextlib.closing(EtcdStore(etcd_endpoint, unique())) as store:
         assert_same(store, operations)
 
 
-@checked(examples=500)
+@checked(examples=200)
 def test_any_sequence_has_them_in_memory_too(operations):
     with contextlib.closing(EtcdStore(f"memory://{unique()}", "s")) as store:
         assert_same(store, operations)
@@ -534,7 +534,7 @@ def losing(monkeypatch, opened):
 def test_a_lost_reply_changes_no_result(losing):
     lost = Counter()
 
-    @checked(examples=500)
+    @checked(examples=150)
     def holds(operations):
         store, kv = losing(Space(), len(operations))
         assert_same(store, operations)
