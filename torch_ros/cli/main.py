@@ -98,6 +98,9 @@ def _port(text: str) -> int:
 
 def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The commands that go on until they are ended."""
+    drawn = commands.add_parser("top", help="a table of a model's replicas, as it changes")
+    drawn.add_argument("model")
+    drawn.set_defaults(run=_top)
     shown = commands.add_parser("web", help="a page that shows who has which version")
     shown.add_argument("model", nargs="?", help="by default all, of which one is chosen there")
     shown.add_argument("--host", default="127.0.0.1", help="others than this host need a token")
@@ -159,6 +162,19 @@ def _ls(asked: argparse.Namespace) -> int:
 
 def _export(asked: argparse.Namespace) -> int:
     return exporting.export(asked, sys.stdout)
+
+
+def _top(asked: argparse.Namespace) -> int:
+    if asked.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("top draws on a terminal; for programs: torch-ros --json ls MODEL")
+    try:
+        from torch_ros.cli import top  # noqa: PLC0415  # the extra top
+    except ImportError as error:
+        raise UsageError(_missing("top", "top", error)) from error
+
+    with closing(asking.connected(asked.endpoint)) as kv:
+        top.show(kv, asked.model)
+    return FINE
 
 
 def _web(asked: argparse.Namespace) -> int:
