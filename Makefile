@@ -17,7 +17,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 # constraints.txt.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
-.PHONY: help demo demo-vllm test test-all test-engines test-matrix sim sim-faults history scale lint docs bench bench-control clean
+.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 3
@@ -57,6 +57,8 @@ help:
 	@echo "            in $(VLLM) and $(VERL); twenty minutes"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
+	@echo "make package"
+	@echo "            an sdist and a wheel, installed and tried where nothing else of ours is; seconds"
 	@echo "make sim SEEDS=2000 FIRST_SEED=1 STORY="
 	@echo "            the same code on simulated threads, time, etcd and wires; seeds choose faults"
 	@echo "make sim-faults"
@@ -135,6 +137,9 @@ test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)
 test-matrix:
 	$(PYTHON) tests/matrix.py $(ROWS)
 
+package: $(INSTALLED)
+	$(BIN)/python tests/package.py
+
 sim: $(INSTALLED)
 	$(BIN)/python tests/sim/sim.py --seeds $(SEEDS) --first $(FIRST_SEED) $(if $(STORY),--story)
 
@@ -151,6 +156,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples/*.py
 	@git log --no-merges --since=$(SUBJECTS_SINCE) --format=%s | awk 'length > 72 \
 		{ print "a subject of more than 72 characters: " $$0; bad = 1 } END { exit bad }'
 

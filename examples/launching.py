@@ -94,7 +94,7 @@ class Children:
         watcher.start()
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout:
+        for line in process.stdout or ():
             if not self._is_silent:
                 sys.stdout.write(f"{name:>14} | {line}")
                 sys.stdout.flush()

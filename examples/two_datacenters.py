@@ -12,6 +12,7 @@ the link. (Bytes that are on their way in that moment are read again: at most 64
 import argparse
 import os
 import time
+from functools import partial
 
 import torch
 
@@ -45,8 +46,12 @@ def train(versions: int) -> None:
             print(
                 f"version {version}: unpublish took {took_ms:.0f} ms, while it is read", flush=True
             )
-            handle.wait(lambda there, v=version: len(rollouts(there.get(v, set()))) == ROLLOUTS)
+            handle.wait(partial(is_everywhere, version))
         print("all rollouts have the last version", flush=True)
+
+
+def is_everywhere(version: int, there: dict[int, set[str]]) -> bool:
+    return len(rollouts(there.get(version, set()))) == ROLLOUTS
 
 
 def is_there(name: str, handle: torch_ros.ShardHandle) -> bool:
@@ -61,14 +66,14 @@ def rollouts(replicas: set[str]) -> set[str]:
 def roll_out(number: int, versions: int) -> None:
     weights = tensors()
     name = f"rollout-{number}"
-    options = {"datacenter": "east", "seeding": "host"}
-    with torch_ros.open(MODEL, replica=name, rank=0, world_size=1, **options) as handle:
+    opened = partial(torch_ros.open, MODEL, rank=0, world_size=1)
+    with opened(replica=name, datacenter="east", seeding="host") as handle:
         handle.register(weights)
         answers = 0
         while handle.version != FIRST + versions - 1:
             held = handle.version
             if handle.update():
-                source = handle.last_read.source
+                source = handle.last_read.source if handle.last_read else ""
                 print(
                     f"{name}: version {handle.version} from {source}, "
                     f"{answers} answers from version {held} meanwhile",
