@@ -45,6 +45,7 @@ DOORS = {
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
     "nixl": "p2p/nixl.py",
+    "opentelemetry": "shard/tracing.py",
     "prometheus_client": "metrics",
     "safetensors": "checkpoints",
     "starlette": "cli/web.py",

@@ -97,7 +97,7 @@ class Checks:
         self.holdings: dict[str, Holding] = {}
         self.offered: set[str] = set()  # the uids that anybody could read
         self.numbers: dict[str, int] = {}  # of runs
-        self.moments: dict[str, set[int]] = {}  # uid -> when its publication began
+        self.moments: dict[str, tuple[str, set[tuple[int, str]]]] = {}  # of a record's uid
         self.installs: dict[str, list[tuple]] = {}  # by replica: all that it said, and when
         self.root = under("/torch-ros/m/")
 
@@ -463,16 +463,21 @@ class Checks:
             self.numbers[k.parse_run(key)] = RunRecord.decode(entry.value, key).number
 
     def _changed_version(self, key: str, entry) -> None:
-        """The moment of a version stays, whoever completes, copies or brings it back."""
-        if entry is None:
+        """A version keeps its moment and its span, whoever completes, copies or brings it back."""
+        if entry is None:  # brought back after that, it may have another rank's
+            self.moments.pop(key, None)
             return
         record = VersionRecord.decode(entry.value, key)
-        known = self.moments.setdefault(record.uid, set())
+        uid, known = self.moments.setdefault(key, (record.uid, set()))
+        if uid != record.uid:  # published anew
+            known = set()
+            self.moments[key] = (record.uid, known)
+        told = record.at_ms, record.traceparent
         if not (known and record.layout):
-            known.add(record.at_ms)
+            known.add(told)
         # After a wipe it may be decided anew, by another rank.
-        is_kept = record.at_ms in known or self.world.wipes
-        demand(record.at_ms and is_kept, f"{key} has moment {record.at_ms}, not one of {known}")
+        is_kept = told in known or self.world.wipes
+        demand(all(told) and is_kept, f"{key} has moment and span {told}, not one of {known}")
 
     def _changed_reader(self, key: str, entry) -> None:
         if entry is not None and key.endswith("/group"):

@@ -197,6 +197,22 @@ fault("a copy forgets when its version was published", (unpublish, "copied"))(
 )
 
 
+@fault("a rank that comes back does not know the span of its version", (records.Kept, "of"))
+def _(of):
+    def faulty(*args):
+        return msgspec.structs.replace(of(*args), traceparent="")
+
+    return faulty
+
+
+@fault("a decision keeps its own span, not the version's", (records.VersionRecord, "brought_by"))
+def _(brought_by):
+    def faulty(record, call, ref):
+        return msgspec.structs.replace(brought_by(record, call, ref), traceparent="")
+
+    return faulty
+
+
 @fault("ranks that come back forget when their version was published", (membership, "_adopt"))
 def _(adopt):
     def faulty(*args):

@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import functools
 import importlib
+import itertools
 import logging
 import math
 import pkgutil
@@ -36,6 +37,7 @@ from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
+from torch_ros.shard import tracing
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
@@ -639,6 +641,10 @@ class World(Scheduler):
                 for name, value in everywhere.items():
                     if getattr(module, name, None) is not None and (module, name) not in HOMES:
                         stack.enter_context(patch.object(module, name, value))
+            spans = (f"00-{n:032x}-{n:016x}-01" for n in itertools.count(1))
+            stack.enter_context(
+                patch.object(tracing, "traceparent", functools.partial(next, spans))
+            )
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
                 stack.enter_context(patch.object(module, name, most))

@@ -79,6 +79,7 @@ class GroupCall(Attempt):
         self.left_behind: set[str] = set()  # those that had not done when its time was over
         self._refuses = False
         self.at_ms = wall_ms()  # when it began
+        self.traceparent = ""  # the span in which it publishes
 
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
@@ -105,7 +106,8 @@ class GroupCall(Attempt):
 
     def fresh(self, at_ms: int) -> Call:
         """The call as this rank makes it."""
-        return Call(self.number, self.kind, self.asked, self.seat.rank, at_ms=at_ms)
+        call = Call(self.number, self.kind, self.asked, self.seat.rank, at_ms=at_ms)
+        return replace(call, traceparent=self.traceparent)
 
     @property
     def mark(self) -> int:
@@ -196,7 +198,8 @@ class GroupCall(Attempt):
         self.decide((), effects)
         raise error
 
-    def decide_to_publish(self, version: int) -> None:
+    def decide_to_publish(self, version: int, traceparent: str = "") -> None:
+        self.traceparent = traceparent
         keys, run = self.seat.keys, self.seat.run
         effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
         own = keys.holding(run, version, self.seat.datacenter, self.seat.inst)

@@ -213,7 +213,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     there = VersionRecord.at(view, key)
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
-    fresh = VersionRecord(fresh_uid, at_ms=call.at_ms)
+    fresh = VersionRecord(fresh_uid, at_ms=call.at_ms, traceparent=call.traceparent)
     record = there if there is not None and (is_again or fellow) else fresh
     records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
     forgotten = {
@@ -228,7 +228,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     return recorded(
         view,
         seat,
-        msgspec.structs.replace(call, ref=ref, published_ms=record.at_ms),
+        record.brought_by(call, ref),
         # The ranged guard keeps two versions published at once from both being the newest.
         (
             view.unchanged(key),
@@ -313,9 +313,8 @@ def replicate(
     own = filling(seat, call, ref, is_relay=is_relay and not rests)
     held = holding_put(view, seat, ref, own)
     version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
-    published_ms = version.at_ms if version is not None else 0
-    pace = "rests" if rests else ""
-    decided = msgspec.structs.replace(call, ref=ref, published_ms=published_ms, pace=pace)
+    brought = (version or VersionRecord(ref.uid)).brought_by(call, ref)
+    decided = msgspec.structs.replace(brought, pace="rests" if rests else "")
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))

@@ -26,6 +26,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 Moment = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 """Milliseconds since 1970, by the clock of the host that wrote it; 0: nobody knows. For people: no
 rule compares two of them, and none digests one."""
+Traceparent = Annotated[
+    str, msgspec.Meta(pattern="^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")
+]
+"""A span, as W3C writes it; "": none. For tools that trace: no rule looks at it."""
 Size = Annotated[int, msgspec.Meta(ge=1, lt=10**6)]  # of a group; keys have six digits
 Field = str | Annotated[int, msgspec.Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)] | float
 
@@ -144,12 +148,19 @@ class VersionRecord(Record, frozen=True):
     uid: str  # of the content: the same number published again is another version
     layout: str = ""  # digest of the sharding-free content; empty until it was published once
     at_ms: Moment = 0  # when its first publication began
+    traceparent: Traceparent = ""  # the span of that
 
     @property
     def sizes(self) -> tuple[int, int] | None:
         """How many tensors it has, and their bytes, as the layout says; None: nobody knows."""
         found = re.fullmatch("[^/]*/([0-9]{1,18})/([0-9]{1,18})", self.layout)
         return (int(found[1]), int(found[2])) if found else None
+
+    def brought_by(self, call: Call, ref: VersionRef) -> Call:
+        """The call as it is decided to bring this version, `ref`."""
+        return msgspec.structs.replace(
+            call, ref=ref, published_ms=self.at_ms, traceparent=self.traceparent
+        )
 
 
 def mark(uid: str, call: int) -> int:
@@ -303,6 +314,7 @@ class Call(Record, frozen=True):
     outcome: Outcome | None = None
     at_ms: Moment = 0  # when the rank that decided it began it
     published_ms: Moment = 0  # of a version that it brings: as in the version's record
+    traceparent: Traceparent = ""  # likewise
 
     def with_sources(self, *sources: str) -> Call:
         return msgspec.structs.replace(self, sources=list(sources))
@@ -322,21 +334,26 @@ class Kept(Record, frozen=True):
     layout: str
     is_original: bool
     at_ms: Moment = 0  # as in the version's record
+    traceparent: Traceparent = ""  # likewise
 
     @classmethod
     def of(cls, call: Call, layout: str) -> Kept:
         """The version that a call brings, or has brought."""
         assert call.ref is not None
         is_original = call.kind == "publish"
-        return cls(call.ref, call.number, layout, is_original, call.published_ms)
+        published = (call.published_ms, call.traceparent)
+        return cls(call.ref, call.number, layout, is_original, *published)
 
     def is_as(self, other: Kept | None) -> bool:
-        """Whether both say the same; of clocks they need not."""
-        return other is not None and msgspec.structs.replace(other, at_ms=self.at_ms) == self
+        """Whether both say the same; of clocks and spans they need not."""
+        if other is None:
+            return False
+        alike = msgspec.structs.replace(other, at_ms=self.at_ms, traceparent=self.traceparent)
+        return alike == self
 
     def record(self, there: VersionRecord | None) -> VersionRecord:
         """Of the version that is kept; `there`: as the store has it, of the same content."""
-        known = there or VersionRecord(self.ref.uid, at_ms=self.at_ms)
+        known = there or VersionRecord(self.ref.uid, at_ms=self.at_ms, traceparent=self.traceparent)
         return msgspec.structs.replace(known, layout=self.layout)
 
 

@@ -1,7 +1,5 @@
 """How a replica offers what it has read before (docs/PROTOCOL.md#serve). Pure."""
 
-import msgspec
-
 from torch_ros.errors import VersionNotFound
 from torch_ros.protocol.calls import filling, refuse_second
 from torch_ros.protocol.records import Call, VersionRecord, VersionRef
@@ -38,5 +36,5 @@ def serve(view: View, seat: Seat, call: Call, ref: VersionRef) -> Step[Call]:
     assert record is not None
     held = holding_put(view, seat, ref, filling(seat, call, ref))
     guards = (view.unchanged(key), view.unchanged(run))
-    decided = msgspec.structs.replace(call, ref=ref, published_ms=record.at_ms)
+    decided = record.brought_by(call, ref)
     return recorded(view, seat, decided, guards, (held,))

@@ -30,6 +30,7 @@ from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
 from torch_ros.shard.tensors import Tensors
+from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
 from torch_ros.transfer.mailbox import Digests, Mailbox
@@ -291,7 +292,8 @@ class Shard:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:
                 return
-            self.make(self._unpublication(held, f"unpublish {held.version}", deadline))
+            with spanned("unpublish", **self.observed.labels, version=held.version):
+                self.make(self._unpublication(held, f"unpublish {held.version}", deadline))
         except SeatLost as lost:
             if not isinstance(lost, Fenced) and not may_forget:
                 raise

@@ -8,6 +8,7 @@ from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.identity import without_pid
 from torch_ros.shard.report import Reports
 from torch_ros.shard.tally import Whose, tallies
+from torch_ros.shard.tracing import told
 from torch_ros.transfer.reading import Reading
 
 
@@ -19,7 +20,12 @@ class Observed:
     ) -> None:
         self._group, seat = group, group.seat
         self.tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
-        reports.listeners.append(self.tally.add)
+        reports.listeners += [self.tally.add, told]
+        self.labels: dict[str, str | int] = {
+            "model": model,
+            "replica": seat.replica,
+            "rank": seat.rank,
+        }  # of spans
         self.newest: VersionRef | None = None  # that its calls have heard of
         self.staged: dict[str, Callable[[], int]] = {  # bytes that it holds beside its tensors
             "copies": lambda: copies.size_bytes,

@@ -7,6 +7,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.versions import check_version
+from torch_ros.shard import tracing
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import PublishReport, Stopwatch
 from torch_ros.transfer.mailbox import Digests
@@ -36,7 +37,7 @@ def publish(
         watch.lap("decide")
         registered = tensors()
         watch.lap("tensors")
-        call.decide_to_publish(check_version(version))
+        call.decide_to_publish(check_version(version), tracing.traceparent())
         watch.lap("decide")
         offer(call, registered)
         with call.ending():
@@ -52,6 +53,7 @@ def publish(
         registered = tensors()
         watch.lap("tensors")
         end = shard.manifests.alone(registered)
+        call.traceparent = tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
         offer(call, registered)
         report(call, registered, is_offered=False)
@@ -71,4 +73,5 @@ def publish(
         figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
         shard.reports.add(PublishReport(*figures, call.number, watch.began_ms))
 
-    return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
+    with tracing.spanned("publish", **shard.observed.labels, version=version):
+        return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))

@@ -27,6 +27,7 @@ from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
+from torch_ros.shard import tracing
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
 SLOW_BYTES_PER_S = 0.25e9
 HEAL_TRIES = 2  # the second one after CorruptWeights
+SPANS = {"update": "update", "follow": "update", "read": "read", "load": "load", "fetch": "fetch"}
 
 
 class Target:
@@ -130,6 +132,18 @@ def _healed(
 
     All ranks get the same CorruptWeights, so all of them try again.
     """
+    verb = deadline.what.partition(" ")[0]  # of the caller's own call
+    with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
+        return _made_or_again(shard, asked, deadline, made, of)
+
+
+def _made_or_again(
+    shard: Shard,
+    asked: str,
+    deadline: Deadline,
+    made: Callable[[Collection[str]], R],
+    of: Callable[[R], Callable[[GroupCall], T]],
+) -> T:
     avoided: list[str] = []
     for tries_left in reversed(range(HEAL_TRIES)):
         replication = made(avoided)
@@ -210,6 +224,7 @@ class Replication:
     def read(self, call: GroupCall) -> ReadReport:
         """Do what was decided."""
         shard = self._shard
+        tracing.link(call.decided.traceparent)
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
             return self._report(call)
