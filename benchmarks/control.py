@@ -154,7 +154,7 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
 
 
 def update(group: Group, held: VersionRef) -> VersionRef | None:
-    ranges, deadline = newer_ranges(group.seat.keys), Deadline("update", CALL_S)
+    ranges, deadline = newer_ranges(group.seat.keys, held), Deadline("update", CALL_S)
 
     def ask(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
@@ -162,10 +162,10 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
         found = next_version(view, seat, LATEST, held, None)
-        return decided_next(view, seat, call, found)
+        return decided_next(view, seat, call, held, found)
 
     def decide(call: GroupCall) -> VersionRef | None:
-        call.decide(ranges, effects)
+        call.decide(ranges, effects, is_cheap=True)
         return call.decided.ref
 
     if group.seat.world_size == 1:

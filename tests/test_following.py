@@ -403,3 +403,47 @@ def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
 def test_bad_arguments_of_follow_are_named_at_once(opened, options, named):
     with pytest.raises(UsageError, match=named):
         opened("rollout").follow(**options)
+
+
+def test_what_an_update_has_read_along_serves_no_later_call(opened, monkeypatch):
+    trainer, rollout = publisher(opened), opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    other = opened("other")
+    other.register({"w": torch.zeros(8)})
+    rollout.update()
+    go_on(trainer, 2)
+    other.update()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(following, "replicate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.update()
+    assert rollout.version is None
+    go_on(trainer, 3)  # the other one offers 2 still
+    assert rollout.replicate() == 3
+
+
+def test_an_update_that_goes_begins_each_step_with_what_the_last_one_has_read(opened, pool, ranks):
+    trainer, replica = publisher(opened), ranks("rollout")
+    for handle in replica:
+        handle.register({"w": torch.zeros(8)})
+    on_all(pool, replica, lambda handle: handle.update())
+    go_on(trainer, 2)
+    reads, asked = Counter(), {}
+    for handle in replica:
+        kv = handle._shard.group.kv
+        asked[kv] = kv.read
+
+        def read(request, *, timeout_s, kv=kv):
+            if not threading.current_thread().name.startswith("torch_ros"):
+                reads[kv] += 1
+            return asked[kv](request, timeout_s=timeout_s)
+
+        kv.read = read
+    assert on_all(pool, replica, lambda handle: handle.update()) == [True, True]
+    decider, other = sorted(reads.values())
+    assert decider <= 2, "what is newer; and, if it is not ready last, how the call has ended"
+    assert other <= 7

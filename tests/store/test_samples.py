@@ -254,7 +254,7 @@ def any_questions(rng):
         return Done(retention.keeping(view, KEYS, held, dropped).is_needed)
 
     yield versions.spec_ranges(KEYS), resolved
-    yield versions.newer_ranges(KEYS), newer
+    yield versions.newer_ranges(KEYS, held), newer
     yield retention.keeping_ranges(KEYS, held, "east"), is_kept
     yield membership.open_ranges(who), lambda view: membership.create_group(view, who)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
@@ -37,7 +38,7 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Claimed, Source
 from torch_ros.protocol.versions import Spec, first_holders
-from torch_ros.store.loops import Step, WaitAtMost, looking_ahead, settle
+from torch_ros.store.loops import Done, Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, View, one
@@ -48,6 +49,28 @@ Effects = Callable[[View, Seat, Call], Step[Call]]
 log = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
+
+
+MakeCopy = Callable[[Call], ShardRecord]
+"""Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
+Sight = tuple[Seat, View]
+"""What was read before a call, from that seat, for its decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What comes before an unpublish and after it, where it is a part of another call.
+
+    Args:
+        sight: What it may be decided from; it guards all that it does.
+        replicates: A replicate comes next, within the same call of the caller.
+    """
+
+    sight: Sight | None = None
+    replicates: bool = False
+
+
+ALONE = Passing()
 
 
 class Missed(Exception):
@@ -84,7 +107,7 @@ class GroupCall(Attempt):
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
         self.seat, self.session = seat, session
-        self._seen: View | None = None  # what the next step may begin with: one that is guarded
+        self.seen: View | None = None  # what the next step may begin with: one that is guarded
         self._was_counted = False  # this rank knows that its ready record was put
         self.attached: dict[str, Callable[[], Source]] = {}  # with the claim: by place
 
@@ -118,6 +141,8 @@ class GroupCall(Attempt):
         ranges: Ranges,
         effects: Effects,
         ahead: Ranges = (),
+        *,
+        is_cheap: bool = False,
     ) -> None:
         """Decide what the group does in this call: the first rank that asks does.
 
@@ -126,6 +151,7 @@ class GroupCall(Attempt):
         Args:
             ahead: The ranges that the next step is decided from, besides the own records of the
                 call.
+            is_cheap: `ranges` are so little that each rank may read them.
 
         Raises:
             CallMismatch: The group's call is another one.
@@ -134,7 +160,7 @@ class GroupCall(Attempt):
         seat, found = self.seat, None
         seen = self._ledger.take_sight(seat)
         ahead = (*seat.own, one(seat.keys.ready(seat.inst, self.number, seat.rank)), *ahead)
-        if seat.world_size > 1 and seen is None:
+        if seat.world_size > 1 and seen is None and not is_cheap:
             # Most ranks come second: they need not read what the decision was made from.
             look = partial(calls.look_up, seat=seat, number=self.number)
             found = self.settle(ahead, look, ahead)
@@ -225,7 +251,7 @@ class GroupCall(Attempt):
             self.decide(calls.replicate_ranges(self.seat), effects)
             if self.has_ended or self.decided.sources:
                 return
-            claimed = self.settle(*_claiming(self, sources_max, avoided), first=self._seen)
+            claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
             if claimed is None:  # the version went away in between
                 continue
             self._call, self.attached = claimed.call, dict(claimed.attached)
@@ -291,7 +317,7 @@ class GroupCall(Attempt):
         if self.may_hold is not None:
             self.may_hold = replace(self.may_hold, layout=end.said)
         rule = partial(calls.complete, seat=seat, call=call, end=end, whole=whole, reads=reads)
-        self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self._seen))
+        self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self.seen))
 
     def conclude(self, ranges: Ranges, rule: Callable[[View], Step[Outcome]]) -> None:
         """As `complete`, by a rule of the call's own."""
@@ -312,16 +338,16 @@ class GroupCall(Attempt):
             everyone[-1],
             *calls.outcome_ranges(seat, call)[-1:],
         )
-        count = self.settle((*seat.own, mine), ready, ahead, self._seen)
+        count = self.settle((*seat.own, mine), ready, ahead, self.seen)
         if isinstance(count, Outcome):
             return count
         self._was_counted = True
         if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(calls.readies, seat=seat, call=call)
-            said = self.settle(everyone, all_ready, first=self._seen)
+            said = self.settle(everyone, all_ready, first=self.seen)
             if said is not None:
                 return said
-        return self._await_outcome(self.deadline, self._seen)
+        return self._await_outcome(self.deadline, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
         seat, call = self.seat, self.decided
@@ -330,12 +356,11 @@ class GroupCall(Attempt):
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
         return run(ended, self.seating.kv, deadline, check=self._ledger.check_open)
 
-    def unpublish(self, ref: VersionRef, copy: Callable[[Call], ShardRecord]) -> None:
+    def unpublish(self, ref: VersionRef, copy: MakeCopy, passing: Passing = ALONE) -> None:
         """Returns once nobody reads `ref` from this replica who is to be waited for.
 
         Args:
-            copy: Makes this rank's part of the copy in host memory that this call tells of, or says
-                again where it is.
+            copy: Of what this rank holds.
         """
         told = ""
 
@@ -353,16 +378,15 @@ class GroupCall(Attempt):
 
         seat = self.seat
         ranges = unpublish.unpublish_ranges(seat, ref)
-        next_ready = one(seat.keys.ready(seat.inst, self.number + 1, seat.rank))
-        ahead: tuple[Range, ...] = ()
-        if (kept := self._ledger.holds) is not None and kept.is_original:
-            # A trainer publishes next: its decision need not read.
-            ahead = (*seat.own, next_ready, *calls.publish_ranges(seat))
+        ahead = _looks_ahead(self, passing, self._ledger.holds)
+        first = passing.sight[1] if passing.sight and passing.sight[0] is seat else None
         while True:
-            result = self.settle(ranges, rule, ahead)
+            self.seen = None
+            result = self.settle(ranges, rule, ahead, first)
+            first = None
             if isinstance(result, Outcome):
-                if ahead and self._seen is not None and all(map(self._seen.has, ahead)):
-                    self._ledger.keep_sight(seat, self._seen)
+                if ahead and self.seen is not None and all(map(self.seen.has, ahead)):
+                    self._ledger.keep_sight(seat, self.seen)
                 self.is_recorded = True
                 self._call = self._call or replace(self.fresh(self.at_ms), ref=ref)
                 self._finish(result)
@@ -373,10 +397,7 @@ class GroupCall(Attempt):
                 return
             if not result.copy:
                 continue
-            kept = self._ledger.holds
-            if kept is None:  # of other content than the peers', who have it copied
-                raise CallMismatch(seat.replica, self.number, self.asked, result.asked)
-            _put_aside(self, kept, result, copy)
+            _put_aside(self, self._ledger.holds, result, copy)
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
@@ -471,28 +492,48 @@ class GroupCall(Attempt):
         return self.seating.run(settle(self.asked, ranges, rule, first), self.deadline)
 
     def _keep(self, view: View) -> None:
-        self._seen = view
+        self.seen = view
 
 
 def _claiming(
     call: GroupCall, sources_max: int, avoided: Collection[str]
 ) -> tuple[Ranges, Callable[[View], Step[Claimed | None]]]:
-    rule = partial(
+    seat = call.seat
+    claim = partial(
         sources.claim,
-        seat=call.seat,
+        seat=seat,
         call=call.decided,
         avoided=avoided,
         sources_max=sources_max,
         chosen=call.read_from.add,
     )
-    return sources.source_ranges(call.seat, call.ref), rule
+
+    def rule(view: View) -> Step[Claimed | None]:
+        step = claim(view)
+        if isinstance(step, Done):  # another rank has claimed: this one attaches from what it saw
+            call.seen = view
+        return step
+
+    mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+    return (*sources.source_ranges(seat, call.ref), mine), rule
 
 
-def _put_aside(
-    call: GroupCall, kept: Kept, decided: Call, copy: Callable[[Call], ShardRecord]
-) -> None:
+def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges:
+    """All that the call after this unpublish is decided from, if it is known to come."""
+    seat = call.seat
+    own = (*seat.own, one(seat.keys.ready(seat.inst, call.number + 1, seat.rank)))
+    if passing.replicates:
+        return (*own, *calls.replicate_ranges(seat))
+    if kept is not None and kept.is_original:  # a trainer publishes next
+        return (*own, *calls.publish_ranges(seat))
+    return ()
+
+
+def _put_aside(call: GroupCall, kept: Kept | None, decided: Call, copy: MakeCopy) -> None:
     """Make this rank's part of a copy, and wait until all of it is offered; or do without."""
     seat = call.seat
+    if kept is None:  # of other content than the peers', who have it copied
+        raise CallMismatch(seat.replica, call.number, call.asked, decided.asked)
     try:
         made = copy(decided)
     except (BackendError, RuntimeError, MemoryError, OSError) as error:

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -74,6 +74,7 @@ from torch_ros.store.txn import (
     one,
 )
 
+T = TypeVar("T")
 CHECK = "check before "  # what is asked by the check that comes before a save or load
 _STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
 
@@ -124,20 +125,18 @@ def _with_own(wait: Wait, seat: Seat) -> Wait:
     return msgspec.structs.replace(wait, ranges=(*seat.own, *wait.ranges))
 
 
-def sure(
-    effects: Callable[[View, Call], Step[Call]], seen: View | None
-) -> Callable[[View, Call], Step[Call]]:
-    """`effects`, whose errors are never decided from `seen`: no guard protects an error."""
+def sure(rule: Callable[..., Step[T]], seen: View | None) -> Callable[..., Step[T]]:
+    """`rule`, whose errors are never decided from `seen`: no guard protects an error."""
 
-    def effects_now(view: View, call: Call) -> Step[Call]:
+    def surely(view: View, *args: Any) -> Step[T]:
         try:
-            return effects(view, call)
+            return rule(view, *args)
         except TorchRosError:
             if view is seen:
                 raise Unseen from None
             raise
 
-    return effects_now
+    return surely
 
 
 def meet(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
 from torch_ros.protocol import calls, elsewhere, presence, resting, sources
@@ -89,10 +91,13 @@ class ClaimedSources:
         if learn := call.attached.pop(place, None):
             return learn()
         call.read_from.add(inst_at(place))
-        rule = partial(sources.attach, seat=seat, call=call.decided, place=place)
         ranges = sources.attach_ranges(seat, call.decided, place)
+        # From where the claim was found, if that shows enough: the rule asks for all that it needs.
+        first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
+        attach = partial(sources.attach, seat=seat, call=call.decided, place=place)
+        rule = calls.sure(attach, first)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine))
+        return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine), first)
 
     def _detach(self, inst: str, lost: SourceLost) -> None:
         """Leave a source that failed; others shall prefer another for a while (I8, load only)."""

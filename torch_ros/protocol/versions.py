@@ -13,7 +13,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
 from torch_ros.store.loops import Wait
-from torch_ros.store.txn import Ranges, Sample, Unseen, View, one, sample
+from torch_ros.store.txn import Range, Ranges, Sample, Unseen, View, one, sample
 
 HOLDERS_MAX = 8  # that are looked at to see that a version is available
 
@@ -82,9 +82,13 @@ def spec_ranges(keys: Keys) -> Ranges:
     return (keys.runs(), keys.versions(), sample(keys.holdings()))
 
 
-def newer_ranges(keys: Keys) -> Ranges:
+def newer_ranges(keys: Keys, held: VersionRef | None) -> Ranges:
     """What `newer` is decided from. Mostly there is nothing new, and the records say so."""
-    return (keys.runs(), keys.versions(), Sample(keys.holdings(), 1))
+    ranges = (keys.runs(), keys.versions(), Sample(keys.holdings(), 1))
+    if held is None:
+        return ranges
+    newer_ones = Range(keys.holdings_of(held.run, held.version).end, keys.holdings(held.run).end)
+    return (*ranges, Sample(newer_ones, HOLDERS_MAX, is_oldest=True))
 
 
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:

@@ -285,7 +285,8 @@ class _Save:
         except CallAborted as error:  # a rank that is cut off has looked for itself
             if store_wait_s is None or error.reason != DOES_NOT_WAIT:
                 raise
-        shard.unpublish_first(asked, self._deadline, counted=counted)
+        unpublish = partial(shard.unpublish, self._deadline, counted=counted)
+        shard.unpublish_first(asked, unpublish)
 
     @property
     def _answer(self) -> str:
@@ -335,7 +336,8 @@ class Load(Target):
         answer = self._agree()
         if answer == "held":
             return self._already_held()
-        shard.unpublish_first(asked, self._deadline, may_forget=False)
+        unpublish = partial(shard.unpublish, self._deadline, may_forget=False)
+        shard.unpublish_first(asked, unpublish)
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )

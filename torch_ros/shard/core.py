@@ -18,7 +18,7 @@ from torch_ros.deadline import Cancelled, Deadline
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
-from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed
+from torch_ros.protocol.call import ALONE, CLEAN_UP_S, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
@@ -279,7 +279,12 @@ class Shard:
     # Giving up what is held
 
     def unpublish(
-        self, deadline: Deadline, *, may_forget: bool = True, counted: VersionRef | None = None
+        self,
+        deadline: Deadline,
+        *,
+        may_forget: bool = True,
+        counted: VersionRef | None = None,
+        passing: Passing = ALONE,
     ) -> None:
         """Give up the version that is held, once nobody reads it.
 
@@ -293,7 +298,8 @@ class Shard:
             if (held := self.held or counted) is None:
                 return
             with spanned("unpublish", **self.observed.labels, version=held.version):
-                self.make(self._unpublication(held, f"unpublish {held.version}", deadline))
+                asked = f"unpublish {held.version}"
+                self.make(self._unpublication(held, asked, deadline, passing))
         except SeatLost as lost:
             if not isinstance(lost, Fenced) and not may_forget:
                 raise
@@ -308,27 +314,22 @@ class Shard:
         if self.settings.check_contract and held is not None:
             self.tensors.check_unchanged(held.version, self.digests)
 
-    def _unpublication(self, held: VersionRef, asked: str, deadline: Deadline) -> GroupTask[None]:
+    def _unpublication(
+        self, held: VersionRef, asked: str, deadline: Deadline, passing: Passing = ALONE
+    ) -> GroupTask[None]:
         """Stop offering `held`; ends once nobody reads it."""
         watch = Stopwatch()
 
         def perform(call: GroupCall) -> None:
-            call.unpublish(held, self.copy_to_host)
+            call.unpublish(held, self.copy_to_host, passing)
             self.reports.add(watch.drain_report(held.version, call))
 
         return GroupTask("unpublish", asked, deadline, perform)
 
-    def unpublish_first(
-        self,
-        asked: str,
-        deadline: Deadline,
-        *,
-        may_forget: bool = True,
-        counted: VersionRef | None = None,
-    ) -> None:
+    def unpublish_first(self, asked: str, unpublish: Callable[[], None]) -> None:
         """Unpublish as a part of `asked`. If that fails here, the peers' next part fails too."""
         try:
-            self.unpublish(deadline, may_forget=may_forget, counted=counted)
+            unpublish()
         except BaseException as error:
             if self.held is None:  # or the unpublish has failed for all
                 self.refuse(asked, error)

@@ -1,10 +1,12 @@
 """Going to newer versions: to one that is there, or that comes while a call waits for it."""
 
+from __future__ import annotations
+
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -19,7 +21,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
-from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.call import GroupCall, Passing, Sight
 from torch_ros.protocol.calls import CHECK
 from torch_ros.protocol.forerunners import (
     COMING,
@@ -115,12 +117,24 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
     if search.held and not search.is_to_go(found):
         shard.intake.ends(search.held, deadline)
         return None
-    shard.unpublish_first(deadline.what, deadline, may_forget=False)
-    if search.skips and found.ref is not None:
-        # The one that is here, and not a newer one that is far.
-        with suppress(VersionNotFound):
-            return replicate(shard, Spec.at_hand(found.ref), deadline)
-    return replicate(shard, Spec.parse(request.version, found.ref), deadline)
+    with _given_up(search, deadline):
+        if search.skips and found.ref is not None:
+            # The one that is here, and not a newer one that is far.
+            with suppress(VersionNotFound):
+                return replicate(shard, Spec.at_hand(found.ref), deadline)
+        return replicate(shard, Spec.parse(request.version, found.ref), deadline)
+
+
+@contextmanager
+def _given_up(search: _Search, deadline: Deadline) -> Iterator[None]:
+    """What is held has gone; what comes within may be decided from what that has read along."""
+    shard, passing = search.shard, Passing(search.sight, replicates=True)
+    unpublish = partial(shard.unpublish, deadline, may_forget=False, passing=passing)
+    shard.unpublish_first(deadline.what, unpublish)
+    try:
+        yield
+    finally:  # no later call: `latest` may mean another version by then
+        shard.group.ledger.take_sight(shard.group.seat)
 
 
 def _update_within(
@@ -140,10 +154,10 @@ def _update_within(
             if lookout.stop is not None and not _all_go_on(shard, what, deadline, lookout):
                 shard.intake.ends(None, deadline)
                 return None
-            shard.unpublish_first(what, deadline, may_forget=False)
             is_near = search.skips  # then not a newer one that is far
             spec = Spec.at_hand(found.ref) if is_near else Spec.parse(request.version, found.ref)
-            ref = replicate_if_there(shard, spec, deadline)
+            with _given_up(search, deadline):
+                ref = replicate_if_there(shard, spec, deadline)
     return ref
 
 
@@ -199,9 +213,10 @@ class _Search:
     """One rank's part in finding a version to go to."""
 
     def __init__(self, shard: Shard, request: UpdateRequest, deadline: Deadline) -> None:
-        self._shard, self.deadline = shard, deadline
+        self.shard, self.deadline = shard, deadline
         self._spec, self.held = Spec.parse(request.version), shard.held
         self._lookout: Lookout | None = None
+        self.sight: Sight | None = None
         self._left_s = 0.0
         skip = request.skip
         if skip is None:  # the same on all ranks, whatever datacenter each was given
@@ -211,15 +226,15 @@ class _Search:
         self.skips = skip and shard.intake.refs is None
 
     def begin(self) -> None:
-        self._shard.intake.begins(self.deadline)
-        self._shard.begin("update", self.deadline.what, self.deadline)
-        self.held = self._shard.held
+        self.shard.intake.begins(self.deadline)
+        self.shard.begin("update", self.deadline.what, self.deadline)
+        self.held = self.shard.held
 
     def run(self, lookout: Lookout | None = None) -> Next:
         """The step to take, the same on all ranks. An order is carried out."""
-        self._lookout, intake = lookout, self._shard.intake
+        self._lookout, intake = lookout, self.shard.intake
         found = self._find()
-        self._shard.observed.heard_of(found.ref)
+        self.shard.observed.heard_of(found.ref)
         intake.has_waited = found.said == COMING or (intake.has_waited and not found.ref)
         if found.ref is not None and found.said == FETCHED:
             self._fetch_ahead(found.ref)
@@ -229,7 +244,7 @@ class _Search:
         return found.ref is not None and found.said != FETCHED
 
     def _fetch_ahead(self, ref: VersionRef) -> None:
-        shard, deadline = self._shard, self.deadline
+        shard, deadline = self.shard, self.deadline
         if shard.forerunner is not None:
             shard.forerunner.fetch(ref, deadline)
             return
@@ -238,13 +253,14 @@ class _Search:
         raise error
 
     def _find(self) -> Next:
-        shard, group, deadline = self._shard, self._shard.group, self.deadline
-        ranges = newer_ranges(group.seat.keys)
+        shard, group, deadline = self.shard, self.shard.group, self.deadline
+        ranges = newer_ranges(group.seat.keys, self.held)
         if not shard.is_alone:
 
             def search(call: GroupCall) -> Next:
                 self._note_left()
-                call.decide(ranges, self._effects)
+                call.decide(ranges, self._effects, is_cheap=True)
+                self.sight = (call.seat, call.seen) if call.seen else None
                 return next_of(call.decided)
 
             return shard.make(GroupTask("update", deadline.what, deadline, search))
@@ -268,12 +284,12 @@ class _Search:
         self._left_s = self._lookout.left_s if self._lookout else 0.0
 
     def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
-        return self._step(view, seat, partial(decided_next, view, seat, call))
+        return self._step(view, seat, partial(decided_next, view, seat, call, self.held))
 
     def _step(
         self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]
     ) -> Act[T] | Done[T] | WaitAtMost[T]:
-        shard, forerunner, held = self._shard, self._shard.forerunner, self.held
+        shard, forerunner, held = self.shard, self.shard.forerunner, self.held
         if self._lookout is not None and self._lookout.is_told():
             return end(Next(said=STOPPED))
         is_idle = forerunner.is_idle if forerunner else None
