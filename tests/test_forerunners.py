@@ -371,7 +371,7 @@ def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
     wrong.fill_(7)
     until(rollout.update)
     assert mine.tolist() == [2.0] * 8
-    assert rollout._shard.forerunner._shard.last_read.source == "t"
+    assert rollout._shard.forerunner._shard.reports.last_read.source == "t"
 
 
 def test_a_copy_goes_when_a_newer_run_is_here(opened):

@@ -46,23 +46,21 @@ from torch_ros.store.txn import Range, Ranges, View, one
 T = TypeVar("T")
 Effects = Callable[[View, Seat, Call], Step[Call]]
 """The effects that a decision writes besides itself."""
+MakeCopy = Callable[[Call], ShardRecord]
+"""Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
+Sight = tuple[Seat, View]
+"""The view that was read from that seat before a call, for its decision."""
 log = logging.getLogger(__name__)
 
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 
 
-MakeCopy = Callable[[Call], ShardRecord]
-"""Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
-Sight = tuple[Seat, View]
-"""What was read before a call, from that seat, for its decision."""
-
-
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What comes before an unpublish and after it, where it is a part of another call.
+    """The place of an unpublish that is a part of another call.
 
     Args:
-        sight: What it may be decided from; it guards all that it does.
+        sight: The view that it may be decided from; it guards all that it does.
         replicates: A replicate comes next, within the same call of the caller.
     """
 

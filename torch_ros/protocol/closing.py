@@ -334,7 +334,7 @@ def _gone_if_needed(view: View, each: Leaving) -> Gone:
 def _gone(
     view: View, lost: Sequence[Leaving], own: Collection[str], here: Collection[Leaving] = ()
 ) -> Gone:
-    """`here`: those of `lost` that others have elsewhere."""
+    """The end without what is `lost`; of that, others have those that are in `here` elsewhere."""
     if not lost:
         return Gone()
     runs = offered(view, lost[0].keys)
