@@ -68,7 +68,7 @@ help:
 	@echo "make scale N=1000"
 	@echo "            what the library does among N replicas, on a modelled etcd and network; writes"
 	@echo "            docs/scale, in some minutes; N=10000 takes half an hour"
-	@echo "make lint   ruff, mypy, and the length of commit subjects"
+	@echo "make lint   ruff, mypy, what breaks the API is in CHANGELOG.md, the length of commit subjects"
 	@echo "make docs   the documents and the API as a site, in site/"
 	@echo "make bench SIZE_MIB=1024 REPEAT=5"
 	@echo "            speeds beside what people use today; writes docs/benchmarks, in some minutes"
@@ -157,6 +157,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples/*.py
+	$(BIN)/python tests/house/api_changes.py
 	@git log --no-merges --since=$(SUBJECTS_SINCE) --format=%s | awk 'length > 72 \
 		{ print "a subject of more than 72 characters: " $$0; bad = 1 } END { exit bad }'
 
