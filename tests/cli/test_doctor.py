@@ -4,12 +4,15 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from pyetcd import etcdrpc as rpc
 
 from puppets import Actor
@@ -17,10 +20,10 @@ from torch_ros.cli import doctor, main
 from torch_ros.cli.doctor import Examined, Facts, Surroundings, findings
 from torch_ros.p2p import trial
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import SchemaRecord
+from torch_ros.protocol.records import Holding, SchemaRecord
 from torch_ros.store.endpoint import connect
 from torch_ros.store.health import EtcdHealth, MemberHealth, health, within_s
-from torch_ros.store.txn import Delete, Put, Txn, under
+from torch_ros.store.txn import Delete, Put, Read, Txn, under
 
 NOBODY = 65534
 AS_NOBODY = """
@@ -62,6 +65,11 @@ CONDITIONS = {
     ),
     "disk": (etcd(MemberHealth("a", version="3.6.0", sync_s=0.032)), "warn", "up to 32 ms"),
     "release": (Facts(models=[Examined("m", "release 9")]), "FAIL", "release 9"),
+    "clocks": (
+        Facts(models=[Examined("m", ahead_s={"h1": 0.5, "h2": 61.2})]),
+        "warn",
+        "h2 is at least 61 s",
+    ),
     "copying": (
         Facts(ways=OPEN | {"cma": "Operation not permitted"}, ptrace_scope="1"),
         "warn",
@@ -211,6 +219,22 @@ def test_an_old_etcd_and_another_release_are_named(endpoint):
     assert (code, named(bad, f"etcd {member.version} at")) == (1, ["FAIL"])
     assert named(bad, "is served by release 9") == ["FAIL"]
     assert run("--endpoint", endpoint, "doctor", "--model", f"{model}x")[:2] == (2, [])
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_clock_that_is_ahead_is_named(opened, endpoint, capsys):
+    trainer = opened("trainer")
+    trainer.register({"w": torch.zeros(4)})
+    trainer.publish(1)
+    kv, within = trainer._shard.group.kv, Keys(trainer.model).holdings()
+    [(key, entry)] = kv.read(Read((within,)), timeout_s=5).within(within)
+    holding = Holding.decode(entry.value, key)
+    for ahead_s, level in ((0, []), (61, ["warn"])):
+        later = msgspec.structs.replace(holding, at_ms=holding.at_ms + 1000 * ahead_s)
+        kv.commit(Txn((), (Put(key, later.encode(), entry.lease_id),)), timeout_s=5)
+        main.main(["--endpoint", endpoint, "--json", "doctor", "--model", trainer.model])
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert named(found, f"the clock of {socket.gethostname()} is at least ") == level
 
 
 def test_an_etcd_without_room_has_an_alarm(running_etcd, tmp_path):

@@ -20,6 +20,7 @@ LOSES = ((3, 5, 0), (3, 5, 2))  # releases of etcd that may lose a write when th
 ENDS = ((3, 4, 23), (3, 5, 7))  # of each minor release: the first that a reader's pause cannot end
 FULL_SHARE = 0.8  # of the quota
 SYNC_S = 0.01  # as etcd's own documents ask of a disk
+AHEAD_S = 1.0  # that clocks may be apart
 SHARED = "/dev/shm"  # noqa: S108  # where torch puts tensors that are shared
 SHM_BYTES = 256 << 20  # containers get 64 MiB where nobody says more
 PINNED_BYTES = 1 << 30
@@ -59,6 +60,7 @@ class Examined:
     problem: str = ""
     closed: Mapping[str, str] | None = None
     hosts: Mapping[str, str] = field(default_factory=dict)  # by replica
+    ahead_s: Mapping[str, float] = field(default_factory=dict)  # of this clock, by host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,10 @@ def _models(facts: Facts) -> Iterator[Finding]:
     for model in facts.models:
         if model.problem:
             yield Finding("FAIL", model.problem)
+        for host, ahead_s in model.ahead_s.items():
+            if ahead_s > AHEAD_S:
+                found = f"the clock of {host} is at least {ahead_s:.0f} s ahead of the one here"
+                yield Finding("warn", found, f"{AHEAD_S:g} s", "timedatectl at both; NTP")
 
 
 # This host

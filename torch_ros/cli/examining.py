@@ -13,6 +13,7 @@ import msgspec
 from torch_ros.cli import asking
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.ls import some
+from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.p2p import trial
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
@@ -94,8 +95,13 @@ def _examine(kv: KV, model: str) -> tuple[Examined, Sequence[Surroundings]]:
             with suppress(OSError):
                 environ = dict(_environ(shard.pid))
                 there.append(Surroundings(name, environ, _locked(str(shard.pid))))
+    ahead_s = dict[str, float]()
+    for held in asking.fleet(kv, model).held:
+        for host in hosts.get(held.replica, ()):
+            ahead = ((held.since_ms or 0) - wall_ms()) / 1e3
+            ahead_s[host] = max(ahead, ahead_s.get(host, 0.0))
     of = {replica: some(sorted(names)) for replica, names in hosts.items()}
-    return Examined(model, "", closed, of), there
+    return Examined(model, "", closed, of, ahead_s), there
 
 
 def _closed_to(shard: ShardRecord) -> str | None:
