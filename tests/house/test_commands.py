@@ -40,6 +40,7 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "torch-ros diff": ("tests/checkpoints/test_push_pull.py", '"diff"'),
     "torch-ros top": ("tests/cli/test_top.py", '"top"'),
     "torch-ros web": ("tests/cli/browsing.py", '"web"'),
+    "torch-ros gc": ("tests/cli/test_gc.py", '"gc"'),
     "torch-ros verify": ("tests/cli/test_verify.py", '"verify"'),
     "torch-ros doctor": ("tests/cli/test_doctor.py", '"doctor"'),
     "torch-ros --json doctor": ("tests/cli/test_doctor.py", '"doctor"'),

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, doctor, exporting, links, ls
+from torch_ros.cli import asking, clearing, doctor, exporting, links, ls
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -145,6 +145,10 @@ def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     examined.add_argument("--model", help="the one to look at; by default all")
     examined.add_argument("--links", metavar="MODEL", help="read each of its replicas from here")
     examined.set_defaults(run=_doctor)
+    cleared = commands.add_parser("gc", help="records that nobody alive has left behind")
+    cleared.add_argument("model")
+    cleared.add_argument("--yes", action="store_true", help="delete them; else they are listed")
+    cleared.set_defaults(run=_gc)
     verified = commands.add_parser("verify", help="whether replicas have the same bits")
     verified.add_argument("model")
     verified.add_argument("number", metavar="version", help='a number, "latest" or "latest-<k>"')
@@ -264,6 +268,20 @@ def _watch(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
             return code
         time.sleep(REDRAW_S)  # a burst of changes is one
         asking.await_change(kv, asked.model, rev, AGES_S if out.isatty() else math.inf)
+
+
+def _gc(asked: argparse.Namespace) -> int:
+    with closing(asking.connected(asked.endpoint)) as kv:
+        asking.require(kv, asked.model)
+        look = clearing.clear if asked.yes else clearing.found
+        left = look(kv, asked.model)
+    if asked.json:
+        rows = [{"key": each.key, "reason": each.reason} for each in left]
+        return _print_json({"is_deleted": asked.yes, "leftovers": rows}, sys.stdout)
+    sys.stdout.writelines(f"{each.key}  {each.reason}\n" for each in left)
+    end = "deleted" if asked.yes else "left behind; --yes deletes them" if left else "left behind"
+    sys.stdout.write(f"{len(left)} records of model {asked.model!r} {end}\n")
+    return FINE
 
 
 def _verify(asked: argparse.Namespace) -> int:

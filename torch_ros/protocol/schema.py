@@ -8,7 +8,7 @@ from torch_ros.errors import BackendError
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
 from torch_ros.release import RELEASE
-from torch_ros.store.txn import Guard, Put, View
+from torch_ros.store.txn import Created, Guard, Put, View
 
 SCHEMA = 1  # changes with the keys and records of docs/PROTOCOL.md
 
@@ -31,12 +31,13 @@ def require_own(view: View, keys: Keys) -> bool:
 
 
 def put_own(view: View, keys: Keys) -> tuple[tuple[Put, ...], tuple[Guard, ...]]:
-    """The record of a model that has no number yet, and the guard under which it is put.
+    """The record of a model that has no number yet, and the guard that it is, or is not, there.
 
     Raises:
         BackendError: As `require_own`.
     """
-    if require_own(view, keys):
-        return (), ()
+    if require_own(view, keys):  # it is deleted with all else where nobody has a seat
+        there = view.entries[keys.schema()]
+        return (), (Created(keys.schema(), there.create_rev),)
     record = SchemaRecord(SCHEMA, RELEASE)
     return (Put(keys.schema(), record.encode()),), (view.unchanged(keys.schema()),)

@@ -1,0 +1,37 @@
+"""`torch-ros gc`: delete what nobody alive has left behind in a model's keys."""
+
+from collections.abc import Sequence
+
+from torch_ros.cli import asking
+from torch_ros.errors import Contention
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.leftovers import Leftover, clearing, leftover_ranges, leftovers
+from torch_ros.store.kv import KV
+from torch_ros.store.txn import Read
+
+LOST_MAX = 64  # races with those who are alive
+
+
+def found(kv: KV, model: str) -> Sequence[Leftover]:
+    keys = Keys(model)
+    return leftovers(kv.read(Read(leftover_ranges(keys)), timeout_s=asking.ANSWER_S), keys)
+
+
+def clear(kv: KV, model: str) -> Sequence[Leftover]:
+    """Delete all of it, and return that. What somebody begins to use meanwhile stays.
+
+    Raises:
+        Contention: Somebody else wrote there all the time.
+    """
+    gone: dict[str, Leftover] = {}
+    lost = 0
+    while lost < LOST_MAX:
+        left = found(kv, model)
+        if not left:
+            return list(gone.values())
+        txn = clearing(left)
+        if kv.commit(txn, timeout_s=asking.ANSWER_S).applied:
+            gone |= {each.key: each for each in left[: len(txn.ops)]}
+        else:
+            lost += 1
+    raise Contention(f"gc of model {model!r}", LOST_MAX)
