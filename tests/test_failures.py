@@ -902,6 +902,19 @@ def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has
         assert stall.SILENCE_S < now_s[0] - 100 < stall.SILENCE_S + 2 * stall.STALL_S
 
 
+@pytest.mark.parametrize("limit_s", [1.5, 4.0, 7.4])
+def test_a_mute_source_is_left_when_its_time_is_over_and_no_second_later(monkeypatch, limit_s):
+    now_s = [100.0]
+    monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])
+    deadline = Deadline("read", 60, started_s=100.0)
+    patience = stall.SourceWait("t", deadline, lambda: True, lambda _: True, limit_s)
+    with pytest.raises(SourceLost, match=f"for {limit_s} s"):
+        while True:
+            now_s[0] += stall.BLINK_S / 4
+            patience.look("'t' does not answer")
+    assert limit_s <= now_s[0] - 100 < limit_s + stall.BLINK_S
+
+
 def test_a_source_that_is_gone_is_lost_after_a_second_or_so(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(stall.time, "monotonic", lambda: now_s[0])

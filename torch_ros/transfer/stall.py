@@ -60,10 +60,12 @@ class SourceWait:
         if self.still_s < self._ask_s:
             return
         self._ask_s = self.still_s + STALL_S
+        if self.still_s < self._limit_s:  # not a second later than another one is better
+            self._ask_s = min(self._ask_s, self._limit_s)
         if not self._is_there():
             raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0).orderly()
-        if self._has_other and self.still_s > self._limit_s and self._has_other(self.still_s):
-            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.0f} s", 0, 0)
+        if self._has_other and self.still_s >= self._limit_s and self._has_other(self.still_s):
+            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.1f} s", 0, 0)
         self._looked_s = time.monotonic()
 
     def wait(self, reason: str) -> None:
