@@ -13,6 +13,7 @@ import torch
 import torch_ros
 from torch_ros.errors import ClosedError, ManifestMismatch, UsageError
 from torch_ros.protocol.forerunners import FETCHED, Next, next_version
+from torch_ros.shard import forerunner
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Replication
 
@@ -411,3 +412,26 @@ def test_a_version_that_does_not_fit_is_told_of(opened, monkeypatch):
     with pytest.raises(ManifestMismatch):
         until(rollout.update)
     assert rollout.version == 1
+
+
+def test_a_rank_without_memory_ends_the_fetch_at_once(opened, monkeypatch):
+    """Its peers would wait until it seems stuck; so another order could not be obeyed."""
+    failed = []
+
+    def cramped(layout):
+        if not failed:
+            failed.append(layout)
+            raise MemoryError("no page is left")
+        return room(layout)
+
+    room = forerunner.Room
+    monkeypatch.setattr(forerunner, "Room", cramped)
+    monkeypatch.setattr(forerunner, "REST_S", 0.1)
+    trainer = opened("t", "west")
+    trainer.publish(1)
+    with two_ranks(opened, {}, {}, seeding="host") as (_, update):
+        assert update()
+        trainer.unpublish()
+        trainer.publish(2)
+        until(update)
+        assert failed

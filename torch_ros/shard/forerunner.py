@@ -225,12 +225,17 @@ class Forerunner:
 
     def _obey(self, order: Order) -> None:
         self._release()
-        shard = self._seated(order)
-        self._room = Room(order.layout)
-        shard.tensors.show(self._room.state)
+        shard, asked = self._seated(order), f"fetch {order.ref.version}"
+        try:
+            self._room = Room(order.layout)
+            shard.tensors.show(self._room.state)
+        except (BackendError, MemoryError, OSError, RuntimeError) as error:
+            self._let_go()
+            # Its peers are in that call, or will be, and would wait until it seems stuck.
+            shard.busy(partial(shard.refuse, asked, error), is_member=False)
+            raise
         self._began_s = self._moved_s = time.monotonic()
         self._has_all = False
-        asked = f"fetch {order.ref.version}"
         deadline = Deadline(asked, math.inf, check_open=partial(self._check_moves, asked))
         fetch = partial(fetch_version, shard, order.ref, asked, deadline)
         is_there = False
