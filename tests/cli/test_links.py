@@ -8,6 +8,7 @@ import torch
 import torch_ros
 from torch_ros.cli import links, main, probing
 from torch_ros.cli.links import Link
+from torch_ros.errors import SourceLost
 
 
 def link(replica, rate, way="TCP eth0", **more):
@@ -40,10 +41,35 @@ def test_a_replica_that_was_not_read_is_told_and_counts_for_nothing():
 def test_64_mib_are_read_or_the_smallest_tensor():
     def names(**sizes):
         tensors = {name: (torch.uint8, torch.Size([size << 20])) for name, size in sizes.items()}
-        return probing._names(torch_ros.Contents(1, tensors))
+        return probing._names(torch_ros.Contents(1, tensors), 64 << 20)
 
     assert names(a=100, b=40, c=30, d=20, e=0) == ["b", "d"]
     assert names(a=100, b=70) == ["b"]
+
+
+def probed(seconds_of, fails_at=None):
+    """The link that probes find, and what each of them read."""
+    reads = []
+
+    def read(names):
+        if len(reads) == fails_at:
+            raise SourceLost("r", "it left", 0, 0)
+        reads.append(names)
+        return names * (1 << 20), seconds_of(names)
+
+    return probing._link(read, 8, 64, Link("r", "host-r")), reads
+
+
+def test_a_slow_link_is_not_filled_and_a_fast_one_is_measured_with_enough():
+    link, reads = probed(lambda mib: mib / 4)
+    assert (reads, link.bytes_per_s) == ([8, 8, 8], 4 << 20)
+    link, reads = probed(lambda mib: mib / 1000)
+    assert (reads, link.bytes_per_s) == ([8, 64, 64], pytest.approx(1000 << 20))
+
+
+def test_a_source_that_leaves_in_the_middle_keeps_what_was_measured():
+    assert probed(lambda mib: mib / 4, fails_at=1)[0].bytes_per_s == 4 << 20
+    assert "it left" in probed(lambda mib: mib / 4, fails_at=0)[0].problem
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch_ros
@@ -18,7 +20,8 @@ from torch_ros.cli.links import Link
 from torch_ros.cli.moving import opened
 from torch_ros.errors import NotAvailable, SourceLost
 
-PROBE_BYTES = 64 << 20
+FIRST_BYTES, PROBE_BYTES = 8 << 20, 64 << 20
+QUICK_S = 0.1  # a link on which the first bytes take longer is measured with as few again
 TIMES = 3  # of which the best counts: a new connection begins slowly
 PROBE_S = 60.0  # for one of them
 TURN_S, LOOK_S = 60.0, 0.2  # for another doctor's probe to end; between two looks
@@ -33,19 +36,20 @@ def probe(asked: argparse.Namespace, hosts: Mapping[str, str]) -> Sequence[Link]
     """
     with opened(asked, None, PREFIX, spot=True) as handle:
         contents = handle.contents(timeout_s=PROBE_S)
-        names = _names(contents)
+        some, more = _names(contents, FIRST_BYTES), _names(contents, PROBE_BYTES)
         links = []
         for replica in _holders(handle, contents):
             _await_turn(handle)
-            links.append(_link(handle, contents.version, names, replica, hosts.get(replica, "?")))
+            read = partial(_read, handle, contents.version, source=replica)
+            links.append(_link(read, some, more, Link(replica, hosts.get(replica, "?"))))
     return links
 
 
-def _names(contents: torch_ros.Contents) -> Sequence[str]:
-    """The largest tensors that are 64 MiB together; at least one."""
+def _names(contents: torch_ros.Contents, bytes_max: int) -> Sequence[str]:
+    """The largest tensors that are no more together; at least one."""
     tensors = contents.tensors
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
-    found, left = [], PROBE_BYTES
+    found, left = [], bytes_max
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
         if 0 < sizes[name] <= left:
             found.append(name)
@@ -73,23 +77,37 @@ def _await_turn(handle: torch_ros.ShardHandle) -> None:
 
 
 def _link(
-    handle: torch_ros.ShardHandle, version: int, names: Sequence[str], replica: str, host: str
+    read: Callable[[Sequence[str]], tuple[int, float]],
+    some: Sequence[str],
+    more: Sequence[str],
+    link: Link,
 ) -> Link:
-    best = Link(replica, host)
+    """The best of some reads, which disturb a slow link for seconds only."""
+    names, best = some, link
     for _ in range(TIMES):
         before = _received()
         try:
-            with handle.stream(
-                version, names, buffer_bytes=PROBE_BYTES, timeout_s=PROBE_S, source=replica
-            ) as stream:
-                for _ in stream:
-                    pass
+            read_bytes, read_s = read(names)
         except (SourceLost, NotAvailable) as error:
-            return best if best.bytes_per_s else Link(replica, host, problem=str(error))
-        rate = stream.bytes_read / stream.read_s
-        if rate > best.bytes_per_s:
-            best = Link(replica, host, _way(before, _received(), stream.bytes_read), rate)
+            return best if best.way else replace(link, problem=str(error))
+        if names is more or read_s > QUICK_S:
+            rate, way = read_bytes / read_s, _way(before, _received(), read_bytes)
+            best = replace(link, way=way, bytes_per_s=rate) if rate > best.bytes_per_s else best
+        else:
+            names = more
     return best
+
+
+def _read(
+    handle: torch_ros.ShardHandle, version: int, names: Sequence[str], *, source: str
+) -> tuple[int, float]:
+    """The bytes that were read, and the seconds that they took."""
+    with handle.stream(
+        version, names, buffer_bytes=PROBE_BYTES, timeout_s=PROBE_S, source=source
+    ) as stream:
+        for _ in stream:
+            pass
+    return stream.bytes_read, stream.read_s
 
 
 def _way(before: Mapping[str, int], after: Mapping[str, int], read_bytes: int) -> str:
