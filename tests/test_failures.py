@@ -26,6 +26,7 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import Failure
 from torch_ros.shard import replication
+from torch_ros.shard.tally import tallies
 from torch_ros.store import local, memory
 from torch_ros.store.loops import Done
 from torch_ros.store.txn import Read
@@ -237,6 +238,7 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
     assert report.bytes_read == report.bytes_total, "something was read twice"
     left = {"nobody": "trainer, first", "trainer": "first", "first": "trainer"}[dies]
     assert (report.source, report.reroutes) == (left, int(dies != "nobody"))
+    assert newcomer._shard.observed.tally.reroutes == report.reroutes
     assert report.stages_s["read"] > 0.2, "what was read from who was lost took time, too"
     assert readers_of(newcomer) == []
 
@@ -771,6 +773,8 @@ def test_a_flipped_bit_is_found_and_names_the_tensor(opened):
     with pytest.raises(CorruptWeights, match="'w3'"):
         rollout.replicate()
     assert rollout.version is None
+    tally = rollout._shard.observed.tally
+    assert (tally.corrupt, tally.failures) == (2, {"CorruptWeights": 1})
     careless, _ = reader(opened, "careless")
     assert careless.replicate() == 1
 
@@ -796,6 +800,8 @@ def test_corrupt_weights_are_healed_from_another_source(opened, caplog):
         assert same(got, expected)
     healed = caplog.text.count("reading it again")
     assert healed, "nobody has read from the corrupt source"
+    found = [tally for whose, tally in tallies.all().items() if whose.model == trainer.model]
+    assert sum(tally.corrupt for tally in found) == healed
     assert trainer.version == 1
 
 

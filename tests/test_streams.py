@@ -25,6 +25,7 @@ from torch_ros.errors import (
 )
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.shard import filling, streams
+from torch_ros.shard.tally import tallies
 from torch_ros.store.txn import Read
 from torch_ros.transfer.batches import Preparation
 from torch_ros.transfer.card import WORD_BYTES
@@ -682,6 +683,10 @@ def test_digests_of_the_first_source_hold_for_those_that_have_none(opened):
     with pytest.raises(CorruptWeights, match="w03"):
         consume()
     assert came == ["w00", "w01", "w02"]
+    [tally] = [
+        tally for whose, tally in tallies.all().items() if whose[:2] == (trainer.model, "engine")
+    ]
+    assert (tally.corrupt, tally.reroutes) == (2, 2)  # the trainer was lost, then other's bytes
 
 
 @only_memory

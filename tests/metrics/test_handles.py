@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scraping import scrape
 
+import torch_ros
 from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
 from torch_ros.metrics import HandleCollector, serve
 from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
@@ -126,6 +128,30 @@ def test_a_lost_seat_is_counted_and_shown(opened):
     trainer.close()
     again = opened("trainer")
     assert figures(again)["seat_lost_total", "trainer", "0"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ttl_s", [2, 9])
+def test_a_process_that_is_cut_off_from_etcd_says_so(etcd_server, ttl_s):
+    endpoint = f"etcd://{etcd_server.host}"
+    with torch_ros.open(f"m{ttl_s}", endpoint=endpoint, replica="r", ttl_s=ttl_s) as handle:
+
+        def shown():
+            found = figures(handle)
+            return [found[name, "r", "0"] for name in ("etcd_up", "seated", "seat_lost_total")]
+
+        lost = int(ttl_s == 2)
+        etcd_server.kill()
+        until(lambda: shown() == [0, not lost, lost])
+        etcd_server.start()
+        until(lambda: shown() == [1, 1, lost])
+
+
+def until(is_so):
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_counters_outlive_a_handle(opened):
