@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+import torch_ros
 from torch_ros.errors import (
     CallAborted,
     CallMismatch,
@@ -447,3 +448,43 @@ def test_an_update_that_goes_begins_each_step_with_what_the_last_one_has_read(op
     decider, other = sorted(reads.values())
     assert decider <= 2, "what is newer; and, if it is not ready last, how the call has ended"
     assert other <= 7
+
+
+def follower_of(server, pool, stop, seen):
+    rollout = torch_ros.open(
+        "m", endpoint=f"etcd://{server.host}", replica="r", ttl_s=2, timeout_s=1
+    )
+    rollout.register({"w": torch.zeros(8)})
+    [follower] = follow_all(pool, [rollout], [stop], lambda _, version: seen.append(version))
+    return rollout, follower
+
+
+@pytest.mark.long
+def test_a_follower_lasts_through_an_outage(etcd_server, pool):
+    """It waits for longer than any call of it would, and has its seat again afterwards."""
+    stop, seen = threading.Event(), []
+    with torch_ros.open("m", endpoint=f"etcd://{etcd_server.host}", ttl_s=2) as trainer:
+        trainer.register({"w": torch.ones(8)})
+        trainer.publish(1)
+        rollout, follower = follower_of(etcd_server, pool, stop, seen)
+        with rollout:
+            until(lambda: seen == [1])
+            etcd_server.kill()
+            until(lambda: rollout.state == "away")
+            time.sleep(3)
+            etcd_server.start()
+            go_on(trainer, 2)
+            until(lambda: seen == [1, 2])
+            stop.set()
+            assert follower.result(WAIT_S) == [1, 2]
+
+
+@pytest.mark.long
+def test_a_follower_that_is_told_to_stop_does_not_wait_for_etcd(etcd_server, pool):
+    stop, seen = threading.Event(), []
+    rollout, follower = follower_of(etcd_server, pool, stop, seen)
+    with rollout:
+        etcd_server.kill()
+        until(lambda: rollout.state == "away")
+        stop.set()
+        assert follower.result(following.STOP_S + WAIT_S) == []

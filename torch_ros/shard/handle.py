@@ -420,7 +420,7 @@ class ShardHandle:
         Returns:
             Whether this replica now holds another version than before. False costs one read of
             etcd; with several ranks, and one write that tells the others. One that skips reads
-            twice while something newer is elsewhere. Waiting costs a read every 10 s, and one for
+            twice while something newer is elsewhere. Waiting costs a read every 10 s, and two for
             each version that is published.
 
         Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
