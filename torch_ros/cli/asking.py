@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from torch_ros.errors import UsageError
+from torch_ros.protocol import waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.protocol.waits import Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Get, Read, Txn, Watch, whole
@@ -47,6 +49,21 @@ def await_change(kv: KV, model: str | None, after_rev: int, timeout_s: float) ->
             return
 
 
+def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
+    """The reason for which a replica does not get on.
+
+    Raises:
+        UsageError: There is no such model or replica; names the one that may be meant.
+    """
+    names, keys = list(fleet_of(kv, model).replicas), Keys(model)
+    if replica not in names:
+        near = get_close_matches(replica, names, 1) or names
+        found = ", ".join(map(repr, near)) or "none"
+        raise UsageError(f"no replica {replica!r} of model {model!r}; there is {found}")
+    view = kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S)
+    return waits.why(view, keys, replica, version)
+
+
 def fleet_of(kv: KV, model: str) -> Fleet:
     """The fleet of a model that has records.
 
@@ -64,10 +81,10 @@ def require(kv: KV, model: str) -> None:
     """Raises: UsageError: The model has no record; names the one that may be meant."""
     there = models(kv)
     if model not in there:
-        raise UsageError(f"no model {model!r} in {kv.endpoint}{_meant(model, there)}")
+        raise UsageError(f"no model {model!r} in {kv.endpoint}{meant(model, there)}")
 
 
-def _meant(model: str, there: Sequence[str]) -> str:
+def meant(model: str, there: Sequence[str]) -> str:
     if near := get_close_matches(model, there, 1):
         return f"; did you mean {near[0]!r}?"
     return f"; there are {', '.join(map(repr, there))}" if there else ", and no other model either"

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, clearing, doctor, exporting, links, ls
+from torch_ros.cli import asking, clearing, doctor, exporting, links, ls, waiting
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -141,6 +141,11 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    blamed = commands.add_parser("why", help="who holds a replica up, down to the process")
+    blamed.add_argument("model")
+    blamed.add_argument("replica")
+    blamed.add_argument("--version", type=int, dest="number", help="that it should have")
+    blamed.set_defaults(run=_why)
     examined = commands.add_parser("doctor", help="what is wrong with etcd, here, or on the way")
     examined.add_argument("--model", help="the one to look at; by default all")
     examined.add_argument("--links", metavar="MODEL", help="read each of its replicas from here")
@@ -162,6 +167,19 @@ def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 def _ls(asked: argparse.Namespace) -> int:
     with closing(asking.connected(asked.endpoint)) as kv:
         return _watch(kv, asked, sys.stdout) if asked.watch else _list(kv, asked, sys.stdout)
+
+
+def _why(asked: argparse.Namespace) -> int:
+    with closing(asking.connected(asked.endpoint)) as kv:
+        found = asking.why(kv, asked.model, asked.replica, asked.number)
+        there = asking.models(kv) if found.kind == "version" else ()
+    if asked.json:
+        _print_json(asdict(found), sys.stdout)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in waiting.lines(found))
+        if others := sorted({*there} - {asked.model}):
+            sys.stdout.write(f"  model {asked.model!r}{asking.meant(asked.model, others)}\n")
+    return FINE if found.kind == "nothing" else NOT_FINE
 
 
 def _export(asked: argparse.Namespace) -> int:
