@@ -70,7 +70,7 @@ def held_up_beyond(rows: Sequence[Row]) -> float | None:
 
 
 FAR_ETCD = (
-    "They read as fast as with etcd beside them, and wait for some twenty round trips of 40 ms to "
+    "They read as fast as with etcd beside them, and wait for some twelve round trips of 40 ms to "
     "it, each of eight GPUs."
 )
 ONE_CHAIN = (
