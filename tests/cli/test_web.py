@@ -36,7 +36,7 @@ def line(*there, name="r0", **more):
 def test_a_line_says_what_a_replica_has_and_reads():
     reading = line(
         held("trainer", kind="original", readers=("r0",)),
-        held("r0", state="filling", is_relay=True, sources=("trainer",)),
+        held("r0", state="filling", is_relay=True, sources=("trainer",), since_ms=7),
         held("r0", ONE),
     )
     assert (reading.holds, reading.fills, reading.state, reading.how) == (
@@ -46,6 +46,7 @@ def test_a_line_says_what_a_replica_has_and_reads():
         "relay",
     )
     assert (reading.sources, reading.behind) == (("trainer",), 1)
+    assert reading.since_ms == 7
     assert line(held("r0"), held("r0", ONE, kind="copy")).also == (ONE,)
     assert line(held("trainer"), names=["r0"]).state == "empty"
 

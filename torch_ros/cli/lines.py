@@ -18,6 +18,7 @@ class Line:
         also: Further versions that it has, copies in host memory among them.
         uses: The version that its engine uses, if it says so.
         sources, readers: Names of the replicas that it reads from, and that read from it.
+        since_ms: Since when it reads, or has, what stands there first; by its own clock.
         behind: How many versions are newer than what it holds, up to the newest that is offered.
     """
 
@@ -34,6 +35,7 @@ class Line:
     readers: tuple[str, ...]
     is_suspected: bool
     behind: int
+    since_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def _line(replica: Replica, there: Sequence[Held], newer: Mapping[VersionRef, in
         readers=tuple(sorted({name for each in there for name in each.readers})),
         is_suspected=replica.is_suspected,
         behind=newer.get(holds.ref, 0) if holds else 0,
+        since_ms=now.since_ms if (now := fills or holds) else None,
     )
 
 

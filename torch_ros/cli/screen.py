@@ -68,9 +68,10 @@ def natural(name: str) -> tuple[object, ...]:
 COLUMNS = (
     Column("REPLICA", lambda line: line.replica, share=3),
     Column("VERSION", version, 12),
-    Column("STATE", state, 16),
+    Column("STATE", state, 18),
     Column("READS FROM", reads, share=4),
     Column("HOW", lambda line: line.how, 10),
+    Column("FOR", lambda line: ls.age(line.since_ms).removesuffix(" ago"), 8),
     Column("WHERE", lambda line: line.datacenter, share=2),
 )
 ORDERS: Sequence[tuple[str, Callable[[Line], tuple[object, ...]]]] = (

@@ -61,6 +61,7 @@ def _version(each: Published) -> Values:
         "offered": each.is_offered,
         "bytes": each.size_bytes,
         "tensors": each.tensor_count,
+        "at": each.at_ms,
     }
 
 
@@ -79,6 +80,7 @@ def _line(line: lines.Line) -> Values:
         "readers": line.readers,
         "suspected": line.is_suspected,
         "behind": line.behind,
+        "since": line.since_ms,
     }
 
 

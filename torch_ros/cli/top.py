@@ -110,22 +110,20 @@ class Rows(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """A head that stays, and the rows below it."""
-        width = self.size.width
+        strip = self._row(y).adjust_cell_length(self.size.width)
+        return strip.apply_style(self.rich_style)
+
+    def _row(self, y: int) -> Strip:
+        columns, at = screen.columns(self.size.width), self.scroll_offset.y + y - 1
         if y == 0:
-            return _strip(
-                (_head(each.name, self.order), cells, "bold")
-                for each, cells in screen.columns(width)
-            )
-        at = self.scroll_offset.y + y - 1
+            return _strip((_head(each.name, self.order), cells, "bold") for each, cells in columns)
         if at >= len(self.lines):
-            return Strip.blank(width, self.rich_style)
+            return Strip([])
         line = self.lines[at]
         tint = {"VERSION": screen.colour(line.fills or line.holds), "STATE": _alarm(line)}
-        cells = (
-            (each.text(line), cells, tint.get(each.name) or "")
-            for each, cells in screen.columns(width)
-        )
-        strip = _strip(cells).adjust_cell_length(width)
+        strip = _strip(
+            (each.text(line), cells, tint.get(each.name) or "") for each, cells in columns
+        ).adjust_cell_length(self.size.width)
         is_chosen = line.replica == self.chosen
         return strip.apply_style(Style(reverse=True)) if is_chosen else strip
 
@@ -187,6 +185,7 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         self.query_one(Rows).focus()
+        self.set_interval(1.0, self.query_one(Rows).refresh)  # what is shown gets older
 
     @on(Seen)
     def see(self, seen: Seen) -> None:
