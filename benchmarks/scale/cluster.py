@@ -389,6 +389,8 @@ class Cluster:
     def _noticed(self, process: Process) -> None:
         for node in process.nodes:
             self.network.lose(node, "it is gone")
+        for box in [each for each in self.boxes.values() if each.process is process]:
+            box.wake("it is gone")
 
     # The time between processes
 

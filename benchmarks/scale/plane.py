@@ -70,8 +70,12 @@ class Mailbox:
         self.fill(mark)
         if position == ALL_BLOCKS:
             self.cluster.network.show(self.node, 1.0)
+        self.wake("served")
+
+    def wake(self, why: str) -> None:
+        """Those who wait for this process to serve something look at it again."""
         for actor, token in self.waiting:
-            self.cluster.clock.wake(actor, token, "served")
+            self.cluster.clock.wake(actor, token, why)
         self.waiting.clear()
 
     def fill(self, mark: int) -> float:

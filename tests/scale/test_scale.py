@@ -26,7 +26,7 @@ from space import IndexedSpace
 
 import torch_ros
 from torch_ros.deadline import Deadline
-from torch_ros.errors import SourceLost
+from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.protocol import sources
 from torch_ros.shard import opening
 from torch_ros.store.memory import MemoryKV, Space
@@ -368,6 +368,26 @@ def test_a_source_that_is_the_last_one_and_dies_is_lost():
         cluster.clock.at(cluster.clock.now_s + 0.1, cluster.kill, all_.trainers[0])
         all_.run()
         assert [type(error) for error in all_.errors.values()] == [SourceLost, SourceLost]
+
+
+def test_who_waits_for_a_relay_to_begin_misses_it_when_it_dies():
+    with Cluster(Model()) as cluster:
+        [relay], [reader], clock = cluster.replica("r"), cluster.replica("s"), cluster.clock
+        cluster.open([relay, reader])
+        [box] = [each for each in cluster.boxes.values() if each.process is relay]
+        peers, deadline = plane.Peers(cluster, reader), Deadline("d", 1e9, 0.0, lambda: None)
+        dies_s, lost_s = clock.now_s + 0.3, []
+
+        def wait():
+            with pytest.raises(TransferFailed):
+                while True:
+                    peers.state(box.card, deadline, serves=True)
+            lost_s.append(clock.now_s)
+
+        cluster.does(reader, clock.now_s, wait)
+        clock.at(dies_s, cluster.kill, relay)
+        cluster.run()
+    assert lost_s[0] - dies_s < 3 * Model().detect_s
 
 
 # Short runs, with bounds
