@@ -1,5 +1,6 @@
 """Start `torch-ros export` as a process, and scrape what is served."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,14 @@ PROGRAM = (  # also where a shell's & had Ctrl-C ignored
 
 
 @contextmanager
-def exporting(endpoint, *arguments):
+def exporting(endpoint, *arguments, **environment):
     command = [sys.executable, "-c", PROGRAM, "--endpoint", endpoint, "export", "--port=0"]
     process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
     )
     try:
         said = process.stdout.readline()

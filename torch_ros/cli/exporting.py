@@ -34,6 +34,7 @@ def export(asked: argparse.Namespace, out: TextIO) -> int:
     with closing(asking.connected(asked.endpoint)) as kv:
         for model in asked.models:
             asking.fleet_of(kv, model)
+        _fleets(kv, asked.models)  # a role that may not is an error now, and not a figure later
         collector = FleetCollector(partial(_fleets, kv, asked.models))
         with told_to_end() as ends, serving(collector, asked.host, asked.port) as address:
             of = ", ".join(asked.models) or "all models"
