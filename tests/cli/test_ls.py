@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from torch_ros.cli import ls, main
+from torch_ros.cli import asking, ls, main
 from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import SchemaRecord, VersionRef
@@ -84,6 +85,62 @@ def test_a_source_of_many_names_a_few():
 def test_full_is_never_said_of_what_no_reader_is_given():
     [row] = ls.versions(fleet(held("r0", is_offered=False), versions=[TWO]))
     assert row[1] == "full, not offered"
+
+
+GOLDEN = Path(__file__).with_name("ls.golden.txt")
+FLEETS = {
+    "nothing": fleet(versions=()),
+    "nobody has published": fleet(versions=(), names=["r0", "r1"]),
+    "a trainer alone": fleet(held("trainer", ONE, kind="original"), versions=[ONE]),
+    "a reader": fleet(
+        held("trainer", kind="original", readers=("r0",)),
+        held("r0", state="filling", since_ms=NOW_MS - 900, is_relay=True, sources=("trainer",)),
+    ),
+    "a drain": fleet(held("trainer", kind="original", state="draining", readers=("r0", "r1"))),
+    "a copy in host memory": fleet(held("trainer", kind="copy", since_ms=NOW_MS - 8_000_000)),
+    "left behind": fleet(held("trainer", kind="lingering", since_ms=NOW_MS - 90_000_000)),
+    "spot replicas alone": fleet(held("r0", spot=True), held("r1", spot=True)),
+    "not offered": fleet(held("r0", is_offered=False)),
+    "behind": fleet(held("trainer", kind="original"), held("r0", ONE)),
+    "a clock ahead, and one unknown": fleet(
+        held("r0", since_ms=NOW_MS + 60_000), held("r1", since_ms=None)
+    ),
+    "many readers": fleet(held("trainer", readers=tuple(f"r{n}" for n in range(20)))),
+}
+
+
+@pytest.mark.usefixtures("fixed_clock")
+def test_tables_are_as_they_were(monkeypatch, capsys):
+    """After a change that is meant: write what is found into the file, and read its difference."""
+    monkeypatch.setattr(asking, "models", lambda _: ["policy"])
+    found = []
+    for name, there in FLEETS.items():
+        monkeypatch.setattr(asking, "fleet", lambda *_, there=there: there)
+        monkeypatch.setattr(asking, "fleet_of", lambda *_, there=there: there)
+        for arguments in (["ls"], ["ls", "policy"]):
+            assert main.main(["--endpoint", "memory://golden", *arguments]) == 0
+        found.append(f"== {name}\n{capsys.readouterr().out}")
+    lines = [line.rstrip() for line in "".join(found).splitlines()]
+    assert lines == GOLDEN.read_text().splitlines()
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_watch_prints_again_at_each_change(opened, endpoint, monkeypatch, capsys):
+    trainer = opened("trainer")
+    published(trainer, 7)
+    seen = []
+
+    def changes(kv, model, after_rev, timeout_s):
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        trainer.unpublish()
+        real(kv, model, after_rev, timeout_s)
+
+    real = asking.await_change
+    monkeypatch.setattr(asking, "await_change", changes)
+    assert main.main(["--endpoint", endpoint, "ls", trainer.model, "--watch"]) == 130
+    assert ["full" in text for text in seen] == [True, False]
 
 
 @pytest.mark.usefixtures("fixed_clock")

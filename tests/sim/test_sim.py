@@ -9,9 +9,11 @@ from scenes import SCENES, perform
 from sim import play, table
 from world import EVENTS
 
+from torch_ros.errors import VersionNotFound
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.keys import replica_of
-from torch_ros.protocol.versions import listing
+from torch_ros.protocol.versions import Spec, listing, resolve
+from torch_ros.store.loops import Wait
 from torch_ros.store.txn import View
 
 QUICK, LONG = range(3), range(3, 50)
@@ -36,6 +38,15 @@ def test_a_scene_ends_as_it_should_whoever_moves_first(scene, seeds):
         perform(scene, seed)
 
 
+def readers_get(view, keys, version):
+    """The instances of which a reader of that number is given one; none: it waits, or fails."""
+    try:
+        offer = resolve(view, keys, Spec.parse(version))
+    except VersionNotFound:
+        return set()
+    return set() if isinstance(offer, Wait) else {*offer.holdings}
+
+
 @BOTH
 def test_a_fleet_is_what_readers_are_given_at_every_moment(seeds, monkeypatch):
     changed, counted = Checks.changed, Counter()
@@ -53,6 +64,11 @@ def test_a_fleet_is_what_readers_are_given_at_every_moment(seeds, monkeypatch):
                 given.setdefault(each.ref.version, set()).add(replica_of(each.inst))
             assert set(each.sources) <= fleet.replicas.keys() - {each.replica}
         assert given == listing(view, world.keys)
+        for each in fleet.versions:
+            if fleet.latest is not None and each.ref.run == fleet.latest.run:
+                said = {held.inst for held in fleet.holders(each.ref)}
+                assert said == readers_get(view, world.keys, each.ref.version)
+                assert each.is_offered == bool(said)
 
     monkeypatch.setattr(Checks, "changed", look)
     _, failures = play(seeds.start, len(seeds), workers=1, story=60)
