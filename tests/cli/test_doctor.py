@@ -178,6 +178,7 @@ def named(found, text):
     return [each["level"] for each in found if text in each["found"]]
 
 
+@pytest.mark.long
 def test_a_healthy_fleet_of_two_processes_has_no_warning(started, surroundings):
     subprocess.run(
         [sys.executable, "-m", "torch_ros.store.local", "start"], env=surroundings, check=True

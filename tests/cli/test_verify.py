@@ -58,6 +58,7 @@ def arguments(endpoint, model, **more):
     return argparse.Namespace(endpoint=endpoint, model=model, **given | more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_one_flipped_bit_is_found_in_100_of_100(three, endpoint):
     trainer, held = three
