@@ -13,6 +13,7 @@ from torch_ros.errors import (
     CallAborted,
     CallMismatch,
     ClosedError,
+    DeadlineExceeded,
     SourceLost,
     UsageError,
     VersionNotFound,
@@ -488,3 +489,26 @@ def test_a_follower_that_is_told_to_stop_does_not_wait_for_etcd(etcd_server, poo
         until(lambda: rollout.state == "away")
         stop.set()
         assert follower.result(following.STOP_S + WAIT_S) == []
+
+
+def test_who_leaves_alone_costs_its_peers_a_deadline_and_not_what_they_hold(opened, pool, replica):
+    trainer = publisher(opened)
+    first, second = (handle.follow(timeout_s=1) for handle in replica)
+    assert [
+        one.result(WAIT_S) for one in (pool.submit(next, first), pool.submit(next, second))
+    ] == [
+        1,
+        1,
+    ]
+    second.close()  # as `break` does
+    publisher(opened, 2, "t2")
+    with pytest.raises(DeadlineExceeded, match="not all 2 ranks"):
+        next(first)
+    assert [handle.version for handle in replica] == [1, 1]
+    trainer.unpublish()
+    assert "rollout" in opened("looks").list()[1]
+    # It is behind: it is told once that the call failed in which its peers waited.
+    with pytest.raises(DeadlineExceeded):
+        next(replica[1].follow(timeout_s=WAIT_S))
+    each = [pool.submit(next, handle.follow(timeout_s=WAIT_S)) for handle in replica]
+    assert [one.result(2 * WAIT_S) for one in each] == [2, 2]
