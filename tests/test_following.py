@@ -14,6 +14,7 @@ from torch_ros.errors import (
     CallMismatch,
     ClosedError,
     DeadlineExceeded,
+    SeatLost,
     SourceLost,
     UsageError,
     VersionNotFound,
@@ -512,3 +513,13 @@ def test_who_leaves_alone_costs_its_peers_a_deadline_and_not_what_they_hold(open
         next(replica[1].follow(timeout_s=WAIT_S))
     each = [pool.submit(next, handle.follow(timeout_s=WAIT_S)) for handle in replica]
     assert [one.result(2 * WAIT_S) for one in each] == [2, 2]
+
+
+def test_who_waits_hears_that_it_was_replaced(opened, pool, until_waiting, monkeypatch):
+    monkeypatch.setattr(run, "REMIND_S", 1000.0)
+    rollout = opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    waiting = pool.submit(rollout.update, wait_s=10 * WAIT_S)
+    until_waiting(rollout)
+    opened("rollout")
+    assert isinstance(waiting.exception(WAIT_S), SeatLost)

@@ -372,12 +372,23 @@ class Process:
         self.world.checks.returned(self, version)
         return None
 
+    def _follow(self, task: Task) -> None:
+        """Each rank is told to stop by its own clock."""
+        world, until_s = self.world, self.world.now_s + WAIT_S
+        is_told = lambda: world.now_s > until_s
+        for version in self.handle.follow(task.version, stop=is_told, timeout_s=task.timeout_s):
+            world.checks.returned(self, version)
+            world.saw("followed")
+        world.saw("stopped")
+
     def update(self, task: Task):
         if self.start.loads:
             return self.load(task)
         # Drawn apart, so that each seed stays much what it was.
         draw = Random(f"waits/{self.world.seed}/{self.start.number}/{self.made}").random()
         wait_s = WAIT_S if draw < 0.3 and task is self.task else 0.0  # which all ranks make
+        if wait_s and draw < 0.1 and not isinstance(task.version, int):
+            return self._follow(task)
         is_new = self.handle.update(task.version, wait_s=wait_s, timeout_s=task.timeout_s)
         if wait_s:
             self.world.saw(f"waited for {'something' if is_new else 'nothing'}")

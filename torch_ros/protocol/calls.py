@@ -112,6 +112,11 @@ def decide(
     except TorchRosError as error:
         failure = Failure.of(error, replica=seat.replica, call=call.number, rank=seat.rank)
         return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
+    return hearing(step, seat)
+
+
+def hearing(step: Step[T], seat: Seat) -> Step[T]:
+    """`step`, which, if it waits, hears of what peers decide, and of the group's end."""
     match step:
         case Wait():
             return _with_own(step, seat)
@@ -121,7 +126,6 @@ def decide(
 
 
 def _with_own(wait: Wait, seat: Seat) -> Wait:
-    """A peer may decide meanwhile."""
     return msgspec.structs.replace(wait, ranges=(*seat.own, *wait.ranges))
 
 

@@ -22,7 +22,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.protocol.call import GroupCall, Passing, Sight
-from torch_ros.protocol.calls import CHECK
+from torch_ros.protocol.calls import CHECK, hearing
 from torch_ros.protocol.forerunners import (
     COMING,
     FETCHED,
@@ -267,7 +267,7 @@ class _Search:
 
         def rule(view: View) -> Step[Next]:
             own_group(view, group.seat)
-            return self._step(view, group.seat, Done)
+            return hearing(self._step(view, group.seat, Done), group.seat)
 
         # Nobody could decide otherwise: one read, nothing written.
         while True:
