@@ -2,11 +2,15 @@
 
 import http.client
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
@@ -255,3 +259,17 @@ def test_what_cannot_be_served_is_an_exit_code(opened, endpoint, capsys):
     with serving(connect(endpoint, timeout_s=10)) as port:
         assert main.main(["--endpoint", endpoint, "web", "--port", str(port)]) == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_ctrl_c_lets_pages_go(endpoint, ctrl_c):
+    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "web", "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        port = urlsplit(server.stdout.readline().split()[0].removesuffix(":")).port
+        reply = ask(port, "/events?model=none")
+        assert next_event(reply)[0] == "fleet"
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=30)
+    assert (server.returncode, said) == (0, "")

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
 from importlib.resources import files
+from types import FrameType
 from typing import TextIO
 
 import msgspec
@@ -64,14 +65,14 @@ def serve(kv: KV, out: TextIO, *, model: str | None, host: str, port: int, token
     out.write(f"{address}: the page of {model or 'all models'} in {kv.endpoint}; Ctrl-C ends\n")
     out.flush()
     config = uvicorn.Config(
-        application(kv, model, token),
+        application(kv, model, token, feeds := _Feeds(kv)),
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=ENDS_S,
     )
     with told_to_end():  # uvicorn ends by itself, and passes on what it was told
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, feeds).run(sockets=[listening])
 
 
 def _is_loopback(host: str) -> bool:
@@ -81,10 +82,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def application(kv: KV, model: str | None, token: str = "") -> ASGIApp:
+def application(
+    kv: KV, model: str | None, token: str = "", feeds: "_Feeds | None" = None
+) -> ASGIApp:
     """The page and what it asks for: of one model, or of all."""
     page = files("torch_ros.cli").joinpath("page.html").read_text(encoding="utf-8")
-    feeds = _Feeds(kv)
+    feeds = feeds or _Feeds(kv)
 
     async def root(_request: Request) -> Response:
         return HTMLResponse(page)
@@ -138,6 +141,9 @@ class _Feed:
             except TimeoutError:
                 return
 
+    def wake(self) -> None:
+        self._loop.call_soon_threadsafe(self._changed.set)
+
     def end(self) -> None:
         self._over.set()
 
@@ -146,7 +152,7 @@ class _Feeds:
     """One for each model that is shown."""
 
     def __init__(self, kv: KV) -> None:
-        self._kv, self._there = kv, dict[str, _Feed]()
+        self._kv, self._there, self.is_over = kv, dict[str, _Feed](), False
 
     def enter(self, model: str) -> _Feed:
         if model not in self._there:
@@ -161,6 +167,24 @@ class _Feeds:
         if not feed.listeners:
             self._there.pop(model).end()
 
+    def end(self) -> None:
+        """Let all pages go; for the thread of their loop, a signal's handler too."""
+        self.is_over = True
+        for feed in self._there.values():
+            feed.wake()
+
+
+class _Server(uvicorn.Server):
+    """It lets pages go when it is told to end, and does not wait for them."""
+
+    def __init__(self, config: uvicorn.Config, feeds: _Feeds) -> None:
+        super().__init__(config)
+        self._feeds = feeds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._feeds.end()
+        super().handle_exit(sig, frame)
+
 
 async def _stream(feeds: _Feeds, model: str) -> AsyncIterator[bytes]:
     """Events for one page: a fleet, then what has changed since the last event."""
@@ -170,6 +194,8 @@ async def _stream(feeds: _Feeds, model: str) -> AsyncIterator[bytes]:
     try:
         while True:
             await feed.after(seen)
+            if feeds.is_over:
+                return
             if feed.now is seen:
                 yield b":\n\n"
                 continue
