@@ -284,7 +284,8 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
     if ref is None:
         return _nobody_has(there, name, version)
     if held is None or held.state != "full" or held.ref.order < ref.order:
-        has = f"has version {held.ref.version}" if held else "has no version"
+        verb = "fills" if held and held.state == "filling" else "has"
+        has = f"{verb} version {held.ref.version}" if held else "has no version"
         asks = f"{has}, makes no call, and has not asked for {ref.version}"
         return _Found(asks, ranks=everyone)
     for replica in fleet.replicas.values():
