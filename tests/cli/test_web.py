@@ -149,6 +149,21 @@ def test_a_watch_tells_that_etcd_is_away_and_goes_on(etcd_server):
         assert list(found.replicas) == ["trainer"]
 
 
+@pytest.mark.long  # an answer is waited for
+def test_a_watch_tells_that_etcd_is_silent(etcd_server):
+    with connected(f"etcd://{etcd_server.host}") as kv:
+        told = fleets(kv, "policy", threading.Event())
+        assert isinstance(next(told), Fleet)
+        etcd_server.suspend()
+        wakes = threading.Timer(40, etcd_server.process.send_signal, [signal.SIGCONT])
+        wakes.start()
+        assert isinstance(next(told), StoreUnavailable)
+        wakes.cancel()
+        etcd_server.process.send_signal(signal.SIGCONT)
+        while not isinstance(next(told), Fleet):
+            pass
+
+
 @contextmanager
 def serving(kv, model=None, token=""):
     """The port of a server in this process."""
