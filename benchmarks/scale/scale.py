@@ -54,7 +54,8 @@ def job(what: str, seed: int = 0, **params: Any) -> Job:
 
 def large(n: int) -> list[Job]:
     """The jobs among ten thousand replicas."""
-    return [job(what, n=n) for what in ("burst", "stragglers", "deaths")]
+    jobs = [job(what, n=n) for what in ("burst", "stragglers", "deaths")]
+    return [*jobs, job("burst", n=n, heads=48)]
 
 
 def usual(n_max: int) -> list[Job]:
