@@ -82,6 +82,9 @@ class SeatLost(TorchRosError):
     )
     way_out = "it takes its place again by itself once all its ranks are back; call again later"
 
+    replica: str
+    reason: str
+
     def __init__(self, replica: str, reason: str, /) -> None:
         self.replica, self.reason = replica, reason
 
@@ -94,6 +97,8 @@ class Fenced(SeatLost):
     """
 
     way_out = "close this handle and open a new one"
+
+    is_orderly: bool
 
     def __init__(self, replica: str, reason: str, is_orderly: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
         super().__init__(replica, reason)
@@ -113,6 +118,11 @@ class ManifestMismatch(UsageError):
 
     _message = "{self.what}: expected {self.expected}, found {self.found}; {self.advice}"
 
+    what: str
+    expected: str
+    found: str
+    advice: str
+
     def __init__(self, what: str, expected: str, found: str, advice: str, /) -> None:
         self.what, self.expected, self.found, self.advice = what, expected, found, advice
 
@@ -125,6 +135,11 @@ class VersionConflict(UsageError):
         "{self.run!r}: {self.reason}; publish a higher number, or open the handle with "
         "run='new' to start over after a rollback"
     )
+
+    model: str
+    version: int
+    run: str
+    reason: str
 
     def __init__(self, model: str, version: int, run: str, reason: str, /) -> None:
         self.model, self.version, self.run, self.reason = model, version, run, reason
@@ -141,6 +156,10 @@ class ContractBroken(UsageError):
         "unpublished now; {self.advice}"
     )
 
+    version: int
+    reason: str
+    advice: str
+
     def __init__(self, version: int, reason: str, advice: str, /) -> None:
         self.version, self.reason, self.advice = version, reason, advice
 
@@ -153,6 +172,9 @@ class ContentChanged(UsageError):
         "has written to it since (a step in place after the load, a merged adapter); read it "
         "again, and serve it before anything writes"
     )
+
+    version: int
+    fqn: str
 
     def __init__(self, version: int, fqn: str, /) -> None:
         self.version, self.fqn = version, fqn
@@ -167,6 +189,11 @@ class CallMismatch(UsageError):
         "in the same order"
     )
 
+    replica: str
+    call: int
+    asked: str
+    decided: str
+
     def __init__(self, replica: str, call: int, asked: str, decided: str, /) -> None:
         self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
 
@@ -176,6 +203,9 @@ class NotSupported(UsageError):
 
     _message = "{self.what} is not supported in this release; {self.advice}"
 
+    what: str
+    advice: str
+
     def __init__(self, what: str, advice: str, /) -> None:
         self.what, self.advice = what, advice
 
@@ -184,6 +214,10 @@ class VersionNotFound(NotAvailable):
     """No replica holds this version whole."""
 
     _message = "model {self.model!r} has no readable version {self.version}: {self.reason}"
+
+    model: str
+    version: str
+    reason: str
 
     def __init__(self, model: str, version: str, reason: str, /) -> None:
         self.model, self.version, self.reason = model, version, reason
@@ -197,6 +231,12 @@ class LoanRefused(NotAvailable):
         "{self.reason}; borrow the next version, replicate this one, or {self.advice}"
     )
 
+    model: str
+    version: int
+    replica: str
+    reason: str
+    advice: str
+
     def __init__(self, model: str, version: int, replica: str, reason: str, advice: str, /) -> None:
         self.model, self.version, self.replica = model, version, replica
         self.reason, self.advice = reason, advice
@@ -207,6 +247,10 @@ class DeadlineExceeded(NotAvailable, TimeoutError):
 
     _message = "{self.what} did not finish within {self.timeout_s:g} s: {self.reason}"
 
+    what: str
+    timeout_s: float
+    reason: str
+
     def __init__(self, what: str, timeout_s: float, reason: str) -> None:
         super().__init__(what, timeout_s, reason)  # TimeoutError wants it for `args`
         self.what, self.timeout_s, self.reason = what, timeout_s, reason
@@ -216,6 +260,9 @@ class TransferFailed(PeerError):
     """Bytes could not be read from another agent."""
 
     _message = "reading from agent {self.agent!r}: {self.reason}"
+
+    agent: str
+    reason: str
 
     def __init__(self, agent: str, reason: str, /) -> None:
         self.agent, self.reason = agent, reason
@@ -233,6 +280,11 @@ class SourceLost(PeerError):
         "lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
         "{self.bytes_total} bytes, and no other replica has the version; call again later"
     )
+
+    replica: str
+    what: str
+    bytes_done: int
+    bytes_total: int
 
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what
@@ -255,6 +307,11 @@ class CorruptWeights(PeerError):
         "for tensors that are written to while published (open with check_contract=True)"
     )
 
+    model: str
+    version: int
+    fqn: str
+    source: str
+
     def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source
 
@@ -271,6 +328,10 @@ class LoanBroken(PeerError):
         "borrow again; use one release of torch_ros for all processes of a model"
     )
 
+    model: str
+    version: int
+    replica: str
+
     def __init__(self, model: str, version: int, replica: str, /) -> None:
         self.model, self.version, self.replica = model, version, replica
 
@@ -282,6 +343,11 @@ class CallAborted(PeerError):
         "call {self.call} of replica {self.replica!r} was given up by rank {self.rank}: "
         "{self.reason}"
     )
+
+    replica: str
+    call: int
+    rank: int
+    reason: str
 
     def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
         self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
@@ -299,6 +365,11 @@ class InstallRejected(PeerError):
         "{self.reason}; install it again, or bring the old weights back and install those"
     )
 
+    replica: str
+    version: int
+    rank: int
+    reason: str
+
     def __init__(self, replica: str, version: int, rank: int, reason: str, /) -> None:
         self.replica, self.version, self.rank, self.reason = replica, version, rank, reason
 
@@ -308,6 +379,10 @@ REFUSED = "connection refused"
 
 class StoreUnavailable(BackendError):
     """etcd did not answer in time; a commit sent meanwhile may or may not have applied."""
+
+    endpoint: str
+    timeout_s: float
+    reason: str
 
     def __init__(self, endpoint: str, timeout_s: float, reason: str, /) -> None:
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
@@ -327,6 +402,11 @@ class AccessDenied(BackendError):
 
     _message = "no access to etcd at {self.endpoint}: {self.what}: {self.reason}; {self.advice}"
 
+    endpoint: str
+    what: str
+    reason: str
+    advice: str
+
     def __init__(self, endpoint: str, what: str, reason: str, advice: str, /) -> None:
         self.endpoint, self.what, self.reason, self.advice = endpoint, what, reason, advice
 
@@ -335,6 +415,9 @@ class Contention(BackendError):
     """Every attempt lost its race."""
 
     _message = "{self.what} lost {self.attempts} races in a row; call again"
+
+    what: str
+    attempts: int
 
     def __init__(self, what: str, attempts: int, /) -> None:
         self.what, self.attempts = what, attempts
@@ -348,6 +431,9 @@ class UntrustedObject(TorchRosError):
         "if you trust every process that publishes this model, pass "
         "ROSReader(..., trust_objects=True)"
     )
+
+    fqn: str
+    reason: str
 
     def __init__(self, fqn: str, reason: str, /) -> None:
         self.fqn, self.reason = fqn, reason
