@@ -21,6 +21,7 @@ def serve() -> dict[str, str]:
     manager.register("samples", lambda: samples)
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert isinstance(server.address, tuple)
     return {"SAMPLES_PORT": str(server.address[1]), "SAMPLES_KEY": key}
 
 
@@ -30,4 +31,5 @@ def connect() -> "queue.Queue[Any]":
     manager = BaseManager(address, os.environ["SAMPLES_KEY"].encode())
     manager.register("samples")
     manager.connect()
-    return manager.samples()  # type: ignore[attr-defined]
+    samples: queue.Queue[Any] = manager.samples()  # type: ignore[attr-defined]
+    return samples
