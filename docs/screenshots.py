@@ -95,7 +95,7 @@ def replicate(rollouts: list[Actor]) -> None:
 
 
 async def draw_top(endpoint: str, fleet: top.Fleet) -> None:
-    screen = top.Top(endpoint)
+    screen = top.Top(endpoint, lambda _: ())
     async with screen.run_test(size=(WIDTH, 17)) as pilot:
         screen.post_message(top.Seen(fleet))
         await pilot.pause()

@@ -1,5 +1,6 @@
 """`torch-ros ls`, in this process over a store in memory, and as a process over a real etcd."""
 
+import io
 import json
 import os
 import signal
@@ -46,6 +47,13 @@ def fleet(*there, versions=(TWO, ONE), names=()):
         for name in sorted(names)
     }
     return Fleet("policy", 7, {"run-a": 1}, published, there, replicas)
+
+
+def test_a_terminal_obeys_no_name():
+    out = io.StringIO()
+    main._print_table(("A",), [("x\x1b[2Jy",)], out, "")
+    main._print_lines(["r\x1b[0m: joining"], out)
+    assert out.getvalue().split("\n")[1:] == ["x?[2Jy", "r?[0m: joining", ""]
 
 
 @pytest.mark.usefixtures("fixed_clock")

@@ -35,11 +35,11 @@ def seen(app):
     return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
 
 
-def piloted(script, size=(100, 20)):
+def piloted(script, size=(100, 20), why=lambda _: ()):
     """Play a script, which gets the app, its keys, and a way to show a fleet."""
 
     async def play():
-        app = top.Top("etcd://here:2379")
+        app = top.Top("etcd://here:2379", why)
         async with app.run_test(size=size) as pilot:
 
             async def show(found):
@@ -67,6 +67,34 @@ def test_a_series_of_fleets_is_drawn():
         assert "draining" in "".join(seen(app))
 
     piloted(script)
+
+
+def test_enter_says_why_the_chosen_replica_waits():
+    asked = []
+
+    def why(replica):
+        asked.append(replica)
+        if len(asked) > 1:
+            raise StoreUnavailable("etcd://here:2379", 10.0, "it is away")
+        return ["r10: reads \x1b[2J", "  r10, rank 0: host h"]
+
+    async def script(app, pilot, show):
+        async def press(key):
+            await pilot.press(key)
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            return "\n".join(seen(app))
+
+        await show(SPREADS)
+        assert "rank 0" not in await press("enter")
+        assert asked == []  # nobody is chosen
+        await pilot.press("down", "down")
+        assert "r10: reads ?[2J" in await press("enter")
+        assert "it is away" in await press("enter")
+        assert asked == ["r10", "r10"]
+        assert "it is away" not in await press("escape")
+
+    piloted(script, why=why)
 
 
 def test_keys_choose_sort_turn_and_filter():

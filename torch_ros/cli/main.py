@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -176,7 +176,7 @@ def _why(asked: argparse.Namespace) -> int:
     if asked.json:
         _print_json(asdict(found), sys.stdout)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in waiting.lines(found))
+        _print_lines(waiting.lines(found), sys.stdout)
         if others := sorted({*there} - {asked.model}):
             sys.stdout.write(f"  model {asked.model!r}{asking.meant(asked.model, others)}\n")
     return FINE if found.kind == "nothing" else NOT_FINE
@@ -233,7 +233,7 @@ def _doctor(asked: argparse.Namespace) -> int:
     if asked.json:
         _print_json({"findings": found, "links": links.ranked(probed)}, sys.stdout)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in doctor.lines(found))
+        _print_lines(doctor.lines(found), sys.stdout)
         if asked.links:
             _print_table(links.HEADER, links.rows(probed), sys.stdout, "no link was probed")
     if facts.silence:
@@ -296,7 +296,7 @@ def _gc(asked: argparse.Namespace) -> int:
     if asked.json:
         rows = [{"key": each.key, "reason": each.reason} for each in left]
         return _print_json({"is_deleted": asked.yes, "leftovers": rows}, sys.stdout)
-    sys.stdout.writelines(f"{each.key}  {each.reason}\n" for each in left)
+    _print_lines((f"{each.key}  {each.reason}" for each in left), sys.stdout)
     end = "deleted" if asked.yes else "left behind; --yes deletes them" if left else "left behind"
     sys.stdout.write(f"{len(left)} records of model {asked.model!r} {end}\n")
     return FINE
@@ -312,7 +312,8 @@ def _verify(asked: argparse.Namespace) -> int:
         rows = ls.unverified(found.deviations, found.unlike)
         if rows:
             _print_table(ls.UNVERIFIED, rows, sys.stdout, "")
-        sys.stdout.writelines(f"{name} was not read: {why}\n" for name, why in found.left.items())
+        unread = (f"{name} was not read: {why}" for name, why in found.left.items())
+        _print_lines(unread, sys.stdout)
         sys.stdout.write(f"{found}\n")
     return FINE if found.is_same else NOT_FINE
 
@@ -329,7 +330,7 @@ def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
         raise UsageError(f"model {asked.model!r} has no version {asked.number}; it has {there}")
     _print_table(ls.VERSIONS, rows, out, f"no version of model {asked.model!r}")
     if asked.number is None:
-        out.writelines(f"{line}\n" for line in ls.behind(fleet))
+        _print_lines(ls.behind(fleet), out)
     return FINE
 
 
@@ -356,6 +357,10 @@ def _print_json(values: dict[str, Any], out: TextIO) -> int:
     return FINE
 
 
+def _print_lines(lines: Iterable[str], out: TextIO) -> None:
+    out.writelines(f"{ls.printable(line)}\n" for line in lines)
+
+
 def _print_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO, nothing: str
 ) -> int:
@@ -374,7 +379,7 @@ def _print_table(
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(ls.printable(cell)) for cell in row))
     console = Console(file=out, width=None if out.isatty() else WIDTH, highlight=False)
     with console.capture() as captured:  # rich would end the process where the pipe is broken
         console.print(table)

@@ -104,11 +104,6 @@ def chosen(there: Iterable[Line], words: str) -> list[Line]:
     return found
 
 
-def printable(text: str) -> str:
-    """What a terminal shows and does not obey: anybody may have chosen a name."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
 def title(fleet: Fleet, endpoint: str) -> str:
     there = " < ".join(str(each.ref.version) for each in fleet.versions[:VERSIONS_SHOWN])
     return f"{fleet.model} @ {endpoint}   revision {fleet.revision}   {there}"

@@ -1,14 +1,14 @@
 """`torch-ros top`: a table of replicas in a terminal, as it changes."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from rich.cells import set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
-from textual import events, on
+from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
@@ -17,10 +17,10 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
-from torch_ros.cli import asking, lines, screen
+from torch_ros.cli import asking, lines, ls, screen, waiting
 from torch_ros.cli.lines import Line
 from torch_ros.cli.watching import fleets
-from torch_ros.errors import BackendError
+from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.store.kv import KV
 
@@ -35,7 +35,7 @@ def show(kv: KV, model: str) -> None:
     """
     asking.fleet_of(kv, model)
     over = threading.Event()
-    top = Top(kv.endpoint)
+    top = Top(kv.endpoint, lambda replica: waiting.lines(asking.why(kv, model, replica, None)))
 
     def watch() -> None:
         for found in fleets(kv, model, over):
@@ -140,17 +140,23 @@ def _alarm(line: Line) -> str | None:
 
 def _strip(cells: Iterable[tuple[str, int, str]]) -> Strip:
     segments = [
-        Segment(set_cell_size(screen.printable(text), width) + " ", Style.parse(style))
+        Segment(set_cell_size(ls.printable(text), width) + " ", Style.parse(style))
         for text, width, style in cells
     ]
     return Strip(segments)
 
 
 class Top(App[None]):
-    """The screen. It is told of fleets with `Seen`."""
+    """The screen. It is told of fleets with `Seen`.
+
+    Args:
+        why: Says what a replica waits for, in lines. It is asked in a thread of its own.
+    """
 
     CSS = """
     #title, #newest, #trouble { height: 1; padding: 0 1; }
+    #why { height: auto; max-height: 40%; padding: 0 1; background: $panel; display: none; }
+    #why.is-there { display: block; }
     #title { text-style: bold; }
     #trouble { background: $error; color: $text; display: none; }
     #trouble.is-there { display: block; }
@@ -165,12 +171,13 @@ class Top(App[None]):
         Binding("s", "sort", "sort"),
         Binding("r", "turn", "reverse"),
         Binding("slash", "filter", "filter", key_display="/"),
+        Binding("enter", "why", "why"),
         Binding("escape", "all", "all", key_display="esc"),
     ]
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, why: Callable[[str], Iterable[str]]) -> None:
         super().__init__()
-        self._endpoint = endpoint
+        self._endpoint, self._why = endpoint, why
         self._fleet: Fleet | None = None
         self._lines: Sequence[Line] = ()
         self._order, self._is_turned = 0, False
@@ -180,6 +187,7 @@ class Top(App[None]):
         yield Static(id="newest")
         yield Static(id="trouble", markup=False)
         yield Rows()
+        yield Static(id="why", markup=False)
         yield Input(placeholder="name, state, version or place", compact=True)
         yield Footer()
 
@@ -207,7 +215,7 @@ class Top(App[None]):
         found.sort(key=key, reverse=self._is_turned)
         self.query_one(Rows).put(found, name)
         title = screen.title(self._fleet, self._endpoint)
-        self.query_one("#title", Static).update(screen.printable(title))
+        self.query_one("#title", Static).update(ls.printable(title))
         self.query_one("#newest", Static).update(self._spread(self._fleet))
 
     def _spread(self, fleet: Fleet) -> Text:
@@ -238,6 +246,23 @@ class Top(App[None]):
         field.add_class("is-there")
         field.focus()
 
+    @work(thread=True, exclusive=True)
+    def action_why(self) -> None:
+        """Ask for the one that holds the chosen replica up, as things are now."""
+        if not (replica := self.query_one(Rows).chosen):
+            return
+        try:
+            found = "\n".join(map(ls.printable, self._why(replica)))
+        except TorchRosError as error:
+            found = ls.printable(f"{error}")
+        self.call_from_thread(self._say, found)
+
+    def _say(self, text: str) -> None:
+        said = self.query_one("#why", Static)
+        said.update(text)
+        said.set_class(bool(text), "is-there")
+
     def action_all(self) -> None:
+        self._say("")
         self.query_one(Input).value = ""
         self.action_table()

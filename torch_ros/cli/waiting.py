@@ -8,9 +8,9 @@ from torch_ros.protocol.waits import Blamed, Why
 def lines(found: Why) -> Iterator[str]:
     """The way to the one that holds it up; then what to type next, where there is a process."""
     for hop in found.hops:
-        yield _legible(f"{hop.replica}: {hop.text}")
+        yield f"{hop.replica}: {hop.text}"
     for process in found.processes:
-        yield _legible(f"  {_process(process)}")
+        yield f"  {_process(process)}"
 
 
 def _process(process: Blamed) -> str:
@@ -19,8 +19,3 @@ def _process(process: Blamed) -> str:
         return f"{name}: it has no process here; start it, or look at why it ended"
     where = f"host {process.host}, process {process.pid}"
     return f"{name}: {where}; its stack, there: py-spy dump --pid {process.pid}"
-
-
-def _legible(text: str) -> str:
-    """Without what a terminal would obey: anybody may have chosen the names."""
-    return "".join(char if char.isprintable() else "?" for char in text)
