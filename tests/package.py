@@ -46,7 +46,7 @@ def build(directory: Path) -> tuple[Path, Path]:
     run(sys.executable, "-c", BACKEND, "build_sdist", made, cwd=clone)
     [sdist] = made.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(directory / "unpacked", filter="data")
+        archive.extractall(directory / "unpacked")  # 3.11.2 has no `filter`; it is our own
     [unpacked] = (directory / "unpacked").iterdir()
     run(sys.executable, "-c", BACKEND, "build_wheel", made, cwd=unpacked)
     [wheel] = made.glob("*.whl")
