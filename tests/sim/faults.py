@@ -35,6 +35,7 @@ from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
     calls,
+    claimed,
     closing,
     elsewhere,
     forerunners,
@@ -652,6 +653,7 @@ def _(_):
     return lambda seat, call: False
 
 
+fault("a leaf follows each newcomer", (claimed, "LEFT_MAX"), scenario="settled leaf")(lambda _: 99)
 fault("who is slow is suspected", (errors.SourceLost, "orderly"), scenario="slow relay")(
     lambda _: lambda lost: lost
 )

@@ -106,6 +106,33 @@ def slow_relay(scene: Scene) -> None:
     demand(found == {"r0", "r2"}, f"I8: a slow one reads from {sorted(found)}")
 
 
+def settled_leaf(scene: Scene) -> None:
+    """I8: who is slow goes to a better place once, however many come after it."""
+    scene.shapes = TENSORS
+    names = ("r0", "r1", "r2", "r3", "r4", "r5")
+
+    def read(me: Process) -> None:
+        name = me.start.replica
+        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
+        if name > "r2":
+            before = names[names.index(name) - 1]
+            is_told = lambda: before in read_from(scene, "r1") or "r1 has it" in scene.reached
+            scene.when(is_told, f"r1 reading from {before}")
+        replicate(me)
+
+    def slow_down() -> None:
+        [slow] = scene.start_named("r1").processes
+        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
+        scene.slow_s[slow] = 1.0
+
+    _chain(scene, names, names, read)
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
+    with _judged():
+        scene.play()
+    found = read_from(scene, "r1")
+    demand(found == {"r0", "r2", "r3"}, f"I8: a slow one reads from {sorted(found)}")
+
+
 def slow_source(scene: Scene) -> None:
     """I8: one that is slow for its readers only is left by the second; that one relays on."""
     scene.shapes = TENSORS
@@ -271,6 +298,7 @@ def slow_for_all(scene: Scene) -> None:
 SCENES |= {
     "place of the dead": place_of_the_dead,
     "slow relay": slow_relay,
+    "settled leaf": settled_leaf,
     "slow source": slow_source,
     "last relay": last_relay,
     "rests once": rests_once,

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
+LEFT_MAX = 2  # sources that give too little, in a call; or newcomers were followed for ever
 RETRY_S = 0.5  # between tries to read from a source that failed before
 
 
@@ -41,8 +42,8 @@ class ClaimedSources:
         self.call = call
         self._tried = Counter[str]()  # how often each was lost
         self._judged: set[str] = set()  # sources that gave too little
-        self._has_left = False  # one of them, while it relayed
         self._is_aside = call.decided.pace == "rests"  # it relays nothing
+        self._left = int(self._is_aside)  # how many of them; who rests has a leaf's place already
         self._is_displaced = False  # it has its source in the place of one that went away
 
     def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
@@ -156,21 +157,19 @@ class ClaimedSources:
             return
         self._judged.add(source.inst)
         ranges = sources.source_ranges(call.seat, call.ref)
-        is_blamed = (
-            self._is_displaced and not self._has_left
-        )  # whoever was there may have been fast
+        is_blamed = self._is_displaced and not self._left  # whoever was there may have been fast
         if not (self._is_aside or is_blamed):
             aside = partial(resting.step_aside, seat=call.seat, call=call.decided)
             self._is_aside = self._glance(ranges, aside, unknown=False)
         if self._is_aside:
             hush()
-        elif self._has_left:
+        if self._left >= (LEFT_MAX if self._is_aside else 1):
             return
         rule = partial(
             elsewhere.another, seat=call.seat, call=call.decided, source=source, tried=self._tried
         )
         if place := self._glance(ranges, rule, unknown=""):
-            self._has_left = True
+            self._left += 1
             what = "it gets much more than it gives"
             left = _TooLittle(replica_of(source.inst), what, 0, 0).orderly()
             left.place = place
