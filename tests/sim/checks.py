@@ -742,8 +742,14 @@ class Checks:
             dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst, where)]
             if not dropped:
                 continue  # its replica ended, or takes its seats again
-            there = sorted((v for r, v, _ in held if r == run), reverse=True)
-            _, newest = max((self.numbers.get(r, 0), r) for r, _, _ in held)
+            stays = {
+                (r, v)
+                for (r, v, _), kept in held.items()
+                if (r, v) == (run, version)
+                or not all(k.lingers(k.parse_holding(key).inst) for key in kept)
+            }
+            there = sorted((v for r, v in stays if r == run), reverse=True)
+            _, newest = max((self.numbers.get(r, 0), r) for r, _ in stays)
             if run != newest:
                 continue
             for key, group in groups.items():

@@ -10,7 +10,7 @@ import pytest
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import membership, retention, sources, versions
-from torch_ros.protocol.keys import Keys, parse_reader
+from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import (
     Call,
@@ -270,6 +270,23 @@ def test_samples_lead_to_what_the_whole_would_lead_to(few, most):
             assert store.settle(ranges, rule) == expected
             went_on += len(store.reads) > 1
     assert went_on > 100
+
+
+def test_what_lingers_retires_nothing_older():
+    store, old = Store(), VersionRef("one", 8, "u", 1)
+    store.put(KEYS.run("one"), RunRecord("h:1", 1))
+    store.put(KEYS.group("r0"), GroupRecord("x", 1, "one", retain=["latest"], is_complete=True))
+    for inst, version in (("r0@x", 8), (lingering_of("r1@x", 3), 9)):
+        store.put(KEYS.version("one", version), VersionRecord("u", "L"))
+        store.put(KEYS.holding("one", version, "default", inst), Holding("u", 1, "full", 1))
+
+    def is_kept(view):
+        dropped = retention.GivenUp("r0@x", "default")
+        return Done(retention.keeping(view, KEYS, old, dropped).is_needed)
+
+    assert store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
+    store.put(KEYS.holding("one", 9, "default", "r1@x"), Holding("u", 1, "full", 1))
+    assert not store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
 
 
 # Sources

@@ -222,11 +222,15 @@ def _counts(holding: Holding) -> bool:
 
 
 def _keepers(view: View, keys: Keys, datacenter: str | None) -> dict[VersionRef, list[str]]:
-    """The full holdings that count for retention, by version; in that datacenter, or anywhere."""
+    """The full holdings that count for retention, by version; in that datacenter, or anywhere.
+
+    One that lingers is about to go, so what it has retires nothing older.
+    """
     numbers = run_numbers(view, keys)
     found: dict[VersionRef, list[str]] = {}
     for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
-        if _counts(holding) and datacenter in (None, where.datacenter):
+        stays = _counts(holding) and not k.lingers(where.inst)
+        if stays and datacenter in (None, where.datacenter):
             number = numbers.get(where.run, 0)
             ref = VersionRef(where.run, where.version, holding.uid, number)
             found.setdefault(ref, []).append(key)
