@@ -1,8 +1,11 @@
 """Spans of OpenTelemetry around calls, and the links from reads to their publication."""
 
+import gc
 import os
 import subprocess
 import sys
+import time
+import weakref
 
 import pytest
 import torch
@@ -142,6 +145,31 @@ def test_a_call_that_fails_says_so_in_its_span(opened, ended):
         "torch_ros.errors.DeadlineExceeded"
     ]
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+class Weights:
+    pass
+
+
+def test_a_call_that_has_failed_keeps_nothing_of_its_caller(exporter, ended):
+    def fail():
+        weights = Weights()
+        with tracing.spanned("read"):
+            raise ValueError
+        return weights
+
+    def failed():
+        with pytest.raises(ValueError) as raised:
+            fail()
+        frame = raised.traceback[-1].frame.raw
+        return weakref.ref(frame.f_locals["weights"])
+
+    kept, until_s = failed(), time.monotonic() + 5
+    while kept() is not None and time.monotonic() < until_s:
+        gc.collect()
+        time.sleep(0.01)
+    assert kept() is None
+    assert len(ended("read")) == 1
 
 
 @pytest.mark.parametrize(

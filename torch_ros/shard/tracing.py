@@ -136,6 +136,7 @@ def _run(calls: _Queue) -> None:
             _end(call)
         except Exception:
             log.exception("a span was not ended")  # by the SDK of the program, or its processors
+        del call  # its error has the frames of its caller, with their tensors
 
 
 def _end(call: _Call) -> None:
