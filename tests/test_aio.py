@@ -7,8 +7,15 @@ import time
 import pytest
 import torch
 
-from torch_ros.errors import CallAborted, ClosedError, DeadlineExceeded
+from torch_ros.errors import (
+    CallAborted,
+    ClosedError,
+    DeadlineExceeded,
+    SourceLost,
+    StoreUnavailable,
+)
 from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.shard import following
 
 SOON_S = 10  # a wait looks every 2 s
 
@@ -122,6 +129,52 @@ def test_what_waits_without_end_can_be_cancelled(opened, call):
         assert await cancelled(waiting) < SOON_S
         publisher(opened)
         assert await rollout.aio.update(wait_s=SOON_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_follower_can_be_cancelled_while_etcd_is_away(opened, monkeypatch):
+    rollout, tries = rollout_of(opened), 0
+    kv = rollout._shard.group.kv
+    read = kv.read
+
+    def away(request, *, timeout_s):
+        nonlocal tries
+        tries += 1
+        if tries > 100:  # or one that fails would not end
+            return read(request, timeout_s=timeout_s)
+        raise StoreUnavailable("memory", timeout_s, "it is away")
+
+    async def main():
+        waiting = asyncio.create_task(anext(rollout.aio.follow()))
+        await until(threads)
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(kv, "read", away)
+        publisher(opened)
+        await until(lambda: tries)
+        assert await cancelled(waiting) < SOON_S
+
+    asyncio.run(main())
+    assert tries < 100
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_follower_that_pauses_can_be_cancelled(opened, monkeypatch):
+    publisher(opened)
+    rollout, is_lost = rollout_of(opened, ttl_s=60), threading.Event()
+
+    def lost(*_):
+        is_lost.set()
+        raise SourceLost("trainer", "it is gone", 0, 0)
+
+    monkeypatch.setattr(following, "replicate_if_there", lost)
+
+    async def main():
+        waiting = asyncio.create_task(anext(rollout.aio.follow()))
+        await until(is_lost.is_set)
+        monkeypatch.setattr(following, "LOSSES_MAX", 2)
+        assert await cancelled(waiting) < SOON_S
 
     asyncio.run(main())
 

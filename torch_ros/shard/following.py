@@ -39,7 +39,7 @@ from torch_ros.protocol.lookout import look_out
 from torch_ros.protocol.records import Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.versions import Spec, newer_ranges
-from torch_ros.shard.core import Shard
+from torch_ros.shard.core import Shard, is_cancelled, unless_cancelled
 from torch_ros.shard.replication import replicate, replicate_if_there
 from torch_ros.store.loops import Act, Done, Step, WaitAtMost
 from torch_ros.store.txn import View
@@ -193,6 +193,7 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
             # Alone it has nobody to agree with, and etcd comes back.
             if isinstance(away, Fenced) or not shard.is_alone:
                 raise
+            unless_cancelled()()  # its time is over then, and so etcd was not waited for
             if lookout.is_told():
                 return
             log.warning("%s: %s; it goes on", what, away)
@@ -205,7 +206,8 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
 
 def _pause(shard: Shard, lookout: Lookout) -> None:
     until_s = time.monotonic() + PAUSE_TTLS * shard.group.applicant.ttl_s
-    while time.monotonic() < until_s and not (lookout.is_told() or shard.is_closed):
+    is_cut = is_cancelled.get() or (lambda: False)  # the peers are told in the next call
+    while time.monotonic() < until_s and not (lookout.is_told() or is_cut() or shard.is_closed):
         shard.group.pause()
 
 
