@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from torch_ros.errors import DeadlineExceeded
@@ -9,6 +10,22 @@ from torch_ros.errors import DeadlineExceeded
 
 class Cancelled(BaseException):
     """Nobody waits for this call any more: it ends, as by Ctrl-C, where it waits next."""
+
+
+is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
+"""Says in a thread whether nobody waits any more for the call that it makes."""
+
+
+def unless_cancelled(check: Callable[[], object] = lambda: None) -> Callable[[], None]:
+    """`check`, and a check whether anybody still waits for the call that this thread makes."""
+    is_cut = is_cancelled.get()
+
+    def check_both() -> None:
+        check()
+        if is_cut is not None and is_cut():
+            raise Cancelled("its task was cancelled")
+
+    return check_both
 
 
 def wall_ms() -> int:

@@ -12,7 +12,7 @@ from torch_ros.protocol.leftovers import clearing as first_of
 from torch_ros.protocol.leftovers import leftover_ranges, leftovers
 from torch_ros.protocol.records import GroupRecord, RunRecord, SchemaRecord, VersionRecord
 from torch_ros.store.endpoint import connect
-from torch_ros.store.txn import Created, Put, Read, Txn
+from torch_ros.store.txn import Created, Delete, Put, Read, Txn, under
 
 
 @pytest.fixture
@@ -115,8 +115,10 @@ def test_a_model_of_another_release_is_left_alone(opened, asked, kv):
     trainer.close()
     put(kv, (Keys(trainer.model).schema(), SchemaRecord(99, "9")))
     code, _, err = asked("gc", trainer.model, "--yes")
+    there = keys_of(kv, trainer.model)
+    kv.commit(Txn((), (Delete(under(f"{Keys(trainer.model).root}/")),)), timeout_s=5)
     assert (code, "release 9" in err) == (3, True)
-    assert keys_of(kv, trainer.model)
+    assert there
 
 
 # One request at a time: somebody comes between the look and the deletion.

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from torch_ros.cli import main, waiting
+from torch_ros.cli import ls, main, waiting
 from torch_ros.protocol.waits import Blamed, Hop, Why
 
 
@@ -53,7 +53,7 @@ def test_names_that_are_nearly_right_are_told(opened, asked):
 def test_nothing_in_a_name_is_obeyed_by_a_terminal():
     there, gone = Blamed("r\x1b[2J", 0, "host", 7), Blamed("r", 1, "", 0)
     found = Why((Hop("r\x1b[2J", "waits"),), "process", (there, gone))
-    assert list(waiting.lines(found)) == [
+    assert [ls.printable(line) for line in waiting.lines(found)] == [
         "r?[2J: waits",
         "  r?[2J, rank 0: host host, process 7; its stack, there: py-spy dump --pid 7",
         "  r, rank 1: it has no process here; start it, or look at why it ended",

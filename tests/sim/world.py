@@ -49,12 +49,14 @@ from torch_ros.weights import manifest
 from torch_ros.weights.plan import ReadPlan, plan
 
 # The modules whose threads, time and waits are the world's: those that wait, and all above them.
+# Spans are made by a thread and a clock of their own.
 INHABITED = (
     *(run, session, deadline, manifest),
     *(
         importlib.import_module(found.name)
         for package in (protocol, transfer, shard)
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        if found.name != tracing.__name__
     ),
 )
 HOMES = {(deadline, "Deadline")}  # the world's own is made of it

@@ -9,7 +9,8 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
-from torch_ros.shard.core import Shard, is_cancelled, unless_cancelled
+from torch_ros.deadline import is_cancelled, unless_cancelled
+from torch_ros.shard.core import Shard
 
 if TYPE_CHECKING:
     from torch_ros.shard.handle import ShardHandle

@@ -8,13 +8,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from torch_ros import arguments
-from torch_ros.deadline import Cancelled, Deadline
+from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
@@ -40,8 +39,6 @@ from torch_ros.transfer.registered import Registered
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
-is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
-"""Says in a thread whether nobody waits any more for the call that it makes."""
 State = Literal["seated", "away", "gone", "closed"]
 log = logging.getLogger(__name__)
 
@@ -430,18 +427,6 @@ class Shard:
         if self._hurries:
             self._closing.stop()
         return self._closing.hand_over()
-
-
-def unless_cancelled(check: Callable[[], object] = lambda: None) -> Callable[[], None]:
-    """`check`, and a check whether anybody still waits for the call that this thread makes."""
-    is_cut = is_cancelled.get()
-
-    def check_both() -> None:
-        check()
-        if is_cut is not None and is_cut():
-            raise Cancelled("its task was cancelled")
-
-    return check_both
 
 
 def open_shards() -> list[Shard]:

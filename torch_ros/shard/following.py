@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from torch_ros import arguments
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
 from torch_ros.errors import (
     Fenced,
     SeatLost,
@@ -39,7 +39,7 @@ from torch_ros.protocol.lookout import look_out
 from torch_ros.protocol.records import Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.versions import Spec, newer_ranges
-from torch_ros.shard.core import Shard, is_cancelled, unless_cancelled
+from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import replicate, replicate_if_there
 from torch_ros.store.loops import Act, Done, Step, WaitAtMost
 from torch_ros.store.txn import View
