@@ -13,6 +13,7 @@ from torch_ros.errors import (
     CallAborted,
     CallMismatch,
     ClosedError,
+    CorruptWeights,
     DeadlineExceeded,
     SeatLost,
     SourceLost,
@@ -20,7 +21,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.shard import following
-from torch_ros.shard.replication import replicate_if_there
+from torch_ros.shard.replication import Replication, replicate_if_there
 from torch_ros.store import run
 
 WAIT_S = 20
@@ -120,6 +121,40 @@ def test_ranks_that_differ_about_what_is_missing_are_told(pool, replica):
     assert first.replicate(missing_ok=True) is None
     with pytest.raises(CallMismatch):
         second.replicate()
+
+
+def test_what_went_while_it_was_read_is_not_missing(opened, monkeypatch):
+    trainer, rollout = publisher(opened), opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    commit = Replication._commit
+
+    def commit_badly(self, call):
+        monkeypatch.setattr(Replication, "_commit", commit)
+        trainer.close()
+        raise CorruptWeights("m", 1, "w", "trainer")
+
+    monkeypatch.setattr(Replication, "_commit", commit_badly)
+    with pytest.raises(VersionNotFound, match="while it was read"):
+        rollout.replicate(missing_ok=True)
+    assert rollout.replicate(missing_ok=True) is None  # nothing is read of it this time
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_an_update_that_has_given_up_what_it_held_does_not_say_no(opened, monkeypatch):
+    trainer, rollout = publisher(opened), opened("rollout")
+    rollout.register({"w": torch.zeros(8)})
+    rollout.replicate()
+    trainer.unpublish()
+    trainer.publish(2)
+
+    def gone(*_):
+        trainer.unpublish()
+        return replicate_if_there(*_)
+
+    monkeypatch.setattr(following, "replicate_if_there", gone)
+    with pytest.raises(VersionNotFound, match="given up"):
+        rollout.update(wait_s=0.5)
+    assert rollout.version is None
 
 
 def test_missing_is_not_lost(opened, monkeypatch):

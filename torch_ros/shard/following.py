@@ -140,12 +140,15 @@ def _given_up(search: _Search, deadline: Deadline) -> Iterator[None]:
 def _update_within(
     shard: Shard, request: UpdateRequest, lookout: Lookout, what: str
 ) -> VersionRef | None:
-    ref = None
+    ref, has_given_up = None, False
     while ref is None:
         search = _Search(shard, request, lookout.beside(shard.deadline(what, request.timeout_s)))
         search.begin()
         found = search.run(lookout)
         shard.intake.ends(search.held, search.deadline)
+        if found.ref is None and has_given_up and lookout.stop is None:
+            reason = "it went before it was read, and what was held is given up"
+            raise VersionNotFound(shard.model, f"{request.version}", reason)
         if found.ref is None:
             return None
         if search.is_to_go(found):
@@ -158,6 +161,7 @@ def _update_within(
             spec = Spec.at_hand(found.ref) if is_near else Spec.parse(request.version, found.ref)
             with _given_up(search, deadline):
                 ref = replicate_if_there(shard, spec, deadline)
+            has_given_up = has_given_up or (ref is None and search.held is not None)
     return ref
 
 

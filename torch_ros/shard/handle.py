@@ -371,7 +371,8 @@ class ShardHandle:
             UsageError: Nothing is registered, or a version is held.
             ManifestMismatch: Other names, shapes or dtypes than the version's, or the ranks
                 together lack a part of a tensor. We do not cast.
-            VersionNotFound: The version is gone.
+            VersionNotFound: The version is gone; with `missing_ok`, only after a part of it was
+                read: the tensors' content is undefined then.
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
             DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
             SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
@@ -425,7 +426,8 @@ class ShardHandle:
 
         Raises as `replicate` does; and UsageError, if a rank lacks the memory for what is to be
         fetched, or that is not for these tensors: then nothing is given up. Once the old version
-        was given up, the handle holds nothing, and a later `update` replicates.
+        was given up, the handle holds nothing, and a later `update` replicates. One that waits
+        raises VersionNotFound then, if there is nothing to go to until its time is over.
         """
         shard, request = self._shard, UpdateRequest(version, skip, timeout_s)
         return shard.busy(lambda: update(shard, request, wait_s)) is not None

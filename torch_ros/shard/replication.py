@@ -15,6 +15,7 @@ from torch_ros.errors import (
     SourceLost,
     TorchRosError,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
@@ -90,13 +91,24 @@ def replicate(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef:
 
 
 def replicate_if_there(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef | None:
-    """As `replicate`, if there is such a version; None: there is none, or none any more."""
+    """As `replicate`, if there is such a version; None: there is none, or none any more.
+
+    Raises:
+        VersionNotFound: It went when a part of it had been read.
+    """
     shard.intake.begins(deadline)
-    spec = replace(spec, may_miss=True)
-    made = partial(Replication, shard, spec, SourceTerms(), Target(shard), deadline)
+    spec, tries = replace(spec, may_miss=True), list[Replication]()
+
+    def made(avoided: Collection[str]) -> Replication:
+        tries.append(Replication(shard, spec, SourceTerms(), Target(shard), deadline, avoided))
+        return tries[-1]
+
     ref: VersionRef | None = _healed(
         shard, f"{_asked(spec)}, if it is there", deadline, made, lambda read: read.if_there
     )
+    if ref is None and any(each.ref is not None for each in tries):
+        reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
+        raise VersionNotFound(shard.model, f"{spec}", reason)
     if ref is None:
         shard.intake.ends(None, deadline)
     return ref
