@@ -110,6 +110,19 @@ def test_what_hangs_on_no_lease_goes_though_it_cannot_be_read(opened, asked, kv)
     assert trainer.fleet().latest.version == 7
 
 
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_a_key_that_nobody_can_print_goes_too(opened, asked, kv, endpoint, capsys):
+    trainer = opened("trainer")
+    odd = f"{Keys(trainer.model).root}/\udcff\x1b[31m"
+    kv.commit(Txn((), (Put(odd, b"?"),)), timeout_s=5)
+    assert main.main(["--endpoint", endpoint, "gc", trainer.model]) == 0
+    assert "/??[31m  " in capsys.readouterr().out
+    code, said, _ = asked("gc", trainer.model, "--yes")
+    assert (code, len(said["leftovers"])) == (0, 1)
+    assert said["leftovers"][0]["key"].endswith("\\udcff\x1b[31m")
+    assert odd not in keys_of(kv, trainer.model)
+
+
 def test_a_model_of_another_release_is_left_alone(opened, asked, kv):
     trainer = opened("trainer")
     trainer.close()

@@ -32,6 +32,11 @@ from torch_ros.store.txn import Put, Txn
 BODY = 15 << 30
 
 
+def test_a_token_is_one_that_a_cookie_can_carry(capsys):
+    code = main.main(["--endpoint", "memory://", "web", "--port", "0", "--token", "schlüssel"])
+    assert (code, "expected ASCII" in capsys.readouterr().err) == (2, True)
+
+
 def line(*there, name="r0", **more):
     [found] = [each for each in lines.lines(fleet(*there, **more)) if each.replica == name]
     return found

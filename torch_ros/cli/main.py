@@ -294,7 +294,10 @@ def _gc(asked: argparse.Namespace) -> int:
         look = clearing.clear if asked.yes else clearing.found
         left = look(kv, asked.model)
     if asked.json:
-        rows = [{"key": each.key, "reason": each.reason} for each in left]
+        rows = [  # JSON cannot have bytes that are no UTF-8; such a key may
+            {"key": each.key.encode(errors="backslashreplace").decode(), "reason": each.reason}
+            for each in left
+        ]
         return _print_json({"is_deleted": asked.yes, "leftovers": rows}, sys.stdout)
     _print_lines((f"{each.key}  {each.reason}" for each in left), sys.stdout)
     end = "deleted" if asked.yes else "left behind; --yes deletes them" if left else "left behind"

@@ -46,8 +46,11 @@ def serve(kv: KV, out: TextIO, *, model: str | None, host: str, port: int, token
     """Serve the page until Ctrl-C.
 
     Raises:
-        UsageError: `port` is taken, or `host` is open to others and there is no token.
+        UsageError: `port` is taken, or `host` is open to others and there is no token, or that has
+            letters that no cookie can carry.
     """
+    if not token.isascii():
+        raise UsageError("--token: expected ASCII, which a browser sends back as it is")
     if not token and not _is_loopback(host):
         raise UsageError(
             f"others can reach {host!r}: give --token, or leave --host out and use "
