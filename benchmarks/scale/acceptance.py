@@ -76,7 +76,7 @@ FAR_ETCD = (
 ONE_CHAIN = (
     "There is one chain, and all come at once. etcd takes 0.07 ms for the look and the decision of "
     "each, which come before the first claim; from there on each hop passes on a step of 4 MiB, "
-    "which takes 0.17 ms."
+    "which takes 0.17 ms. docs/ARCHITECTURE.md says why it stays a chain."
 )
 SLOW_CHAIN = (
     "In a first version slow ones are found one after the other, 0.1 s each: behind one of them "
