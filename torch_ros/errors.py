@@ -16,6 +16,7 @@
     * TransferFailed     one transfer between two agents
     * SourceLost         a replica vanished while it was read
     * CorruptWeights     what was read is not what was published
+    * CorruptDelta       a delta that was read is not what was made
     * LoanBroken         what was borrowed was written over before it was given back
     * CallAborted        another rank of this group gave up on the call
     * InstallRejected    a rank of this group could not install a version
@@ -314,6 +315,25 @@ class CorruptWeights(PeerError):
 
     def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source
+
+
+class CorruptDelta(PeerError):
+    """A delta contradicts itself, its digest, or the chunk that it was made of.
+
+    Found before any of it was applied: read the version in full.
+    """
+
+    _message = (
+        "{self.what}: expected {self.expected}, found {self.found}; nothing of it was applied: "
+        "read the version in full"
+    )
+
+    what: str
+    expected: str
+    found: str
+
+    def __init__(self, what: str, expected: str, found: str, /) -> None:
+        self.what, self.expected, self.found = what, expected, found
 
 
 class LoanBroken(PeerError):

@@ -40,7 +40,7 @@ import torch
 
 from torch_ros.errors import NotSupported
 from torch_ros.weights.chunked import overlapping
-from torch_ros.weights.columns import Bools
+from torch_ros.weights.columns import Bools, Ints, group_starts
 from torch_ros.weights.manifest import OBJECT, Depth, Layout
 
 UInts = npt.NDArray[np.uint64]
@@ -101,6 +101,44 @@ def digest(
                 numbers, content = numbers[chosen], content[tuple(map(torch.from_numpy, chosen))]
             total += int((_odd(numbers, _SEGMENT_SEED) * dot(content, weights)).sum())
     return total % _MODULUS
+
+
+def change_digest(
+    places: Ints,
+    old: npt.NDArray[np.generic],
+    new: npt.NDArray[np.generic],
+    *,
+    global_shape: Sequence[int],
+    depth: Depth,
+) -> int:
+    """By how much the digest of a tensor grows where these elements change.
+
+    `combine` of it and the digest of the old content is the digest of the new one, and so are
+    totals: those of the changes in all chunks, added to the totals of a version, are the totals of
+    the next. It shows that these places had what `old` says, if the sums agree, and nothing about
+    other places. 0 for "off", and where nothing changes.
+
+    Args:
+        places: Row-major numbers of elements in the whole tensor, none twice. Ascending is fastest.
+        old, new: The bits of each before and after, in numbers of the dtype's width, without gaps.
+        global_shape: The shape of the whole tensor.
+        depth: As in `digest`.
+    """
+    if depth == "off" or not len(places):
+        return 0
+    unit_bytes = min(4, old.itemsize)
+    segments, inside = _in_segments(places.astype(np.uint64), tuple(global_shape), old.itemsize)
+    unsigned = _UNSIGNED[unit_bytes]
+    change = new.view(unsigned).astype(np.uint64) - old.view(unsigned)
+    if depth == "sampled":
+        chosen = np.flatnonzero(_is_sampled(segments))
+        if not len(chosen):
+            return 0
+        segments, inside, change = segments[chosen], inside[chosen], change[chosen]
+    change *= _weights(unit_bytes)[inside.view(np.int64)]
+    starts = group_starts(segments)
+    sums = np.add.reduceat(change, starts)
+    return int((_odd(segments[starts], _SEGMENT_SEED) * sums).sum()) % _MODULUS
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -203,11 +241,7 @@ def _parts(
     axes, then in those of the weights; axes, whose sums are the numbers of the segments; weights.
     """
     unit_bytes = content.element_size()
-    dim, inside_bytes = len(shape) - 1, unit_bytes
-    while dim > 0 and inside_bytes * shape[dim] < SEGMENT_BYTES:
-        inside_bytes *= shape[dim]
-        dim -= 1
-    period = SEGMENT_BYTES // inside_bytes  # indices of `dim` per segment
+    dim, period = _period(shape, unit_bytes)
 
     inner = shape[dim + 1 :]
     weights = _weights(unit_bytes)[: period * prod(inner)].reshape(period, *inner)
@@ -233,6 +267,34 @@ def _parts(
             [*axes, range(low // period, low // period + count)],
             weights[slice(phase, phase + width), *spans[dim + 1 :]],
         )
+
+
+def _period(shape: tuple[int, ...], unit_bytes: int) -> tuple[int, int]:
+    """The dimension that segments cut, and how many of its indices each has."""
+    dim, inside_bytes = len(shape) - 1, unit_bytes
+    while dim > 0 and inside_bytes * shape[dim] < SEGMENT_BYTES:
+        inside_bytes *= shape[dim]
+        dim -= 1
+    return dim, SEGMENT_BYTES // inside_bytes
+
+
+def _in_segments(elements: UInts, shape: tuple[int, ...], item_bytes: int) -> tuple[UInts, UInts]:
+    """The segment of each unit of these elements, and the unit's number in it."""
+    shape = tuple(size for size in shape if size > 1) or (1,)
+    if item_bytes > 4:
+        words = np.arange(item_bytes // 4, dtype=np.uint64)
+        elements = np.add.outer(elements * len(words), words).ravel()
+        shape = (*shape, len(words))
+    dim, period = _period(shape, min(4, item_bytes))
+    inner = prod(shape[dim + 1 :])
+    run = period * inner  # units of a whole segment
+    if dim == 0 or shape[dim] % period == 0:
+        segments = elements // run
+        return segments, elements - segments * run
+    row = elements // (shape[dim] * inner)
+    elements = elements - row * (shape[dim] * inner)
+    segments = elements // run
+    return row * -(-shape[dim] // period) + segments, elements - segments * run
 
 
 def _units(
