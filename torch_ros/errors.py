@@ -22,10 +22,11 @@
     * InstallRejected    a rank of this group could not install a version
   * SeatLost           this process lost its place, and takes it again: call again later
     * Fenced             for good: close the handle and open a new one
-  * BackendError       etcd or the fabric did not answer
+  * BackendError       etcd, the fabric or an object store did not answer
     * StoreUnavailable
     * AccessDenied       TLS, the user or its role; the field `what` says which
     * Contention
+    * BucketError        an object store refuses, or has other bytes than it was given
   * UntrustedObject    an object that torch's weights_only unpickler refuses
   * ClosedError        used after close(), or in a forked child
 
@@ -107,7 +108,7 @@ class Fenced(SeatLost):
 
 
 class BackendError(TorchRosError):
-    """etcd or the fabric did not answer."""
+    """etcd, the fabric or an object store did not answer."""
 
 
 class ClosedError(TorchRosError):
@@ -441,6 +442,23 @@ class Contention(BackendError):
 
     def __init__(self, what: str, attempts: int, /) -> None:
         self.what, self.attempts = what, attempts
+
+
+class BucketError(BackendError):
+    """An object store did not do as asked, or has other bytes than it was given.
+
+    `key` counts from the URL; "" stands for all of it.
+    """
+
+    _message = "bucket {self.url}: {self.key!r}: {self.reason}; {self.advice}"
+
+    url: str
+    key: str
+    reason: str
+    advice: str
+
+    def __init__(self, url: str, key: str, reason: str, advice: str, /) -> None:
+        self.url, self.key, self.reason, self.advice = url, key, reason, advice
 
 
 class UntrustedObject(TorchRosError):

@@ -15,6 +15,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "checkpoints": {"face", "weights", "torch"},
+    "bucket": {"checkpoints", "face", "weights", "torch", "numpy", "msgspec"},
     "metrics": {"protocol", "shard"},
     "cli": {
         "checkpoints",
@@ -45,6 +46,7 @@ DOORS = {
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
     "nixl": "p2p/nixl.py",
+    "obstore": "bucket/objects.py",
     "opentelemetry": "shard/tracing.py",
     "prometheus_client": "metrics",
     "safetensors": "checkpoints",

@@ -1,0 +1,224 @@
+"""What every object store promises: S3 as moto has it, one that overwrites, a directory, memory."""
+
+import http.client
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from puppets import free_port
+from puppets.objects import ObjectServer
+from torch_ros.bucket import objects
+from torch_ros.errors import BucketError, UsageError
+
+pytest.importorskip("obstore")
+MOTO = pytest.param("moto", marks=[pytest.mark.long, pytest.mark.xdist_group("moto")])
+KINDS = (MOTO, "strict", "overwrites", "directory", "memory")
+
+
+@pytest.fixture(scope="module")
+def moto():
+    """The variables of moto's server, with an empty bucket."""
+    pytest.importorskip("moto.server", exc_type=ImportError)
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        await_bucket(port)
+        yield {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+        }
+    finally:
+        process.kill()
+        process.wait()
+
+
+def await_bucket(port):
+    """Returns when a bucket was made."""
+    deadline = time.monotonic() + 100
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        try:
+            connection.request("PUT", "/weights")
+            assert connection.getresponse().status == 200
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A store of this test's own, which S3 URLs lead to."""
+    server = ObjectServer(page=3)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=KINDS)
+def url(request, monkeypatch, tmp_path):
+    match request.param:
+        case "moto":
+            for name, value in request.getfixturevalue("moto").items():
+                monkeypatch.setenv(name, value)
+        case "strict" | "overwrites" as kind:
+            request.getfixturevalue("server").keeps_creates = kind == "strict"
+        case "directory":
+            return str(tmp_path / "there")
+        case "memory":
+            return f"memory://{uuid.uuid4().hex}"
+    return f"s3://weights/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def store(url):
+    return objects.ObjectStore(url)
+
+
+def keys(store, prefix="v"):
+    return [each.key for each in store.list(prefix)]
+
+
+def test_objects_are_listed_in_order_with_their_sizes_and_read_back(store):
+    names = [f"v/{n:02d}-a%2Fb@c.json" for n in range(8)]
+    for n, name in reversed(list(enumerate(names))):
+        assert store.create(name, b"x" * n)
+    assert [(each.key, each.size_bytes) for each in store.list("v")] == list(
+        zip(names, range(8), strict=True)
+    )
+    assert keys(store, "none") == []
+    assert store.get(names[5]) == b"xxxxx"
+    assert store.get("v/none") is None
+    store.delete([names[0], "v/none", *names[3:]])
+    assert keys(store) == names[1:3]
+
+
+def test_a_large_object_is_put_as_it_comes_and_read_by_ranges(store):
+    whole = bytes(range(256)) * (70 << 10)  # 17.5 MiB: three parts
+
+    def content():
+        view = memoryview(whole)
+        for start in range(0, len(whole), 3 << 20):
+            yield view[start : start + (3 << 20)]
+
+    store.put("v/file", content())
+    assert [each.size_bytes for each in store.list("v")] == [len(whole)]
+    ranges = [(0, 10), (5 << 20, (5 << 20) + 77), (9 << 20, len(whole)), (1, 2)]
+    found = store.get_ranges("v/file", *zip(*ranges, strict=True))
+    assert [bytes(each) for each in found] == [whole[start:end] for start, end in ranges]
+    with pytest.raises(BucketError, match="v/file"):
+        store.get_ranges("v/file", [len(whole) - 5], [len(whole) + 1])
+    with pytest.raises(BucketError, match="v/none"):
+        store.get_ranges("v/none", [0], [1])
+
+
+def test_content_that_fails_leaves_no_object_and_its_error_is_raised(store):
+    def content(error):
+        yield b"x" * (9 << 20)
+        raise error
+
+    for error in (ZeroDivisionError("why"), UsageError("why"), KeyboardInterrupt("why")):
+        with pytest.raises(type(error), match="why"):
+            store.put("v/file", content(error))
+        assert keys(store) == []
+
+
+def test_one_of_many_creates_wins_or_the_probe_says_that_none_does(store, url, request):
+    is_kept = store.probe("v")
+    assert is_kept == (request.node.callspec.params["url"] != "overwrites")
+    assert keys(store) == []
+    start = threading.Barrier(8)
+
+    def create(number):
+        start.wait()
+        return objects.ObjectStore(url).create("v/one", b"%d" % number)
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    if is_kept:
+        assert won == [b"%d" % n == store.get("v/one") for n in range(8)]
+
+
+def test_what_a_create_finds_of_its_own_content_is_its_own(store):
+    assert store.create("v/one", b"same")
+    assert store.create("v/one", b"same")
+
+
+@pytest.mark.parametrize("fault", ["503", "lost"])
+def test_requests_that_fail_for_a_while_are_made_again(server, fault):
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = [fault] * 2
+    assert store.create("v/one", b"1")
+    server.faults[:] = [fault]
+    store.put("v/two", iter([b"2" * (9 << 20)]))
+    server.faults[:] = [fault]
+    assert keys(store) == ["v/one", "v/two"]
+    server.faults[:] = [fault]
+    assert store.get("v/one") == b"1"
+    server.faults[:] = [fault]
+    assert [bytes(each) for each in store.get_ranges("v/two", [1, 4], [3, 5])] == [b"22", b"2"]
+    server.faults[:] = [fault]
+    store.delete(["v/one"])
+    assert keys(store) == ["v/two"]
+
+
+def test_a_create_that_lost_its_reply_and_then_a_race_says_who_has_won(server):
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = ["lost"]
+    assert store.create("v/one", b"mine")  # 412 by its own first request
+    server.objects["p/v/two"] = b"theirs"
+    server.faults[:] = ["lost"]
+    assert not store.create("v/two", b"mine")
+
+
+def test_a_store_that_never_answers_is_given_up_with_a_way_out(server, monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", 1)
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = ["503"] * 5
+    with pytest.raises(BucketError, match="check that the store answers") as caught:
+        store.get("v/one")
+    assert (caught.value.url, caught.value.key) == ("s3://weights/p", "v/one")
+    server.faults[:] = ["deny"]
+    with pytest.raises(BucketError, match="credentials the right"):
+        store.create("v/one", b"1")
+
+
+def test_an_object_that_was_cut_short_is_refused(server):
+    store = objects.ObjectStore("s3://weights/p")
+    store.put("v/file", [b"0123456789"])
+    server.objects["p/v/file"] = b"01234"
+    with pytest.raises(BucketError, match="it has 5 bytes, and not 8"):
+        store.get_ranges("v/file", [2], [8])
+
+
+def test_a_store_that_cannot_be_listed_is_found_by_the_probe(server, monkeypatch):
+    store = objects.ObjectStore("s3://weights/p")
+    monkeypatch.setattr(server, "listed", lambda query: b"<ListBucketResult/>")
+    with pytest.raises(BucketError, match="a list does not show what was put"):
+        store.probe("v")
+
+
+@pytest.mark.parametrize("url", ["", "ftp://b", "memory://", "http://b/x"])
+def test_a_url_of_no_store_is_refused(url):
+    with pytest.raises(UsageError, match="names no store"):
+        objects.ObjectStore(url)
+
+
+def test_without_the_extra_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UsageError, match="extra bucket"):
+        objects.ObjectStore("memory://x")

@@ -1,0 +1,1 @@
+"""Versions in an object store. Knows neither etcd nor transports."""

@@ -1,0 +1,204 @@
+"""Objects under keys, in whichever store a URL names. Knows nothing of versions.
+
+Stores differ in two ways that matter here. Some ignore the condition of a create, and overwrite:
+`probe` tells. And a request whose reply was lost is made again, which then finds its own object.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+from torch_ros.errors import BucketError, TorchRosError, UsageError
+
+if TYPE_CHECKING:
+    from obstore.store import MemoryStore
+    from obstore.store import ObjectStore as Vendor
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 8 << 20  # of an upload: S3 takes 10,000 parts, therefore files of up to 78 GiB
+UPLOADS = 4  # parts of a file that are under way at a time, each with its memory
+RETRY_S, RETRIES = 60.0, 10  # a store that says "slow down", or does not answer
+CONNECT_S, READ_S = 10.0, 30.0  # for a connection; for the next bytes
+KEYS_MAX = 1000  # of one request to delete
+
+_FORMS = "s3://bucket/prefix, gs://, az://, file:///folder, a folder, or memory://name"
+_ADVICE = {
+    "NotFoundError": "check the name of the bucket; of an object, whether it was collected",
+    "PermissionDeniedError": "give this process's credentials the right to do that",
+    "UnauthenticatedError": "give this process credentials for it, by the store's own variables",
+    "InvalidPathError": "use another prefix",
+}
+_memories: dict[str, MemoryStore] = {}  # by name, for as long as the process lives
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object as a list shows it."""
+
+    key: str
+    size_bytes: int
+
+
+class ObjectStore:
+    """The objects below a URL. Any thread may call it; a call ends within minutes, whatever fails.
+
+    Raises:
+        UsageError: It is no URL of a store, or the extra `bucket` is not installed.
+        BucketError: In each call, where the store refuses, or does not answer within a minute.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            import obstore  # noqa: PLC0415  # the extra bucket
+            from obstore.exceptions import BaseError  # noqa: PLC0415
+        except ImportError as error:
+            raise UsageError(
+                f"{url!r}: a bucket takes {error.name}, which is not installed: install torch-ros "
+                "with the extra bucket"
+            ) from error
+        self._obs, self._failure = obstore, BaseError
+        with self._errors(""):
+            self._store = _opened(url)
+
+    def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
+        """Write an object of any size as its bytes come; takes 40 MiB of memory.
+
+        It is there when all of it is. Nothing is, if `content` raises, which is raised here.
+        """
+        with self._errors(key):
+            self._obs.put(
+                self._store,
+                key,
+                iter(content),
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                max_concurrency=UPLOADS,
+            )
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write a small object if there is none; whether this content is there.
+
+        A store that ignores the condition overwrites, and True is returned: see `probe`.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
+
+        with self._errors(key):
+            try:
+                self._obs.put(self._store, key, content, mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                # Perhaps by this very call, whose first reply was lost.
+                return self.get(key) == content
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """A small object; None: there is none."""
+        with self._errors(key):
+            try:
+                return bytes(self._obs.get(self._store, key).bytes())
+            except FileNotFoundError:
+                return None
+
+    def get_ranges(
+        self, key: str, starts: Sequence[int], ends: Sequence[int]
+    ) -> Sequence[memoryview]:
+        """The bytes of an object between these offsets, in requests at the same time.
+
+        Raises: BucketError: There is no such object, or it ends before.
+        """
+        with self._errors(key):
+            found = self._obs.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
+        views = [memoryview(each) for each in found]
+        for view, start, end in zip(views, starts, ends, strict=True):
+            if view.nbytes != end - start:
+                self.refuse(key, f"it has {start + view.nbytes} bytes, and not {end}")
+        return views
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        """The objects below a prefix, in the order of their keys. A prefix ends between slashes."""
+        with self._errors(prefix):
+            found = [
+                Listed(each["path"], each["size"])
+                for page in self._obs.list(self._store, prefix)
+                for each in page
+            ]
+        return iter(sorted(found, key=lambda each: each.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; what is not there is fine."""
+        for key in keys:
+            with self._errors(key):
+                try:
+                    self._obs.delete(self._store, key)
+                except FileNotFoundError:
+                    continue
+
+    def probe(self, prefix: str) -> bool:
+        """Whether this store refuses to create what is there. Leaves nothing behind.
+
+        Raises: BucketError: It cannot be written to, listed, read, or deleted from.
+        """
+        key = f"{prefix}/probe-{token_hex(8)}"
+        self.create(key, b"first")
+        try:
+            is_refused = not self.create(key, b"second")
+            if self.get(key) != (b"first" if is_refused else b"second"):
+                self.refuse(key, "a get does not find what was put")
+            if [each.key for each in self.list(prefix) if each.key == key] != [key]:
+                self.refuse(key, "a list does not show what was put")
+        finally:
+            self.delete([key])
+        return is_refused
+
+    def refuse(self, key: str, reason: str) -> NoReturn:
+        """Raise a BucketError about an object whose bytes are not what they should be."""
+        raise BucketError(self.url, key, reason, "read another version; archive this one again")
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except TorchRosError:  # of who makes the content
+            raise
+        except self._failure as error:
+            kind = type(error).__name__
+            advice = _ADVICE.get(kind, "check that the store answers, and its URL")
+            raise BucketError(self.url, key, _first_line(error), advice) from error
+        except (OSError, ValueError) as error:
+            advice = "check that the store is there, and its URL"
+            raise BucketError(self.url, key, _first_line(error), advice) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _opened(url: str) -> Vendor:
+    from obstore import store  # noqa: PLC0415
+
+    parts = urlsplit(url)
+    if parts.scheme == "memory" and parts.netloc:
+        return _memories.setdefault(url, store.MemoryStore())
+    if parts.scheme == "file" or (not parts.scheme and url):
+        return store.LocalStore(Path(parts.path).absolute(), mkdir=True)
+    if parts.scheme not in {"s3", "gs", "az"}:
+        raise UsageError(f"{url!r} names no store: expected {_FORMS}")
+    found: Vendor = store.from_url(
+        url,
+        client_options={
+            "allow_http": True,  # the store's own variables have an endpoint of http then
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+            "read_timeout": timedelta(seconds=READ_S),
+        },
+        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+    )
+    return found
