@@ -627,8 +627,31 @@ def _(another):
 
 
 fault("who is slow relays on", (resting, "step_aside"), scenario="slow relay")(
-    lambda _: lambda *_, **__: Done(value=False)
+    lambda _: lambda view, seat, call: Done(call)
 )
+
+
+@fault("no answer is a refusal", (claimed.ClaimedSources, "_glance"), scenario="unheard")
+def _(glance):
+    def faulty(self, ranges, rule, *, unknown):
+        return glance(self, ranges, rule, unknown=unknown if unknown is not None else self._known)
+
+    return faulty
+
+
+@fault(
+    "a slow one is a leaf before it hears of it",
+    (elsewhere, "choose_again"),
+    (elsewhere, "another"),
+    scenario="unheard, and orphaned",
+)
+def _(rule):
+    def faulty(view, seat, call, **options):
+        return rule(view, seat, seat_module.call_now(view, seat, call), **options)
+
+    return faulty
+
+
 fault("nobody need relay", (resting, "_filling"), scenario="last relay")(
     lambda _: lambda *_: (99, 0)
 )

@@ -9,8 +9,9 @@ from unittest.mock import patch
 from checks import demand
 from farewell import read_from
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, publish, replicate
+from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, replicate
 
+from torch_ros.protocol import claimed
 from torch_ros.protocol import keys as k
 from torch_ros.transfer import pace
 
@@ -104,6 +105,43 @@ def slow_relay(scene: Scene) -> None:
         scene.play()
     found = read_from(scene, "r1")
     demand(found == {"r0", "r2"}, f"I8: a slow one reads from {sorted(found)}")
+
+
+def unheard(scene: Scene, *, dies: bool = False) -> None:
+    """No cycle: who does not hear that it has stepped aside reads from older ones for now.
+
+    Args:
+        dies: Its source is gone meanwhile. Else it steps aside as soon as it is told.
+    """
+    scene.shapes = TENSORS
+    names = ("r0", "r1", "r2")
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 0.2 if me.start.replica == "r0" else 0.02
+        replicate(me)
+
+    def slow_down() -> None:
+        source, slow, reader = (scene.start_named(name).processes[0] for name in names)
+
+        def steps_aside(what: object) -> bool:
+            if not puts("/holdings/")(what):
+                return False
+            scene._cut(reader, 7.0)  # it cannot learn either that there is another place for it
+            scene._cut(slow, claimed.GLANCE_S + 0.7)
+            if dies:
+                scene.at(scene.now_s + 3.0, partial(scene.kill_process, source))
+            return True
+
+        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
+        scene.losses[slow] = steps_aside, "lose reply"
+        scene.slow_s[slow] = 1.0
+
+    _chain(scene, names, names[1:], read)
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
+    with _judged():
+        scene.play()
+    found = read_from(scene, "r1")
+    demand(found == {"r0", "r2", *["t"][: int(dies)]}, f"I8: a slow one reads from {sorted(found)}")
 
 
 def settled_leaf(scene: Scene) -> None:
@@ -299,6 +337,8 @@ def slow_for_all(scene: Scene) -> None:
 SCENES |= {
     "place of the dead": place_of_the_dead,
     "slow relay": slow_relay,
+    "unheard": unheard,
+    "unheard, and orphaned": partial(unheard, dies=True),
     "settled leaf": settled_leaf,
     "slow source": slow_source,
     "last relay": last_relay,

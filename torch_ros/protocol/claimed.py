@@ -27,6 +27,7 @@ SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
 LEFT_MAX = 2  # sources that give too little, in a call; or newcomers were followed for ever
 RETRY_S = 0.5  # between tries to read from a source that failed before
+ASK_AGAIN_S = 10.0  # after no answer: a slow reader whose store is away has to go on reading
 
 
 class _TooLittle(SourceLost):
@@ -41,8 +42,10 @@ class ClaimedSources:
     def __init__(self, call: GroupCall) -> None:
         self.call = call
         self._tried = Counter[str]()  # how often each was lost
+        self._known = call.decided  # as this rank acts by it, which may hear late of its own deeds
         self._judged: set[str] = set()  # sources that gave too little
-        self._is_aside = call.decided.pace == "rests"  # it relays nothing
+        self._asks_s = 0.0  # when it may ask again whether to step aside
+        self._is_aside = self._known.pace == "rests"  # it relays nothing
         self._left = int(self._is_aside)  # how many of them; who rests has a leaf's place already
         self._is_displaced = False  # it has its source in the place of one that went away
 
@@ -116,7 +119,7 @@ class ClaimedSources:
     def _elsewhere(self, lost: SourceLost) -> str:
         call, tried = self.call, self._tried
         rule = partial(
-            elsewhere.choose_again, seat=call.seat, call=call.decided, tried=tried, lost=lost
+            elsewhere.choose_again, seat=call.seat, call=self._known, tried=tried, lost=lost
         )
         again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
         if tried[inst_at(again)]:
@@ -136,7 +139,7 @@ class ClaimedSources:
         rule = partial(
             elsewhere.has_other,
             seat=call.seat,
-            call=call.decided,
+            call=self._known,
             source=source,
             tried=self._tried,
             silent_s=silent_s,
@@ -153,20 +156,24 @@ class ClaimedSources:
             SourceLost: It is left for another near one.
         """
         call = self.call
-        if source.inst in self._judged:
+        if source.inst in self._judged or time.monotonic() < self._asks_s:
             return
-        self._judged.add(source.inst)
         ranges = sources.source_ranges(call.seat, call.ref)
         is_blamed = self._is_displaced and not self._left  # whoever was there may have been fast
         if not (self._is_aside or is_blamed):
             aside = partial(resting.step_aside, seat=call.seat, call=call.decided)
-            self._is_aside = self._glance(ranges, aside, unknown=False)
+            known = self._glance(ranges, aside, unknown=None)
+            if known is None:  # it may have stepped aside, and tells its readers what it has
+                self._asks_s = time.monotonic() + ASK_AGAIN_S
+                return
+            self._known, self._is_aside = known, bool(known.pace)
+        self._judged.add(source.inst)
         if self._is_aside:
             hush()
         if self._left >= (LEFT_MAX if self._is_aside else 1):
             return
         rule = partial(
-            elsewhere.another, seat=call.seat, call=call.decided, source=source, tried=self._tried
+            elsewhere.another, seat=call.seat, call=self._known, source=source, tried=self._tried
         )
         if place := self._glance(ranges, rule, unknown=""):
             self._left += 1

@@ -1,4 +1,8 @@
-"""Whom a rank reads from when it has left a source (docs/PROTOCOL.md#replicate). Pure."""
+"""Whom a rank reads from when it has left a source (docs/PROTOCOL.md#replicate). Pure.
+
+A call is given as the rank knows it, and not looked up: a leaf reads from younger relays only when
+it passes nothing on, which it learns later than the store.
+"""
 
 from collections.abc import Mapping
 
@@ -6,7 +10,7 @@ from torch_ros.errors import SourceLost
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import sources
 from torch_ros.protocol.records import Call
-from torch_ros.protocol.seat import Seat, call_now, version_read
+from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.sources import EVER, Source, distance, suspects
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import Unseen, View
@@ -24,7 +28,7 @@ def choose_again(
         SourceLost: There is none, or the peers have ended the call.
     """
     ref = version_read(view, seat, call)
-    before = sources.born_before(view, seat, call_now(view, seat, call))
+    before = sources.born_before(view, seat, call)
     candidates = {
         inst: found
         for inst, found in sources.candidates_of(view, seat, ref, before, {*tried}).items()
@@ -50,7 +54,7 @@ def another(
     leaf it is read less. "": there is none. Nobody goes far away for speed.
     """
     ref = version_read(view, seat, call)
-    before = sources.born_before(view, seat, call_now(view, seat, call))
+    before = sources.born_before(view, seat, call)
     is_leaf = before == EVER
     lost = {*tried, seat.inst if is_leaf else source.inst}
     suspected = suspects(view, seat.keys)
@@ -79,7 +83,7 @@ def has_other(
 ) -> Step[bool]:
     """Whether `source`, which has not answered for so long, is to be left for somebody else."""
     ref = version_read(view, seat, call)
-    before = sources.born_before(view, seat, call_now(view, seat, call))
+    before = sources.born_before(view, seat, call)
     found = sources.candidates_of(view, seat, ref, before)
     there = {inst: candidate.distance for inst, candidate in found.items()}
     is_left = is_to_be_left(view, seat, source, tried, silent_s, there)

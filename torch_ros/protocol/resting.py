@@ -32,22 +32,21 @@ def is_relaying(holding: Holding) -> bool:
     return holding.state == "filling" and holding.is_relay
 
 
-def step_aside(view: View, seat: Seat, call: Call) -> Step[bool]:
-    """Relay nothing in this call any more; False: too few of those that fill here would.
+def step_aside(view: View, seat: Seat, call: Call) -> Step[Call]:
+    """The call, with a `pace` if its group relays nothing in it any more.
 
-    A seed has no near source, and is never told to.
+    Without one too few of those that fill here would relay. A seed has no near source, and is
+    never told to step aside.
     """
     ref = version_read(view, seat, call)
     own = Holding.at(view, seat.holding(ref))
-    if own is None:
-        return Done(value=False)
-    if not is_relaying(own):
-        return Done(value=True)
+    if own is None or not is_relaying(own):
+        return Done(call_now(view, seat, call))
     relays, others = _filling(view, seat, ref)
     if others + 1 > relays - 1:
-        return Done(value=False)
+        return Done(call)
     slow = msgspec.structs.replace(call_now(view, seat, call), pace="slow")
-    return Act(_put(view, seat, slow, own, is_relay=False), lambda _: True)
+    return Act(_put(view, seat, slow, own, is_relay=False), lambda _: slow)
 
 
 def shall(view: View, seat: Seat, ref: VersionRef) -> bool:
