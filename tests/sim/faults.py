@@ -627,8 +627,13 @@ def _(another):
 
 
 fault("who is slow relays on", (resting, "step_aside"), scenario="slow relay")(
-    lambda _: lambda view, seat, call: Done(call)
+    lambda _: lambda view, seat, call, **_: Done(call)
 )
+
+
+@fault("who steps aside takes its place still", (resting, "step_aside"), scenario="kept place")
+def _(step_aside):
+    return lambda view, seat, call, **_: step_aside(view, seat, call, ())
 
 
 @fault("no answer is a refusal", (claimed.ClaimedSources, "_glance"), scenario="unheard")

@@ -107,6 +107,32 @@ def slow_relay(scene: Scene) -> None:
     demand(found == {"r0", "r2"}, f"I8: a slow one reads from {sorted(found)}")
 
 
+def kept_place(scene: Scene) -> None:
+    """I8: who is slow and stays where it is leaves that place to the next newcomer."""
+    scene.shapes = TENSORS
+    names = ("r0", "r1", "r2", "r3")
+
+    def read(me: Process) -> None:
+        name = me.start.replica
+        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
+        if name == "r3":
+            scene.when(lambda: not _relays(scene, "r2"), "r2 stepping aside")
+        replicate(me)
+
+    def slow_down() -> None:
+        [slow] = scene.start_named("r2").processes
+        scene.when(lambda: scene.checks._shown(slow)[1], "r2 having something")
+        scene.slow_s[slow] = 1.0
+
+    _chain(scene, names, names, read)
+    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
+    with _judged():
+        scene.play()
+    for name in ("r2", "r3"):
+        found = read_from(scene, name)
+        demand(found == {"r1"}, f"I8: {name} reads from {sorted(found)}")
+
+
 def unheard(scene: Scene, *, dies: bool = False) -> None:
     """No cycle: who does not hear that it has stepped aside reads from older ones for now.
 
@@ -337,6 +363,7 @@ def slow_for_all(scene: Scene) -> None:
 SCENES |= {
     "place of the dead": place_of_the_dead,
     "slow relay": slow_relay,
+    "kept place": kept_place,
     "unheard": unheard,
     "unheard, and orphaned": partial(unheard, dies=True),
     "settled leaf": settled_leaf,

@@ -105,16 +105,20 @@ class ClaimedSources:
 
     def _detach(self, inst: str, lost: SourceLost) -> None:
         """Leave a source that failed; others shall prefer another for a while (I8, load only)."""
-        call, seat, ref = self.call, self.call.seat, self.call.ref
-        mine = seat.keys.reader(ref.run, ref.version, inst, seat.inst, seat.rank)
-        claim = seat.keys.reader_group(ref.run, ref.version, inst, seat.inst)
-        gone = (Delete(one(mine)), Delete(one(claim)))
+        call = self.call
+        gone = tuple(Delete(one(key)) for key in self._reads(inst))
         timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
         insts = [] if lost.is_orderly else [inst]
         try:
             suspect(call.seating, insts, lost.what, gone, timeout_s=timeout_s)
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
             log.info("%s: %s was not told: %s", call.asked, inst, error)
+
+    def _reads(self, inst: str) -> tuple[str, str]:
+        """The keys of the records by which this rank, and its group, read from that source."""
+        keys, me, ref = self.call.seat.keys, self.call.seat, self.call.ref
+        mine = keys.reader(ref.run, ref.version, inst, me.inst, me.rank)
+        return mine, keys.reader_group(ref.run, ref.version, inst, me.inst)
 
     def _elsewhere(self, lost: SourceLost) -> str:
         call, tried = self.call, self._tried
@@ -161,8 +165,9 @@ class ClaimedSources:
         ranges = sources.source_ranges(call.seat, call.ref)
         is_blamed = self._is_displaced and not self._left  # whoever was there may have been fast
         if not (self._is_aside or is_blamed):
-            aside = partial(resting.step_aside, seat=call.seat, call=call.decided)
-            known = self._glance(ranges, aside, unknown=None)
+            reads = self._reads(source.inst)
+            aside = partial(resting.step_aside, seat=call.seat, call=call.decided, reads=reads)
+            known = self._glance((*ranges, *map(one, reads)), aside, unknown=None)
             if known is None:  # it may have stepped aside, and tells its readers what it has
                 self._asks_s = time.monotonic() + ASK_AGAIN_S
                 return

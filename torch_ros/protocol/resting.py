@@ -3,10 +3,12 @@
 It is a leaf then, which may read from everybody, since nobody reads from it.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from torch_ros.protocol import legible
-from torch_ros.protocol.records import Call, Holding, VersionRef
+from torch_ros.protocol.records import Call, Holding, Reader, VersionRef
 from torch_ros.protocol.seat import (
     Seat,
     call_now,
@@ -16,7 +18,7 @@ from torch_ros.protocol.seat import (
     version_read,
 )
 from torch_ros.store.loops import Act, Done, Step
-from torch_ros.store.txn import Txn, View
+from torch_ros.store.txn import Put, Txn, View
 
 
 def is_leaf(seat: Seat, call: Call) -> bool:
@@ -32,11 +34,14 @@ def is_relaying(holding: Holding) -> bool:
     return holding.state == "filling" and holding.is_relay
 
 
-def step_aside(view: View, seat: Seat, call: Call) -> Step[Call]:
+def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step[Call]:
     """The call, with a `pace` if its group relays nothing in it any more.
 
     Without one too few of those that fill here would relay. A seed has no near source, and is
     never told to step aside.
+
+    Args:
+        reads: The keys of the records by which this rank reads from its source.
     """
     ref = version_read(view, seat, call)
     own = Holding.at(view, seat.holding(ref))
@@ -46,7 +51,14 @@ def step_aside(view: View, seat: Seat, call: Call) -> Step[Call]:
     if others + 1 > relays - 1:
         return Done(call)
     slow = msgspec.structs.replace(call_now(view, seat, call), pace="slow")
-    return Act(_put(view, seat, slow, own, is_relay=False), lambda _: slow)
+    txn = _put(view, seat, slow, own, is_relay=False)
+    if is_leaf(seat, slow):  # also if it stays with its source: newcomers find that free then
+        reader = Reader(call.number, is_leaf=True).encode()  # of a near one: no other is judged
+        there = [(key, entry.lease_id) for key in reads if (entry := view.get(key)) is not None]
+        guards = (view.unchanged(key) for key, _ in there)
+        puts = (Put(key, reader, lease_id) for key, lease_id in there)
+        txn = msgspec.structs.replace(txn, guards=(*txn.guards, *guards), ops=(*txn.ops, *puts))
+    return Act(txn, lambda _: slow)
 
 
 def shall(view: View, seat: Seat, ref: VersionRef) -> bool:
