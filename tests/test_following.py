@@ -23,6 +23,7 @@ from torch_ros.errors import (
 from torch_ros.shard import following
 from torch_ros.shard.replication import Replication, replicate_if_there
 from torch_ros.store import run
+from torch_ros.store.txn import whole
 
 WAIT_S = 20
 
@@ -480,6 +481,51 @@ def test_an_update_that_goes_does_not_read_for_its_replicate(opened, monkeypatch
     monkeypatch.setattr(kv, "read", counted)
     assert rollout.update()
     assert len(reads) == 3  # the third one is for the end; the replicate begins with what was read
+
+
+def test_a_follower_gives_up_what_it_held_from_what_the_agree_has_read(
+    opened, pool, replica, until_waiting, monkeypatch
+):
+    """The rank that ends the agree unpublishes before its peer looks: no read, no lost race."""
+    unpublished, asked = threading.Event(), []
+
+    def is_of_unpublish(ranges):
+        return any("/shards/rollout+" in part.start for part in whole(ranges))
+
+    def counted(kv):
+        read, commit = kv.read, kv.commit
+
+        def noted_read(request, *, timeout_s):
+            if is_of_unpublish(request.ranges):
+                asked.append("read")
+                assert unpublished.wait(WAIT_S)
+            return read(request, timeout_s=timeout_s)
+
+        def noted_commit(txn, *, timeout_s):
+            reply = commit(txn, timeout_s=timeout_s)
+            if is_of_unpublish(txn.otherwise):
+                asked.append("commit" if reply.applied else "lost race")
+                unpublished.set()
+            return reply
+
+        monkeypatch.setattr(kv, "read", noted_read)
+        monkeypatch.setattr(kv, "commit", noted_commit)
+
+    stop = threading.Event()
+    each = follow_all(pool, replica, [stop, stop])
+    until_waiting(*replica)
+    trainer = publisher(opened)
+    until(lambda: {handle.version for handle in replica} == {1})
+    until_waiting(*replica)
+    for handle in replica:
+        counted(handle._shard.group.kv)
+    go_on(trainer, 2)
+    until(lambda: {handle.version for handle in replica} == {2})
+    seen = sorted(asked)
+    until_waiting(*replica)
+    stop.set()
+    assert [one.result(WAIT_S) for one in each] == [[1, 2], [1, 2]]
+    assert seen == ["commit", "read"]  # the peer's
 
 
 def follower_of(server, pool, stop, seen):

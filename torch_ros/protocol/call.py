@@ -52,6 +52,7 @@ Sight = tuple[Seat, View]
 """The view that was read from that seat before a call, for its decision."""
 log = logging.getLogger(__name__)
 
+SERVED = SourceTerms()
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 
 
@@ -300,11 +301,12 @@ class GroupCall(Attempt):
         self._finish(found)
         return None
 
-    def complete(self, end: Outcome, whole: SourceTerms = SourceTerms()) -> None:  # noqa: B008  # a frozen value
+    def complete(self, end: Outcome, terms: SourceTerms = SERVED, ahead: Ranges = ()) -> None:
         """End the call, of which this rank knows that all are ready.
 
         Args:
             end: The layout that the ranks have all of, with their answers; agree: what they said.
+            ahead: The ranges that this rank's next call begins with: see `seen`.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
@@ -314,8 +316,8 @@ class GroupCall(Attempt):
         reads = calls.own_records(seat, call, self.read_from)[1:] if seat.world_size == 1 else ()
         if self.may_hold is not None:
             self.may_hold = replace(self.may_hold, layout=end.said)
-        rule = partial(calls.complete, seat=seat, call=call, end=end, whole=whole, reads=reads)
-        self._finish(self.settle(calls.end_ranges(seat, call), rule, first=self.seen))
+        rule = partial(calls.complete, seat=seat, call=call, end=end, whole=terms, reads=reads)
+        self._finish(self.settle(calls.end_ranges(seat, call), rule, ahead, self.seen))
 
     def conclude(self, ranges: Ranges, rule: Callable[[View], Step[Outcome]]) -> None:
         """As `complete`, by a rule of the call's own."""

@@ -38,6 +38,7 @@ from torch_ros.protocol.keys import DEFAULT_DATACENTER
 from torch_ros.protocol.lookout import look_out
 from torch_ros.protocol.records import Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
+from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import replicate, replicate_if_there
@@ -154,7 +155,7 @@ def _update_within(
         if search.is_to_go(found):
             deadline = shard.deadline(what, request.timeout_s)
             shard.intake.begins(deadline)
-            if lookout.stop is not None and not _all_go_on(shard, what, deadline, lookout):
+            if lookout.stop is not None and not search.all_go_on(deadline):
                 shard.intake.ends(None, deadline)
                 return None
             is_near = search.skips  # then not a newer one that is far
@@ -163,19 +164,6 @@ def _update_within(
                 ref = replicate_if_there(shard, spec, deadline)
             has_given_up = has_given_up or (ref is None and search.held is not None)
     return ref
-
-
-def _all_go_on(shard: Shard, what: str, deadline: Deadline, lookout: Lookout) -> bool:
-    """Whether no rank was told to stop. Returns when all have come, who hold what they held."""
-
-    def ask(call: GroupCall) -> bool:
-        call.decide((), recorded)
-        with call.ending():
-            if not call.has_ended and (said := call.finish(STOPPED if lookout.is_told() else "")):
-                call.complete(Outcome(said=max(said.values())))
-        return call.said != STOPPED
-
-    return shard.is_alone or shard.make(GroupTask("agree", CHECK + what, deadline, ask))
 
 
 def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator[int]:
@@ -249,6 +237,28 @@ class _Search:
     def is_to_go(self, found: Next) -> bool:
         return found.ref is not None and found.said != FETCHED
 
+    def all_go_on(self, deadline: Deadline) -> bool:
+        """Whether no rank was told to stop. Returns when all have come, who hold what they held."""
+        held, lookout = self.held, self._lookout
+        assert lookout is not None
+
+        def ask(call: GroupCall) -> bool:
+            call.decide((), recorded)
+            with call.ending():
+                if not call.has_ended and (
+                    said := call.finish(STOPPED if lookout.is_told() else "")
+                ):
+                    end = Outcome(said=max(said.values()))
+                    call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
+            self._see(call)
+            return call.said != STOPPED
+
+        made = GroupTask("agree", CHECK + deadline.what, deadline, ask)
+        return self.shard.is_alone or self.shard.make(made)
+
+    def _see(self, call: GroupCall) -> None:
+        self.sight = (call.seat, call.seen) if call.seen else None
+
     def _fetch_ahead(self, ref: VersionRef) -> None:
         shard, deadline = self.shard, self.deadline
         if shard.forerunner is not None:
@@ -266,7 +276,7 @@ class _Search:
             def search(call: GroupCall) -> Next:
                 self._note_left()
                 call.decide(ranges, self._effects, is_cheap=True)
-                self.sight = (call.seat, call.seen) if call.seen else None
+                self._see(call)
                 return next_of(call.decided)
 
             return shard.make(GroupTask("update", deadline.what, deadline, search))
@@ -290,7 +300,9 @@ class _Search:
         self._left_s = self._lookout.left_s if self._lookout else 0.0
 
     def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
-        return self._step(view, seat, partial(decided_next, view, seat, call, self.held))
+        is_agreed_on = self._lookout is not None and self._lookout.stop is not None
+        gives_up = None if is_agreed_on else self.held  # else that comes after the agree
+        return self._step(view, seat, partial(decided_next, view, seat, call, gives_up))
 
     def _step(
         self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]
