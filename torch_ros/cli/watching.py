@@ -11,7 +11,7 @@ from torch_ros.store.kv import KV
 from torch_ros.store.txn import Follow, Read, View, whole
 
 PERIOD_S = 0.1  # between two fleets: what changes more often is seen together
-LOOK_S = 2.0  # how often etcd is asked whether it is there, if nothing changes
+LOOK_S = 2.0  # of a watch, then another: so soon is it noticed that nobody looks any more
 
 
 def fleets(kv: KV, model: str, over: threading.Event) -> Iterator[Fleet | BackendError]:
@@ -33,8 +33,6 @@ def fleets(kv: KV, model: str, over: threading.Event) -> Iterator[Fleet | Backen
             elif changes.entries:
                 view = view.after(changes)
                 yield Fleet.of(view, keys)
-            else:
-                kv.read(Read(ranges[:1]), timeout_s=ANSWER_S)
         except ClosedError:
             return
         except BackendError as error:
