@@ -32,11 +32,6 @@ from torch_ros.store.txn import Put, Txn
 BODY = 15 << 30
 
 
-def test_a_token_is_one_that_a_cookie_can_carry(capsys):
-    code = main.main(["--endpoint", "memory://", "web", "--port", "0", "--token", "schlüssel"])
-    assert (code, "expected ASCII" in capsys.readouterr().err) == (2, True)
-
-
 def line(*there, name="r0", **more):
     [found] = [each for each in lines.lines(fleet(*there, **more)) if each.replica == name]
     return found
@@ -261,11 +256,52 @@ def test_others_need_the_token(store, crowd):
         cookie = entered.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie
-        assert ask(port, "/models", Cookie=cookie.partition(";")[0]).status == 200
-        assert ask(port, "/models", Cookie="torch-ros-token=wrong").status == 401
-    with serving(store, token="plain") as port:
-        assert ask(port, "/models", Authorization="Bearer plain").status == 200
-        assert ask(port, "/models", Authorization="Bearer plai").status == 401
+        name, _, value = cookie.partition(";")[0].partition("=")
+        assert ask(port, "/models", Cookie=f"{name}={value}").status == 200
+        assert ask(port, "/models", Cookie=f"{name}=wrong").status == 401
+        sent = {"Authorization": "Bearer größe".encode()}
+        assert ask(port, "/models", **sent).status == 200
+        assert ask(port, "/models", Authorization="Bearer gr").status == 401
+    with serving(store, token="größe") as other:  # of the same host: a browser sends it there too
+        assert str(port) in name
+        assert ask(other, "/models", Cookie=f"{name}={value}").status == 401
+        assert ask(other, "/models", Cookie=f"torch-ros-{other}={value}").status == 401
+        for said in ("größe", "gr%C3%B6%C3%9Fe"):
+            assert said not in value
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_model_that_is_not_there_is_not_watched(store, crowd, monkeypatch):
+    model, watched = crowd.keys.model, []
+
+    def noted(kv, name, over):
+        watched.append(name)
+        return fleets(kv, name, over)
+
+    monkeypatch.setattr(web, "fleets", noted)
+    with serving(store) as port:
+        refused = ask(port, "/events?model=none")
+        assert refused.status == 404
+        assert "no model 'none' in" in refused.read().decode()
+        assert next_event(ask(port, f"/events?model={model}"))[0] == "fleet"
+    assert watched == [model]
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_one_page_too_many_is_told_so_until_another_is_closed(store, crowd, monkeypatch):
+    monkeypatch.setattr(web, "STREAMS_MAX", 2)
+    path = f"/events?model={crowd.keys.model}"
+    with serving(store) as port:
+        pages = [ask(port, path) for _ in range(2)]
+        assert [next_event(page)[0] for page in pages] == 2 * ["fleet"]
+        refused = ask(port, path)
+        assert refused.status == 503
+        assert refused.read() == b"2 pages are open; close some"
+        pages[0].close()
+        until_s = time.monotonic() + 20
+        while (reply := ask(port, path)).status == 503:
+            assert time.monotonic() < until_s
+        assert next_event(reply)[0] == "fleet"
 
 
 def test_what_cannot_be_served_is_an_exit_code(opened, endpoint, capsys):
@@ -282,13 +318,14 @@ def test_what_cannot_be_served_is_an_exit_code(opened, endpoint, capsys):
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
-def test_ctrl_c_lets_pages_go(endpoint, ctrl_c):
+def test_ctrl_c_lets_pages_go(opened, endpoint, ctrl_c):
+    model = opened("trainer").model
     command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "web", "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
         port = urlsplit(server.stdout.readline().split()[0].removesuffix(":")).port
-        reply = ask(port, "/events?model=none")
+        reply = ask(port, f"/events?model={model}")
         assert next_event(reply)[0] == "fleet"
         server.send_signal(signal.SIGINT)
         _, said = server.communicate(timeout=30)

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from importlib.resources import files
 from types import FrameType
 from typing import TextIO
@@ -16,6 +17,7 @@ from typing import TextIO
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import (
@@ -39,18 +41,15 @@ from torch_ros.store.kv import KV
 PORT = 8265
 QUIET_S = 10.0  # a comment is sent this often, so that both sides notice that the other is gone
 ENDS_S = 1  # a page that is shown is not waited for
-COOKIE = "torch-ros-token"
+STREAMS_MAX = 200  # each takes a connection; a page has one
 
 
 def serve(kv: KV, out: TextIO, *, model: str | None, host: str, port: int, token: str) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UsageError: `port` is taken, or `host` is open to others and there is no token, or that has
-            letters that no cookie can carry.
+        UsageError: `port` is taken, or `host` is open to others and there is no token.
     """
-    if not token.isascii():
-        raise UsageError("--token: expected ASCII, which a browser sends back as it is")
     if not token and not _is_loopback(host):
         raise UsageError(
             f"others can reach {host!r}: give --token, or leave --host out and use "
@@ -104,14 +103,29 @@ def application(
 
     async def events(request: Request) -> Response:
         name = request.query_params.get("model", "")
-        if model is not None and name != model:
-            return PlainTextResponse(f"this page shows {model!r}, not {name!r}", 404)
-        return StreamingResponse(_stream(feeds, name), media_type="text/event-stream")
+        if reason := await run_in_threadpool(_missing, kv, model, name):
+            return PlainTextResponse(reason, 404)
+        if feeds.listeners >= STREAMS_MAX:
+            return PlainTextResponse(f"{STREAMS_MAX} pages are open; close some", 503)
+        return _Events(feeds, name)
 
     app: ASGIApp = Starlette(
         routes=[Route("/", root), Route("/models", models), Route("/events", events)]
     )
     return _Guarded(app, token, _policy(page))
+
+
+def _missing(kv: KV, shown: str | None, name: str) -> str:
+    """The reason for which there is nothing to show; "": there may be something."""
+    if shown is not None:
+        return "" if name == shown else f"this page shows {shown!r}, not {name!r}"
+    try:
+        asking.require(kv, name)
+    except UsageError as error:
+        return str(error)
+    except BackendError:  # its feed tells that
+        pass
+    return ""
 
 
 class _Feed:
@@ -157,6 +171,10 @@ class _Feeds:
     def __init__(self, kv: KV) -> None:
         self._kv, self._there, self.is_over = kv, dict[str, _Feed](), False
 
+    @property
+    def listeners(self) -> int:
+        return sum(feed.listeners for feed in self._there.values())
+
     def enter(self, model: str) -> _Feed:
         if model not in self._there:
             self._there[model] = _Feed(self._kv, model)
@@ -189,27 +207,37 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def _stream(feeds: _Feeds, model: str) -> AsyncIterator[bytes]:
+class _Events(StreamingResponse):
+    """The stream for one page, which listens from now until it has been sent."""
+
+    def __init__(self, feeds: _Feeds, model: str) -> None:
+        super().__init__(_stream(feeds, feeds.enter(model)), media_type="text/event-stream")
+        self._leave = partial(feeds.leave, model)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+async def _stream(feeds: _Feeds, feed: _Feed) -> AsyncIterator[bytes]:
     """Events for one page: a fleet, then what has changed since the last event."""
-    feed = feeds.enter(model)
     shown: telling.Told | None = None
     seen: telling.Told | BackendError | None = None
-    try:
-        while True:
-            await feed.after(seen)
-            if feeds.is_over:
-                return
-            if feed.now is seen:
-                yield b":\n\n"
-                continue
-            seen = feed.now
-            if isinstance(seen, telling.Told):
-                yield _event("fleet", telling.difference(shown, seen))
-                shown = seen
-            else:
-                yield _event("trouble", {"reason": str(seen)})
-    finally:
-        feeds.leave(model)
+    while True:
+        await feed.after(seen)
+        if feeds.is_over:
+            return
+        if feed.now is seen:
+            yield b":\n\n"
+            continue
+        seen = feed.now
+        if isinstance(seen, telling.Told):
+            yield _event("fleet", telling.difference(shown, seen))
+            shown = seen
+        else:
+            yield _event("trouble", {"reason": str(seen)})
 
 
 def _event(kind: str, values: Mapping[str, object]) -> bytes:
@@ -241,28 +269,33 @@ class _Guarded:
 
     def _refusal(self, request: Request) -> Response | None:
         """An answer in the page's stead."""
+        host, port = _address(request)
         if not self._token:
-            if _is_loopback(_host(request)):
+            if _is_loopback(host):
                 return None
             return PlainTextResponse("this page is for this host; others need --token", 403)
-        asked = request.query_params.get("token")
-        if asked is not None and self._is_token(asked):
+        # A browser sends cookies to every port of a host: this one must not show them the token.
+        name = f"torch-ros-{port}"
+        pass_ = hmac.new(self._token, name.encode(), "sha256").hexdigest()
+        if self._is_token(request.query_params.get("token", "").encode()):
             response = RedirectResponse("/", 303)  # the address is the page's, without the token
-            response.set_cookie(COOKIE, asked, httponly=True, samesite="strict")
+            response.set_cookie(name, pass_, httponly=True, samesite="strict")
             return response
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer):
+        is_known = hmac.compare_digest(request.cookies.get(name, "").encode(), pass_.encode())
+        if is_known or self._is_token(bearer.encode("latin-1")):  # the bytes that were sent
             return None
         return PlainTextResponse("this page needs its token: /?token=...", 401)
 
-    def _is_token(self, asked: str) -> bool:
-        return hmac.compare_digest(asked.encode(), self._token)
+    def _is_token(self, asked: bytes) -> bool:
+        return hmac.compare_digest(asked, self._token)
 
 
-def _host(request: Request) -> str:
-    """The name that the browser was given, without the port."""
-    named = re.fullmatch(r"\[(.*)\](?::\d+)?|([^:]*)(?::\d+)?", request.headers.get("host", ""))
-    return (named[1] or named[2] or "") if named else ""
+def _address(request: Request) -> tuple[str, str]:
+    """The name and the port that the browser was given; "" where it has none that can be read."""
+    asked = request.headers.get("host", "")
+    named = re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?", asked, re.ASCII)
+    return (named[1] or named[2] or "", named[3] or "") if named else ("", "")
 
 
 def _policy(page: str) -> Mapping[str, str]:
