@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -180,6 +181,17 @@ def test_a_context_that_means_nothing_is_no_link(exporter, ended, told):
         tracing.link(told)
     [span] = ended("read")
     assert [link for link in span.links if link.context.is_valid] == []
+
+
+def test_a_child_that_was_forked_starts_no_thread_at_its_end(exporter, ended):
+    """From Python 3.12 on none can be started then."""
+    with tracing.spanned("read"):
+        pass
+    assert len(ended("read")) == 1
+    if not (child := os.fork()):
+        tracing.flush()
+        os._exit("torch_ros spans" in [thread.name for thread in threading.enumerate()])
+    assert os.waitpid(child, 0)[1] == 0
 
 
 PROGRAM = """

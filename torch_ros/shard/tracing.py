@@ -99,6 +99,8 @@ def link(parent: str) -> None:
 
 def flush(timeout_s: float = FLUSH_S) -> None:
     """Wait for the spans of calls that have returned."""
+    if not _ending.cache_info().currsize:  # none has; a child that was forked has its parent's exit
+        return
     is_done = threading.Event()
     _ending().put(is_done)
     is_done.wait(timeout_s)
