@@ -34,13 +34,10 @@ RUN = [
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_code_runs_as_printed(name):
+def test_code_runs_as_printed(name, started):
     code = "\n".join(FENCE.findall((ROOT / name).read_text()))
     assert "torch_ros" in code
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    started.start(code).finish(100)
 
 
 @pytest.mark.parametrize(

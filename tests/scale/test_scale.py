@@ -393,7 +393,10 @@ def test_who_waits_for_a_relay_to_begin_misses_it_when_it_dies():
 # Short runs, with bounds
 
 
-@pytest.mark.parametrize(("seeding", "most_s"), [("foreground", 8.5), ("host", 4.0)])
+@pytest.mark.parametrize(
+    ("seeding", "most_s"),
+    [pytest.param("foreground", 8.5, marks=pytest.mark.long), ("host", 4.0)],
+)
 def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
     found = scenarios.updates_12(0, seeding=seeding, etcd=scenarios.WEST)
     assert found["stall_s"] < most_s
@@ -401,7 +404,7 @@ def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
 
 
 def test_nobody_starves_who_polls_seldom():
-    assert scenarios.fast_versions(0)["lag"] <= 8
+    assert scenarios.fast_versions(0, lasts_s=30.0)["lag"] <= 8
 
 
 @pytest.mark.long
@@ -458,6 +461,7 @@ def test_the_same_bytes_come_twice(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_the_same_figures_come_twice():
     jobs = [
         scale.job("burst", n=12),

@@ -3,8 +3,6 @@
 import itertools
 import math
 import random
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -26,6 +24,11 @@ from torch_ros.weights.manifest import dtype_name
 DEPTHS = ["full", "sampled"]
 M = 2**64
 WIDTHS = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+EXTREMES = {torch.uint8, torch.complex128}
+FLIPPED = [
+    pytest.param(each, marks=() if each in EXTREMES else pytest.mark.long, id=dtype_name(each))
+    for each in WIDTHS
+]
 
 
 def all_dtypes():
@@ -178,7 +181,7 @@ def random_shape(rng):
 @pytest.mark.parametrize("dtype", WIDTHS, ids=dtype_name)
 def test_the_digests_of_any_partition_are_that_of_the_tensor(dtype, depth):
     rng = random.Random(3)
-    for _ in range(30):
+    for _ in range(10):
         whole = random_bits(rng, random_shape(rng), dtype)
         expected = whole_digest(whole, depth)
         parts = random_partition(rng, uncut(whole.shape))
@@ -248,7 +251,7 @@ def test_a_device_sums_what_the_host_sums(dtype):
 # Corruptions
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=dtype_name)
+@pytest.mark.parametrize("dtype", FLIPPED)
 def test_every_flipped_bit_is_found(dtype):
     tensor = random_bits(random.Random(6), (3, 11), dtype)
     expected = whole_digest(tensor)
@@ -260,7 +263,7 @@ def test_every_flipped_bit_is_found(dtype):
     assert whole_digest(tensor) == expected
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=dtype_name)
+@pytest.mark.parametrize("dtype", FLIPPED)
 def test_any_two_flips_of_the_same_bit_are_found(dtype):
     # A stuck line of memory does that. The top bit of a word is the weakest place.
     tensor = torch.zeros(3, 1100 // dtype.itemsize, dtype=dtype)
@@ -376,12 +379,12 @@ digest(tensor, global_shape=shape, offsets=(0, 0), depth="full")
 """
 
 
-def test_a_sample_does_not_touch_other_memory():
-    child = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
-    pages, found = map(int, child.stdout.split())
+def test_a_sample_does_not_touch_other_memory(started):
+    child = started.start(GUARDED, talks=True)
+    pages, found = map(int, child.hear().split())
     assert pages < 200
     assert found == whole_digest(torch.ones(1024, 2048), "sampled")
-    assert child.returncode < 0  # killed: the pages between are closed, and "full" needs them
+    assert child.wait(20) < 0  # killed: the pages between are closed, and "full" needs them
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -436,7 +439,7 @@ def group_totals(group, depth):
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_two_groups_that_cut_the_same_tensors_differently_agree(depth):
     rng = random.Random(9)
-    for _ in range(40):
+    for _ in range(12):
         wholes = random_wholes(rng)
         expected = {fqn: whole_digest(whole, depth) for fqn, whole in wholes.items()}
         for rank_count in (2, 3):

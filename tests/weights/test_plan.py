@@ -159,7 +159,7 @@ def inside(address, size, tensors):
 def test_any_sharding_is_read_into_any_other(mode):
     rng = random.Random(mode)
     staged = direct = 0
-    for _ in range(300):
+    for _ in range(100):
         wholes, ranks = random_world(rng)
         layout, memory, checks = random_target(rng, wholes)
         read_plan = plan(
@@ -179,13 +179,13 @@ def test_any_sharding_is_read_into_any_other(mode):
         assert order == sorted(order)
         staged += len(read_plan.staged)
         direct += len(read_plan.direct.size_bytes)
-    assert direct > 100
-    assert staged > 100 or mode == "direct"
+    assert direct > 50
+    assert staged > 50 or mode == "direct"
 
 
 def test_where_chunks_overlap_the_lowest_rank_counts():
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(100):
         shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 3)))
         painted = random_bits(rng, shape, torch.int16)
         everything = tuple(slice(0, size) for size in shape)

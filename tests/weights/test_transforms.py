@@ -1,5 +1,6 @@
 """Transforms against plain torch: what they make, of which tensors, and of which shards."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -71,12 +72,16 @@ def same(one, other):
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+SHAPES_IN_PIECES = [
+    pytest.param((256, 384), 1, marks=pytest.mark.long),
+    *itertools.product([(130, 257), (1, 1), (7, 300)], [1]),
+    *itertools.product([(256, 384), (130, 257), (1, 1), (7, 300)], [40_000, 1 << 30]),
+]
 
 
 @pytest.mark.parametrize("block", SCALE)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(256, 384), (130, 257), (1, 1), (7, 300)])
-@pytest.mark.parametrize("piece_bytes", [1, 40_000, 1 << 30])
+@pytest.mark.parametrize(("shape", "piece_bytes"), SHAPES_IN_PIECES)
 def test_float8_is_what_plain_torch_makes_of_it(monkeypatch, block, dtype, shape, piece_bytes):
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(transforms, "CACHE_BYTES", piece_bytes // 4)
