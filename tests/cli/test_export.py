@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 
-import grpc
 import pytest
 import torch
-from pyetcd import etcdrpc as rpc
 from scraping import exporting, scrape
+from users import limited
 
 import torch_ros
 from torch_ros.protocol.keys import EVERY_MODEL
@@ -77,25 +76,6 @@ def test_a_role_that_may_read_one_model_is_enough_for_that_one(running_etcd, tmp
             assert (code, "user 'reads' may not use all keys" in err) == (3, True)
             with exporting(endpoint, "policy", **environment) as (_, said):
                 assert scrape(said)["torch_ros_fleet_latest_version", "policy"] == 1
-
-
-def limited(server, prefix, password_file):
-    """Switch users on in an etcd; the environment of one who may read what begins so."""
-    password_file.write_text("secret\n")
-    with grpc.insecure_channel(server.host) as channel:
-        auth = rpc.AuthStub(channel)
-        for name in ("root", "reads"):
-            auth.RoleAdd(rpc.AuthRoleAddRequest(name=name))
-            auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="secret"))
-            auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name))
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        may = rpc.Permission(permType=0, key=prefix.encode(), range_end=end.encode())
-        auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="reads", perm=may))
-        auth.AuthEnable(rpc.AuthEnableRequest())
-    return {
-        "TORCH_ROS_ETCD_USER": "reads",
-        "TORCH_ROS_ETCD_PASSWORD_FILE": str(password_file),
-    }
 
 
 def failed(*arguments, **environment):

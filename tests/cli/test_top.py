@@ -1,15 +1,11 @@
 """`torch-ros top` over recorded fleets, and over a real store."""
 
 import asyncio
-import os
-import pty
-import subprocess
-import sys
-import termios
 import threading
 from dataclasses import replace
 
 import pytest
+from terminal import drawn
 from test_ls import ONE, TWO, fleet, held
 
 from torch_ros.cli import lines, main, screen, top
@@ -247,21 +243,4 @@ def test_it_is_for_terminals(opened, endpoint, capsys):
 def test_a_process_draws_on_a_terminal_and_quits(opened, endpoint):
     trainer = opened("trainer")
     published(trainer)
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (24, 80))
-    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "top", trainer.model]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while b"version 7" not in shown:
-            shown += os.read(ours, 65536)
-        os.write(ours, b"q")
-        try:
-            while os.read(ours, 65536):
-                pass
-        except OSError:  # nobody has the other end any more
-            pass
-    os.close(ours)
-    assert process.returncode == 0
+    assert drawn(endpoint, trainer.model, b"version 7") == 0

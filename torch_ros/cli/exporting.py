@@ -1,10 +1,8 @@
 """`torch-ros export`: figures of fleets for Prometheus, of which each scrape asks etcd."""
 
 import argparse
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TextIO
 
 from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
@@ -12,12 +10,11 @@ from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable, Usage
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.store.kv import KV
 
-FINE = 0
 SCRAPE_S = 4.0  # for one answer of etcd: Prometheus waits for ten seconds
 
 
-def export(asked: argparse.Namespace, out: TextIO) -> int:
-    """Serve until somebody ends this. etcd may go and come back meanwhile.
+def export(kv: KV, asked: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    """Serve until somebody ends this; `tell` is given the address. etcd may go and come back.
 
     A scrape costs one read for each model, and one of all keys where no model was named. A watch
     instead would be told of each reader's record as it comes and goes, between two scrapes too.
@@ -31,17 +28,13 @@ def export(asked: argparse.Namespace, out: TextIO) -> int:
             "extra metrics"
         ) from error
 
-    with closing(asking.connected(asked.endpoint)) as kv:
-        for model in asked.models:
-            asking.fleet_of(kv, model)
-        _fleets(kv, asked.models)  # a role that may not is an error now, and not a figure later
-        collector = FleetCollector(partial(_fleets, kv, asked.models))
-        with told_to_end() as ends, serving(collector, asked.host, asked.port) as address:
-            of = ", ".join(asked.models) or "all models"
-            out.write(f"{address}: figures of {of} in {kv.endpoint}; Ctrl-C ends\n")
-            out.flush()
-            ends.wait()
-    return FINE
+    for model in asked.models:
+        asking.fleet_of(kv, model)
+    _fleets(kv, asked.models)  # a role that may not is an error now, and not a figure later
+    collector = FleetCollector(partial(_fleets, kv, asked.models))
+    with told_to_end() as ends, serving(collector, asked.host, asked.port) as address:
+        tell(address)
+        ends.wait()
 
 
 def _fleets(kv: KV, models: Sequence[str]) -> dict[str, Fleet | BackendError]:

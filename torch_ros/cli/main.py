@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -183,7 +185,24 @@ def _why(asked: argparse.Namespace) -> int:
 
 
 def _export(asked: argparse.Namespace) -> int:
-    return exporting.export(asked, sys.stdout)
+    with closing(asking.connected(asked.endpoint)) as kv:
+        exporting.export(kv, asked, partial(_tell_where, asked, kv, "figures", asked.models))
+    return FINE
+
+
+def _tell_where(
+    asked: argparse.Namespace, kv: KV, what: str, models: Sequence[str], url: str
+) -> None:
+    """The one line of a command that serves: it is listening."""
+    if asked.json:
+        port = urlsplit(url).port
+        _print_json(
+            {"url": url, "port": port, "endpoint": kv.endpoint, "models": models}, sys.stdout
+        )
+    else:
+        of = ", ".join(models) or "all models"
+        sys.stdout.write(f"{url}: {what} of {of} in {kv.endpoint}; Ctrl-C ends\n")
+    sys.stdout.flush()
 
 
 def _top(asked: argparse.Namespace) -> int:
@@ -208,7 +227,7 @@ def _web(asked: argparse.Namespace) -> int:
     with closing(asking.connected(asked.endpoint)) as kv:
         web.serve(
             kv,
-            sys.stdout,
+            partial(_tell_where, asked, kv, "the page", [asked.model] if asked.model else []),
             model=asked.model,
             host=asked.host,
             port=asked.port,

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,10 @@ from torch_ros.checkpoints.written import (
     write_dcp,
     write_safetensors,
 )
+from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
+from torch_ros.errors import UsageError
 from torch_ros.store.endpoint import located
 
 FINE = 0
@@ -45,7 +47,7 @@ DRAIN_S = 20.0  # for readers, when it leaves
 def push(asked: argparse.Namespace, out: TextIO) -> int:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
-    with told_to_end() as ends, opened(asked, asked.replica, "push") as handle:
+    with opened(asked, asked.replica, "push") as handle, told_to_end() as ends:
         handle.register(tensors)
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -156,9 +158,11 @@ def as_version(text: str) -> int | str:
 def opened(
     asked: argparse.Namespace, replica: str | None, what: str, *, spot: bool = False
 ) -> Iterator[torch_ros.ShardHandle]:
-    """A handle on an etcd that is there; none is started."""
+    """A handle on an etcd that is there; none is started. All but `push` wait for the model."""
     name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
     where = located(asked.endpoint)
+    if what != "push":
+        _await_model(where, asked.model, asked.timeout)
     with torch_ros.open(
         asked.model,
         endpoint=where,
@@ -169,6 +173,29 @@ def opened(
         timeout_s=OPEN_S,
     ) as handle:
         yield handle
+
+
+def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
+    """Return when somebody has the model. A name that nobody uses leaves no record.
+
+    Raises:
+        UsageError: Nobody has it in time; names the one that may be meant.
+    """
+    until_s, is_told = time.monotonic() + timeout_s, False
+    with closing(asking.connected(endpoint)) as kv:
+        while True:
+            rev = asking.revision(kv)
+            try:
+                asking.fleet_of(kv, model)
+            except UsageError as error:
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    raise
+                if not is_told:
+                    sys.stderr.write(f"torch-ros: {error}; waiting for it, {timeout_s:.0f} s\n")
+                is_told = True
+                asking.await_change(kv, model, rev, left_s)
+            else:
+                return
 
 
 @contextmanager

@@ -8,11 +8,10 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from types import FrameType
-from typing import TextIO
 
 import msgspec
 import uvicorn
@@ -44,8 +43,10 @@ ENDS_S = 1  # a page that is shown is not waited for
 STREAMS_MAX = 200  # each takes a connection; a page has one
 
 
-def serve(kv: KV, out: TextIO, *, model: str | None, host: str, port: int, token: str) -> None:
-    """Serve the page until Ctrl-C.
+def serve(
+    kv: KV, tell: Callable[[str], None], *, model: str | None, host: str, port: int, token: str
+) -> None:
+    """Serve the page until Ctrl-C; `tell` is given the address.
 
     Raises:
         UsageError: `port` is taken, or `host` is open to others and there is no token.
@@ -63,9 +64,7 @@ def serve(kv: KV, out: TextIO, *, model: str | None, host: str, port: int, token
     except OSError as error:
         raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listening.getsockname()[1]}/{'?token=...' if token else ''}"
-    out.write(f"{address}: the page of {model or 'all models'} in {kv.endpoint}; Ctrl-C ends\n")
-    out.flush()
+    tell(f"http://{shown}:{listening.getsockname()[1]}/{'?token=...' if token else ''}")
     config = uvicorn.Config(
         application(kv, model, token, feeds := _Feeds(kv)),
         log_level="warning",

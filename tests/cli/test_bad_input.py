@@ -1,0 +1,169 @@
+"""No command answers bad input, or a bad moment, with a traceback: a line, and an exit code."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import uuid
+
+import pytest
+import torch
+from crowd import Crowd
+from safetensors.torch import save_file
+
+from torch_ros.cli import asking, main, moving
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import SchemaRecord
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Put, Read, Txn
+
+[_SUBCOMMANDS] = [each for each in main._parser()._actions if isinstance(each.choices, dict)]
+ARGUMENTS = {  # of those that take more than a model
+    "why": ["MODEL", "trainer"],
+    "doctor": ["--model", "MODEL"],
+    "verify": ["MODEL", "latest", "--timeout", "0.2"],
+    "pull": ["MODEL", "latest", "FOLDER/out", "--timeout", "0.2"],
+    "diff": ["MODEL", "latest", "latest-1", "--timeout", "0.2"],
+    "push": ["FOLDER", "--model", "MODEL", "--version", "9", "--hold", "0"],
+    "web": ["MODEL", "--port", "0"],
+    "export": ["MODEL", "--port", "0"],
+}
+COMMANDS = list(_SUBCOMMANDS.choices)
+SERVE = {"web", "export"}
+each_command = pytest.mark.parametrize("command", COMMANDS)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def ask(capsys, monkeypatch, tmp_path):
+    """`ask(endpoint, command, model)`: its exit code, and what it says as errors."""
+    (tmp_path / "a").mkdir()
+    save_file({"w": torch.ones(4)}, tmp_path / "a" / "a.safetensors")
+    monkeypatch.setattr(asking, "ANSWER_S", 0.5)
+    monkeypatch.setattr(moving, "OPEN_S", 0.5)
+
+    def ask_(endpoint, command, model, *options):
+        words = {"MODEL": model, "FOLDER": str(tmp_path / "a"), "FOLDER/out": str(tmp_path / "o")}
+        command, *more = command.split()
+        arguments = [words.get(each, each) for each in ARGUMENTS.get(command, ["MODEL"])] + more
+        with contextlib.ExitStack() as stack:
+            if command == "top":  # it draws on terminals only
+                for name in ("stdin", "stdout"):
+                    stack.enter_context(monkeypatch.context()).setattr(sys, name, Terminal())
+            code = main.main(["--endpoint", endpoint, *options, command, *arguments])
+        return code, capsys.readouterr().err
+
+    return ask_
+
+
+@pytest.fixture
+def crowd():
+    """A model that a trainer and a rollout have, by their records alone."""
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    there = Crowd(connect(endpoint, timeout_s=5), "policy")
+    for name in ("trainer", "rollout"):
+        there.join(name)
+    there.publish("trainer", 1)
+    there.hold("rollout", 1)
+    there.commit()
+    return endpoint, there
+
+
+def test_all_commands_are_tried():
+    assert set(ARGUMENTS) < set(COMMANDS)
+    assert {"ls", "top", "gc"} < set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "push"])
+def test_a_model_that_is_not_there_is_named_with_the_nearest(command, ask, crowd):
+    endpoint, there = crowd
+    before = there.kv.read(Read(()), timeout_s=5).rev
+    code, err = ask(endpoint, command, "polciy")
+    assert (code, "no model 'polciy'" in err, "did you mean 'policy'?" in err) == (2, True, True)
+    assert there.kv.read(Read(()), timeout_s=5).rev == before
+
+
+@each_command
+def test_an_etcd_that_does_not_answer_is_said(command, ask):
+    code, err = ask("etcd://127.0.0.1:9", command, "policy")
+    assert code == 3
+    assert command == "doctor" or "127.0.0.1:9" in err
+    assert "Traceback" not in err
+
+
+@each_command
+def test_records_of_another_release_are_said(command, ask, crowd, capsys):
+    endpoint, there = crowd
+    there.kv.commit(
+        Txn((), (Put(Keys("policy").schema(), SchemaRecord(99, "9.1").encode()),)), timeout_s=5
+    )
+    code, err = ask(endpoint, command, "policy")
+    assert code == (1 if command == "doctor" else 3)
+    assert command == "doctor" or ("9.1" in err and "0.1.0" in err)
+    assert "Traceback" not in err
+
+
+@each_command
+def test_ctrl_c_while_etcd_is_silent_is_an_exit_code(command, ask, ctrl_c, monkeypatch):
+    monkeypatch.setattr(asking, "ANSWER_S", 20.0)
+    monkeypatch.setattr(moving, "OPEN_S", 20.0)
+    at = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    at.start()
+    try:
+        code, err = ask("etcd://127.0.0.1:9", command, "policy")
+    finally:
+        at.cancel()
+        at.join()
+    assert (code, "torch-ros:" in err, "Traceback" in err) == (130, False, False)
+
+
+@pytest.fixture
+def fleet(opened, endpoint):
+    """A model of which one rollout is behind."""
+    trainer, *rollouts = (opened(name) for name in ("trainer", "behind", "rollout"))
+    trainer.register({f"layer.{number}": torch.ones(4) for number in range(3)})
+    trainer.publish(1)
+    for rollout in rollouts:
+        rollout.register({f"layer.{number}": torch.zeros(4) for number in range(3)})
+        rollout.replicate()
+    trainer.unpublish()
+    trainer.publish(2)
+    rollouts[1].update()
+    return endpoint, trainer.model
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "top"])
+def test_output_that_nobody_reads_is_no_error(command, ask, fleet, monkeypatch):
+    """As behind `| head`."""
+    monkeypatch.setattr(moving, "OPEN_S", 20.0)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        code, err = ask(*fleet[:1], command, fleet[1])
+    assert (code, "torch-ros:" in err, "Error" in err) == (0, False, False)
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each not in {"top", *SERVE}])
+def test_a_terminal_of_40_columns_is_enough(command, ask, fleet, monkeypatch):
+    monkeypatch.setattr(moving, "OPEN_S", 20.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        code, err = ask(*fleet[:1], command, fleet[1])
+    assert (code in {0, 1}, "Traceback" in err) == (True, False)
+    lines = re.sub(r"\x1b\[\d*m", "", out.getvalue()).splitlines()
+    assert lines
+    if command == "ls":  # what is a table has that width; words are wrapped by the terminal
+        table = [line for line in lines if not line.startswith("behind")]
+        assert max(map(len, table)) <= 40
