@@ -100,6 +100,7 @@ class Fenced(SeatLost):
 
     way_out = "close this handle and open a new one"
 
+    args: tuple[str, str, bool]
     is_orderly: bool
 
     def __init__(self, replica: str, reason: str, is_orderly: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
@@ -276,7 +277,7 @@ class SourceLost(PeerError):
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
-    is_orderly = False  # it has only stopped serving: nothing failed
+    is_orderly: bool = False  # it has only stopped serving: nothing failed
 
     _message = (
         "lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "

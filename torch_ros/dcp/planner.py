@@ -26,11 +26,14 @@ _Path = tuple[str | int, ...]
 class ROSSavePlanner(DefaultSavePlanner):
     """For one dcp.save with the ROSWriter that made it. Plans as DefaultSavePlanner does."""
 
+    state_dict: dict[str, Any]
+    is_coordinator: bool
+
     def __init__(self) -> None:
         super().__init__()
         self._nested: dict[str, Any] = {}
-        self.plan = SavePlan([])
-        self.is_kept = False
+        self.plan: SavePlan = SavePlan([])
+        self.is_kept: bool = False
         """Set by the ROSWriter that took the (empty) plan. If nobody did, `finish_plan` raises."""
 
     def set_up_planner(
@@ -63,10 +66,16 @@ class ROSSavePlanner(DefaultSavePlanner):
 class ROSLoadPlanner(DefaultLoadPlanner):
     """For one dcp.load with the ROSReader that made it. Plans as DefaultLoadPlanner does."""
 
+    original_state_dict: dict[str, Any]
+    state_dict: dict[str, Any]
+    mappings: dict[str, _Path]
+    metadata: Metadata | None
+    is_coordinator: bool
+
     def __init__(self, *, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
-        self.plan = LoadPlan([])
-        self.is_kept = False
+        self.plan: LoadPlan = LoadPlan([])
+        self.is_kept: bool = False
         """Set by the ROSReader that took the (empty) plan. If nobody did, `finish_plan` raises."""
 
     def set_up_planner(

@@ -55,6 +55,9 @@ class LentMemory:
         OSError: There is not as much.
     """
 
+    is_closed: bool
+    content_bytes: int
+
     def __init__(self, agent: str, size_bytes: int) -> None:
         self._fd = os.memfd_create(_name(agent), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._file = _file(self._fd)
@@ -69,7 +72,7 @@ class LentMemory:
         self._header = np.frombuffer(memory, np.uint64)[:_WORDS]
         self._fills = self.content_bytes = 0
         self._all = memoryview(memory)
-        self.bytes = self._all[HEADER_BYTES:]
+        self.bytes: memoryview = self._all[HEADER_BYTES:]
 
     def close(self) -> bool:
         """Lend it to nobody from now on; False: somebody has it."""

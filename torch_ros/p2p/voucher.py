@@ -71,7 +71,7 @@ class Voucher:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         self._fd = self._written(())
         self._files = {_file(os.fstat(self._fd))}  # one of them is under that number
-        self.process = Process(os.getpid(), namespace, self._fd)
+        self.process: Process = Process(os.getpid(), namespace, self._fd)
 
     def show(self, digests: Iterable[bytes]) -> None:
         """From now on vouch for these, and for no others.
@@ -130,13 +130,16 @@ class Neighbour:
         Unproven: There is no such process, or it is not one to be read from.
     """
 
+    agent: str
+    process: Process
+
     def __init__(self, agent: str, process: Process) -> None:
         self.agent, self.process = agent, process
         self._lock = threading.Lock()
         self._known: tuple[_File, frozenset[bytes]] | None = None
         try:
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-            self.folder = os.open(f"/proc/{process.pid}", flags)
+            self.folder: int = os.open(f"/proc/{process.pid}", flags)
         except (OSError, ValueError) as error:
             raise Unproven(f"process {process.pid} is not to be found ({error})") from error
         if os.fstat(self.folder).st_uid != os.geteuid():

@@ -58,17 +58,21 @@ class Standing:
 class Attempt(ABC):
     """One rank's attempt at a call, as its ledger knows it."""
 
+    seat: Seat
+    number: int
+    asked: str
+
     def __init__(self, seat: Seat, number: int, kind: Kind, asked: str) -> None:
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
         self.is_begun = False  # from a seat; peers may know of it
         self.is_recorded = False  # the number is used up
         self.is_late = False  # peers wait in a later call, which this is not to end
         self.has_ended = False  # its outcome is known
-        self.was_ready = False  # so it may have ended well
+        self.was_ready: bool = False  # so it may have ended well
         self.ready: Call | None = None  # a publication that was not waited for, as it would end
         self.may_hold: Kept | None = None
         """The version that the group may hold because of this call, for all that is known."""
-        self.value = ""  # what this rank said
+        self.value: str = ""  # what this rank said
 
     def brings(self, ref: VersionRef | None) -> None:
         """Note what it is decided to bring; not, then, what an earlier decision would have."""
@@ -107,15 +111,19 @@ class Ledger:
         install: The version that its engine uses; None: nobody asks.
     """
 
+    seat: Seat
+    standing: Standing
+    is_closed: bool
+
     def __init__(
         self, seat: Seat, retain: tuple[str, ...] = (), install: Install | None = None
     ) -> None:
         self.seat, self.standing, self.is_closed = seat, Standing(), False
         # In C: `with` takes it and gives it back whatever a signal handler raises.
-        self.lock = threading.RLock()
-        self.seats_lost = 0
-        self.calls_made = 0
-        self.pending = 0  # the number of the call that is under way; 0: none
+        self.lock: threading.RLock = threading.RLock()
+        self.seats_lost: int = 0
+        self.calls_made: int = 0
+        self.pending: int = 0  # the number of the call that is under way; 0: none
         self.ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self.held: Kept | None = None
         """The version that this replica holds, as far as this rank knows the ends of its calls."""

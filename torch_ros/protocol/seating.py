@@ -48,9 +48,13 @@ class Seating:
     It knows the ledger that a rank brings along when it comes back, and no call.
     """
 
+    kv: KV
+    applicant: Applicant
+    session: Session
+
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
         self.kv, self.applicant, self.session = kv, applicant, session
-        self.ledger = Ledger(seat, applicant.retain, applicant.shard.install)
+        self.ledger: Ledger = Ledger(seat, applicant.retain, applicant.shard.install)
         self._outage, self._reminder = Outage(applicant.ttl_s), Reminder()
         self._surprises: set[type[Exception]] = set()
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good

@@ -48,6 +48,9 @@ class _Offer:
 class Borrowed(Mapping[str, torch.Tensor]):
     """The tensors of a version, by fqn, where its publisher has them."""
 
+    version: int
+    replica: str
+
     def __init__(self, version: int, replica: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.version, self.replica, self._tensors = version, replica, tensors
 

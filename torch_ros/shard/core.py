@@ -81,6 +81,27 @@ class Shard:
     Two faces stand on it: `ShardHandle` for users, and `Checkpoints` for saves and loads.
     """
 
+    model: str
+    group: Group
+    settings: Settings
+    pages: HugePages
+    mailbox: Mailbox
+    reading: Reading
+    transport: Transport
+    word: OwnWord
+    tensors: Tensors
+    manifests: Manifests
+    copies: Copies
+    beginnings: Beginnings
+    digests: Digests  # of the version that is held
+    reports: Reports
+    observed: Observed
+    forerunner: RunsAhead | None
+    intake: Intake
+    is_closed: bool
+    before_end: list[Callable[[], object]]  # done first when it closes
+    lock: threading.RLock  # of the call that is under way
+
     def __init__(
         self,
         model: str,
@@ -98,14 +119,14 @@ class Shard:
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
-        self.digests = Digests()  # of the version that is held
+        self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.forerunner: RunsAhead | None = None
+        self.forerunner = None
         self.intake = Intake(group.ledger)
         self.is_closed = False
-        self.before_end: list[Callable[[], object]] = []  # done first when it closes
-        self.lock = threading.RLock()  # of the call that is under way
+        self.before_end = []
+        self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
         self._closing: Closing | None = None

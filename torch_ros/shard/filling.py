@@ -64,7 +64,7 @@ class Bell:
     """Rung by any thread, in a finalizer too. Who waits takes the latch, then looks, then waits."""
 
     def __init__(self) -> None:
-        self.latch = Latch()
+        self.latch: Latch = Latch()
 
     def ring(self) -> None:
         rung, self.latch = self.latch, Latch()
@@ -114,13 +114,16 @@ class Filling:
         begun: Callable[["Filling"], Lane],
         ended: Callable[["Filling", Lane | None], None],
     ) -> None:
-        self._shard, self._group, self.wanted = shard, shard.group, wanted
+        self._shard, self._group = shard, shard.group
+        self.wanted: Wanted = wanted
         self._begun, self._ended = begun, ended
-        self.asked, self.landed = 0, 0  # buffers: by the consumer; those that count
+        self.asked: int = 0  # buffers, by the consumer
+        self.landed: int = 0  # buffers that count
         self.parts: Sequence[Part] = ()  # known once it is planned
-        self.is_planned = self.is_dropped = False
+        self.is_planned: bool = False
+        self.is_dropped: bool = False
         self.error: Exception | None = None  # raised by the consumer once `over`
-        self.over = Latch()
+        self.over: Latch = Latch()
         self._news, self._wishes = Bell(), Bell()
         self._asked_s = time.monotonic()
         self._name = stream_of(self._group.seat.inst, wanted.number)
@@ -131,8 +134,8 @@ class Filling:
         self._digests = Digests()  # of the version, from the first source that knows them
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._tally = tallies.begin(shard.observed.tally.whose)
-        self.bytes_read = 0
-        self.read_s = 0.0  # in which they came
+        self.bytes_read: int = 0
+        self.read_s: float = 0.0  # in which they came
 
     # Called by the consumer
 

@@ -70,6 +70,8 @@ class Lookout:
         stop: Ends it for all ranks when it is true on one. None: nobody is asked.
     """
 
+    stop: Stop | None
+
     def __init__(self, wait_s: float, stop: Stop | None = None) -> None:
         self._wait_s, self._began_s = wait_s, time.monotonic()
         self.stop, self._told_s = stop, math.inf

@@ -63,8 +63,8 @@ class ShardHandle:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self.model = shard.model
-        self.checkpoints = Checkpoints(shard)
+        self.model: str = shard.model
+        self.checkpoints: Checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
         self._reads, self._streams = Reads(shard), Streams(shard)
         self._installs = Installs(shard)

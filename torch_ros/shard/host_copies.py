@@ -49,6 +49,9 @@ class HostCopy:
         memory: Of each chunk of `layout`; copied before this returns.
     """
 
+    kept: Kept
+    call: int
+
     def __init__(
         self,
         transport: Transport,
@@ -61,7 +64,7 @@ class HostCopy:
     ) -> None:
         self.kept, self.call = kept, call
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
-        self.size_bytes = ends[-1]
+        self.size_bytes: int = ends[-1]
         with ExitStack() as undo:  # nothing unmaps it: its pages would stay for good
             self._memory = LastingMemory(ends[-1])
             undo.callback(self._memory.close)
@@ -75,7 +78,7 @@ class HostCopy:
             for chunk, tensor in zip(self._chunks, memory, strict=True):
                 copy_bits(chunk, tensor)
             addresses = [room.data_ptr() + start for start in ends[:-1]]
-            self.mailbox = Mailbox(transport)
+            self.mailbox: Mailbox = Mailbox(transport)
             undo.callback(self.mailbox.close)
             self.mailbox.show(packed(layout), addresses, [HOST] * len(addresses), regions)
             self.mailbox.show_digests(digests)

@@ -63,7 +63,7 @@ class Installs:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there
-        self.told = Latch()  # the last rejection is
+        self.told: Latch = Latch()  # the last rejection is
         self.told.set()
         self._sight: View | None = None  # the own record, as it was written last
         self._heard: dict[str, Install] = {}

@@ -7,7 +7,7 @@ from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.identity import without_pid
 from torch_ros.shard.report import Reports
-from torch_ros.shard.tally import Whose, tallies
+from torch_ros.shard.tally import Tally, Whose, tallies
 from torch_ros.shard.tracing import told
 from torch_ros.transfer.reading import Reading
 
@@ -19,7 +19,7 @@ class Observed:
         self, model: str, group: Group, reports: Reports, copies: Copies, reading: Reading
     ) -> None:
         self._group, seat = group, group.seat
-        self.tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
+        self.tally: Tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
         reports.listeners += [self.tally.add, told]
         self.labels: dict[str, str | int] = {
             "model": model,

@@ -201,7 +201,7 @@ class Replication:
         self._watch = Stopwatch()
         self.ref: VersionRef | None = None
         self.progress: Progress | None = None  # of the tensors that are registered for it
-        self.source = ""  # the replicas that are read from now
+        self.source: str = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
         self._rate = (
             0.0  # at which a near relay got the version that gave too little of it; bytes/s

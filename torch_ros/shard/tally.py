@@ -29,6 +29,9 @@ class Whose(NamedTuple):
 class Histogram:
     """Durations, by the first of `BOUNDS_S` that is not below them; the last count has no bound."""
 
+    counts: list[int]
+    sum_s: float
+
     __slots__ = ("counts", "sum_s")
 
     def __init__(self) -> None:
@@ -46,15 +49,23 @@ class Histogram:
 class Tally:
     """The counts of one handle, or of one stream. One thread at a time counts."""
 
+    publish_s: Histogram
+    drain_s: Histogram
+    reroutes: int
+    corrupt: int
+    left_behind: int
+
     def __init__(self, whose: Whose) -> None:
         self.whose = whose
-        self.failures = Counter[str]()  # reads that failed, by the error's class
-        self.reads = Counter[str]()  # that ended well, by the way of most of their bytes
-        self.read_bytes = Counter[str]()  # by way
+        self.failures: Counter[str] = Counter[str]()  # reads that failed, by the error's class
+        self.reads: Counter[str] = Counter[
+            str
+        ]()  # that ended well, by the way of most of their bytes
+        self.read_bytes: Counter[str] = Counter[str]()  # by way
         self.read_s: dict[str, Histogram] = {}  # by stage
         self.publish_s, self.drain_s = Histogram(), Histogram()
         self.reroutes = self.corrupt = self.left_behind = 0
-        self.seats_lost = 0  # of a handle that is closed
+        self.seats_lost: int = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
@@ -137,4 +148,4 @@ def _add(sums: dict[Whose, Tally], tallies: Iterable[Tally]) -> None:
         sums.setdefault(tally.whose, Tally(tally.whose)).merge(tally)
 
 
-tallies = Tallies()
+tallies: Tallies = Tallies()

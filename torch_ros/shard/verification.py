@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 class Verification:
     """Compares one read of `ref` with what was published, from its first source to its end."""
 
+    ref: VersionRef
+
     def __init__(self, shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
         self._shard, self.ref, self._deadline = shard, ref, deadline
         self._expected = Digests()  # of the version

@@ -38,6 +38,10 @@ class Session:
         StoreUnavailable: No lease was granted.
     """
 
+    lease_id: int
+    answers: bool
+    round_trip_s: float
+
     def __init__(
         self,
         kv: KV,
@@ -51,7 +55,7 @@ class Session:
         sent_s = clock()
         self.lease_id, granted_s = kv.grant(ttl_s, timeout_s=GRANT_TIMEOUT_S)
         # Until then the lease is certainly alive: etcd counts from when it got the request.
-        self.deadline = sent_s + granted_s
+        self.deadline: float = sent_s + granted_s
         self.answers, self.round_trip_s = True, clock() - sent_s  # of the last request
         self._interval_s = granted_s / 3
         self._pid = os.getpid()

@@ -32,7 +32,7 @@ class Arrivals:
 
     def __init__(self, blocks: int) -> None:
         self.done: Bools = np.zeros(blocks, np.bool_)
-        self.bytes_read = 0
+        self.bytes_read: int = 0
         self.ways: Counter[str] = Counter()  # how many of these bytes came by each
 
     def add(self, blocks: Ints, bytes_read: int) -> None:
@@ -49,6 +49,9 @@ class Arrivals:
 
 class Progress(Arrivals):
     """Arrivals, and the word that tells them to this rank's readers."""
+
+    target: Registered
+    mark: int
 
     def __init__(self, mailbox: Mailbox, target: Registered) -> None:
         super().__init__(target.layout.blocks.total)
@@ -172,16 +175,18 @@ class Following:
     After `limit_s` without an answer another source is better.
     """
 
+    feed: Feed
+
     def __init__(
         self, peers: Peers, supply: Supply, progress: Arrivals, deadline: Deadline, limit_s: float
     ) -> None:
         self._peers, self._progress, self._deadline = peers, progress, deadline
         self.feed, self._bytes_total = supply.feed, supply.plan.bytes_read
         source = supply.feed.source
-        self.is_near = peers.is_near([state.agent for state in supply.feed.states])
+        self.is_near: bool = peers.is_near([state.agent for state in supply.feed.states])
         there, is_eager = source.is_there, not self.is_near
         self._patience = SourceWait(source.replica, deadline, there, is_eager=is_eager)
-        self.silence = SourceWait(
+        self.silence: SourceWait = SourceWait(
             source.replica, deadline, source.is_there, source.has_other, limit_s
         )
         # As each rank was last seen.

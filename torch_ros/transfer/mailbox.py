@@ -80,7 +80,9 @@ class Mailbox:
         self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
         self._own = transport.register([region_of(self._memory)])
         where = self._own.descriptor, self._memory.ctypes.data
-        self.card = msgspec.msgpack.encode(Card(transport.agent, transport.connection, *where))
+        self.card: bytes = msgspec.msgpack.encode(
+            Card(transport.agent, transport.connection, *where)
+        )
         self._tensors: Registration | None = None
         self.regions: tuple[Region, ...] = ()  # of what is shown; the same until it changes
         self._manifests: list[_ManifestBuffer] = []  # the first one is shown

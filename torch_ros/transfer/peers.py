@@ -78,6 +78,9 @@ class _Question:
 class PeerMailbox:
     """The mailbox of a peer. Its word is read after every batch, all of it at every call."""
 
+    whole: _Question
+    word: _Question
+
     def __init__(self, transport: Transport, peer: Peer, address: int) -> None:
         buffer = np.zeros(MAILBOX_BYTES + WORD_BYTES, np.uint8)
         self._registration = transport.register([region_of(buffer)])

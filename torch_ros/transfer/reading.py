@@ -58,7 +58,7 @@ class Reading:
         streams: bool = False,
     ) -> None:
         self._transport, self._pages, self._streams = transport, pages, streams
-        self.peers = Peers(transport, self.forget)
+        self.peers: Peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
         self._costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()

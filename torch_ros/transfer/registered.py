@@ -191,7 +191,7 @@ class NamedTensors:
     """The user's own tensors, and where they were when they were registered."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = dict(tensors)
+        self.tensors: dict[str, torch.Tensor] = dict(tensors)
         sharded = {fqn: t for fqn, t in tensors.items() if isinstance(t, DTensor)}
         plain = [(fqn, own) for fqn, t in tensors.items() if fqn not in sharded for own in _own(t)]
         self._plain, self._sharded = [own for _, own in plain], list(sharded.values())

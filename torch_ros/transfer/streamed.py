@@ -180,6 +180,9 @@ class Lane:
     One stream at a time.
     """
 
+    target: Layout
+    parts: list[Part]
+
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.target, self.parts = Layout((), ()), list[Part]()

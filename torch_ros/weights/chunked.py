@@ -49,7 +49,7 @@ class Chunked(torch.Tensor):
     chunks: Mapping[Offsets, torch.Tensor]
 
     # Operations come to the dispatch as they are.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001  # as DTensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001  # as DTensor
 
     def __new__(
         cls,

@@ -228,7 +228,7 @@ class Logical(dict[str, LogicalTensor]):
     """The tensors of a version, by fqn. Shared: do not change it."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
-        self.paths = {
+        self.paths: dict[str, tuple[str | int, ...]] = {
             record.fqn: record.path
             for layout in layouts
             for record in layout.tensors

@@ -136,7 +136,8 @@ class EtcdStore(Store):
         if ttl_s < 1:
             raise UsageError(f"ttl_s is {ttl_s}; it has to be at least 1")
         self.set_timeout(timeout)
-        self.endpoint, self.prefix = endpoint, prefix
+        self.endpoint: str = endpoint
+        self.prefix: str = prefix
         self._keys, self._client, self._pid = StoreKeys(prefix), uuid.uuid4().hex, os.getpid()
         self._is_closed = False
         deadline = self._deadline("opening the store")
@@ -306,7 +307,9 @@ class EtcdStore(Store):
             "and get() them in turn"
         )
 
-    queue_push = queue_pop = queue_len = _refuse_queue
+    queue_push: Callable[..., NoReturn] = _refuse_queue
+    queue_pop: Callable[..., NoReturn] = _refuse_queue
+    queue_len: Callable[..., NoReturn] = _refuse_queue
 
     # torch's C++ looks for these names.
     deleteKey = delete_key  # noqa: N815
