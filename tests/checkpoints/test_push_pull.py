@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from torch_ros import Contents
 from torch_ros.checkpoints import written
-from torch_ros.checkpoints.mapped import INDEX, mapped
+from torch_ros.checkpoints.framing import INDEX, NAMES
+from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
 from torch_ros.errors import UsageError
 
-DTYPES = list(written.NAMES)
+DTYPES = list(NAMES)
 
 
 def everything():

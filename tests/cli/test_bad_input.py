@@ -27,6 +27,7 @@ ARGUMENTS = {  # of those that take more than a model
     "verify": ["MODEL", "latest", "--timeout", "0.2"],
     "pull": ["MODEL", "latest", "FOLDER/out", "--timeout", "0.2"],
     "diff": ["MODEL", "latest", "latest-1", "--timeout", "0.2"],
+    "archive": ["MODEL", "FOLDER/out", "--timeout", "0.2", "--once"],
     "push": ["FOLDER", "--model", "MODEL", "--version", "9", "--hold", "0"],
     "web": ["MODEL", "--port", "0"],
     "export": ["MODEL", "--port", "0"],
@@ -52,6 +53,8 @@ def ask(capsys, monkeypatch, tmp_path):
     def ask_(endpoint, command, model, *options):
         words = {"MODEL": model, "FOLDER": str(tmp_path / "a"), "FOLDER/out": str(tmp_path / "o")}
         command, *more = command.split()
+        if command == "archive":
+            pytest.importorskip("obstore")
         arguments = [words.get(each, each) for each in ARGUMENTS.get(command, ["MODEL"])] + more
         with contextlib.ExitStack() as stack:
             if command == "top":  # it draws on terminals only

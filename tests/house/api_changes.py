@@ -13,7 +13,7 @@ import griffe
 
 ROOT = Path(__file__).parents[2]
 COLOURS = re.compile(r"\x1b\[\d+m")
-PACKAGE, FACES = "torch_ros", ("", "dcp", "store")
+PACKAGE, FACES = "torch_ros", ("", "bucket", "dcp", "store")
 
 
 def git(root, *command):

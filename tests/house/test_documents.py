@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torch_ros
+import torch_ros.bucket
 import torch_ros.dcp
 import torch_ros.metrics
 import torch_ros.store
@@ -42,7 +43,7 @@ def test_code_runs_as_printed(name, started):
 
 @pytest.mark.parametrize(
     "module",
-    [torch_ros, torch_ros.dcp, torch_ros.metrics, torch_ros.store],
+    [torch_ros, torch_ros.bucket, torch_ros.dcp, torch_ros.metrics, torch_ros.store],
     ids=lambda m: m.__name__,
 )
 def test_exported_names_are_documented_and_listed_in_the_api(module):

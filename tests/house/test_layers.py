@@ -18,6 +18,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "bucket": {"checkpoints", "face", "weights", "torch", "numpy", "msgspec"},
     "metrics": {"protocol", "shard"},
     "cli": {
+        "bucket",
         "checkpoints",
         "face",
         "metrics",

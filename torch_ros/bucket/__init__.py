@@ -1,1 +1,9 @@
-"""Versions in an object store. Knows neither etcd nor transports."""
+"""Versions in an object store. Knows neither etcd nor transports.
+
+bucket = torch_ros.bucket.open("s3://bucket/prefix", "my-model")
+version = bucket.load(dict(model.named_parameters()), "latest")
+"""
+
+from torch_ros.bucket.buckets import Bucket, open  # noqa: A004
+
+__all__ = ["Bucket", "open"]

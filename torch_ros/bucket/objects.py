@@ -71,9 +71,10 @@ class ObjectStore:
             self._store = _opened(url)
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
-        """Write an object of any size as its bytes come; takes 40 MiB of memory.
+        """Write an object of any size as its bytes come; takes some 40 MiB of memory.
 
-        It is there when all of it is. Nothing is, if `content` raises, which is raised here.
+        The pieces of `content` must stay as they are until this returns: nothing is copied. The
+        object is there when all of it is. Nothing is, if `content` raises, which is raised here.
         """
         with self._errors(key):
             self._obs.put(

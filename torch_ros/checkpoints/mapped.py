@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torch_ros.checkpoints.framing import INDEX, SUFFIX
 from torch_ros.errors import UsageError
-
-SUFFIX = ".safetensors"
-INDEX = f"model{SUFFIX}.index.json"
 
 
 def mapped(checkpoint: Path) -> Mapping[str, torch.Tensor]:

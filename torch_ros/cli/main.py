@@ -32,6 +32,7 @@ FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 SCHEMA = 1  # of what --json prints
 WIDTH = 80  # of tables that are piped
 PORT_MAX = 65_535
+GRACE = "seconds for readers of what is collected"
 CLEAR = "\x1b[H\x1b[2J"
 REDRAW_S = 0.3  # at least
 AGES_S = 5.0  # after which ages on a screen are too old
@@ -98,6 +99,12 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
+    return int(text)
+
+
 def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The commands that go on until they are ended."""
     drawn = commands.add_parser("top", help="a table of a model's replicas, as it changes")
@@ -133,6 +140,15 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     pulled.add_argument("--select", action="append", default=[], metavar="PATTERN")
     pulled.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
     pulled.set_defaults(run=_pull)
+    archived = commands.add_parser("archive", help="write versions to a bucket, as they come")
+    archived.add_argument("model")
+    archived.add_argument("url", help="s3://bucket/prefix, gs://, az://, or a folder")
+    archived.add_argument("--keep", type=_count, default=5, metavar="N", help="versions that stay")
+    archived.add_argument("--grace", type=float, default=3600.0, metavar="S", help=GRACE)
+    archived.add_argument("--timeout", type=float, default=60.0, help="for the model to come")
+    archived.add_argument("--once", action="store_true", help="the newest version, and end")
+    archived.add_argument("--replica", default="archiver", help="one of a name works at a time")
+    archived.set_defaults(run=_archive)
     compared = commands.add_parser("diff", help="elements that differ between two versions")
     compared.add_argument("model")
     compared.add_argument("one", metavar="version", help='a number, "latest" or "latest-<k>"')
@@ -276,6 +292,12 @@ def _pull(asked: argparse.Namespace) -> int:
     from torch_ros.cli import moving  # noqa: PLC0415
 
     return moving.pull(asked, sys.stdout)
+
+
+def _archive(asked: argparse.Namespace) -> int:
+    from torch_ros.cli import archiving  # noqa: PLC0415
+
+    return archiving.archive(asked, sys.stdout)
 
 
 def _diff(asked: argparse.Namespace) -> int:

@@ -86,7 +86,7 @@ def pull(asked: argparse.Namespace, out: TextIO) -> int:
     with opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
         tensors = selected(contents, asked.select)
-        with _bar(f"version {contents.version}") as progress:
+        with bar(f"version {contents.version}") as progress:
             write = write_safetensors if asked.format == "safetensors" else write_dcp
             write(handle, contents, tensors, folder, progress)
     out.write(f"version {contents.version} of {asked.model!r}: {len(tensors)} tensors, ")
@@ -199,7 +199,8 @@ def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[OnBytes]:
+def bar(what: str) -> Iterator[OnBytes]:
+    """A line of progress on a terminal."""
     is_shown = sys.stderr.isatty() and environment.value(environment.PROGRESS) != "0"
     with tqdm(desc=what, unit="B", unit_scale=True, disable=not is_shown) as bar:
 

@@ -1,0 +1,445 @@
+"""A version goes into a bucket and comes back, bit for bit, in any sharding; or it is refused."""
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+import torch_ros
+import torch_ros.bucket
+from puppets.objects import ObjectServer
+from torch_ros.bucket import archive, files, reading
+from torch_ros.bucket.archive import Archiver
+from torch_ros.checkpoints.framing import INDEX, NAMES
+from torch_ros.checkpoints.mapped import mapped
+from torch_ros.cli import main
+from torch_ros.errors import BucketError, ManifestMismatch, UsageError, VersionNotFound
+
+pytest.importorskip("obstore")
+
+
+def everything():
+    """A tensor of each dtype, also of those that safetensors lacks; empty, 0-d, of odd sizes."""
+    torch.manual_seed(0)
+    raw = torch.randint(0, 2, (24, 17, 16), dtype=torch.uint8)  # of bools, bits that are one
+    tensors = {str(dtype): raw.view(-1)[: 16 * 21].view(dtype) for dtype in NAMES}
+    more = {
+        "empty": torch.empty(0, 7),
+        "0-d": torch.tensor(3.5),
+        "one byte": raw.view(-1)[:1],
+        "complex128": torch.randn(3, 5, dtype=torch.complex128),
+        "nan": torch.tensor([float("nan"), -0.0, 0.0]),
+        "matrix": torch.randn(24, 30).to(torch.bfloat16),
+    }
+    return {name: tensor.clone() for name, tensor in (tensors | more).items()}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert not tensor.numel() or torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def zeros(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def url(tmp_path):
+    return str(tmp_path / "bucket")
+
+
+@pytest.fixture
+def bucket(url, opened):
+    return torch_ros.bucket.open(url, opened("anybody").model)
+
+
+@pytest.fixture
+def archived(opened, bucket):
+    """Publishes tensors and archives them; then the replica is closed."""
+
+    def publish(version, tensors, *, name="trainer", close=True, **options):
+        trainer = opened(name)
+        trainer.register(tensors)
+        trainer.publish(version)
+        archiver = Archiver(opened("archiver", spot=True), bucket, keep=5, **options)
+        written = archiver.archive(lambda *_: None)
+        if close:
+            trainer.close()
+        return written
+
+    return publish
+
+
+memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+
+
+def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, bucket):
+    tensors = everything()
+    written = archived(7, tensors)
+    assert (written.version, written.tensor_count) == (7, len(tensors))
+    assert bucket.list() == {7: "full"}
+    found = zeros(tensors)
+    assert bucket.load(found) == 7
+    same(found, tensors)
+    part = {"nan": torch.zeros(3), "0-d": torch.tensor(0.0)}
+    assert bucket.load(part, 7) == 7
+    same(part, {name: tensors[name] for name in part})
+
+
+@memory_only
+@pytest.mark.parametrize("file_bytes", [1, 700, 10**9])
+def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_bytes):
+    tensors = everything()
+    archived(7, tensors, file_bytes=file_bytes)
+    [folder] = {path.parent for path in (tmp_path / "bucket").rglob("*.safetensors")}
+    plain = mapped(folder)
+    odd = plain.pop("complex128")
+    assert torch.equal(odd.view(torch.complex128), tensors.pop("complex128").view(-1))
+    same(plain, tensors)
+    readable = {n: torch.zeros_like(t) for n, t in tensors.items() if n in {"matrix", "nan"}}
+    dcp.load(readable, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+    same(readable, {name: tensors[name] for name in readable})
+    if file_bytes == 10**9:
+        assert load_file(folder / "model.safetensors").keys() == {*tensors, "complex128"}
+    else:
+        index = json.loads((folder / INDEX).read_text())
+        assert index["weight_map"].keys() == {*tensors, "complex128"}
+    found = zeros(tensors)
+    bucket.load(found)
+    same(found, tensors)
+
+
+@memory_only
+@pytest.mark.parametrize("part_bytes", [64, 1000, 4 << 20])
+def test_any_sharding_is_filled(archived, bucket, monkeypatch, part_bytes):
+    monkeypatch.setattr(files, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(reading, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 4 * part_bytes)
+    whole = torch.randn(60, 40, 3)
+    tensors = {"w": whole, "before": torch.zeros(3, dtype=torch.int8), "x": torch.randn(50)}
+    archived(7, tensors, file_bytes=600)
+    for cut in ("rows", "columns", "odd", "transposed", "inside"):
+        if cut == "rows":
+            chunks = {(n, 0, 0): torch.zeros(15, 40, 3) for n in range(0, 60, 15)}
+        elif cut == "columns":
+            chunks = {(0, n, 0): torch.zeros(60, 8, 3) for n in range(0, 40, 8)}
+        elif cut == "odd":
+            chunks = {(0, 0, 0): torch.zeros(7, 40, 3), (7, 0, 0): torch.zeros(53, 1, 3)}
+            chunks[7, 1, 0] = torch.zeros(53, 39, 3)
+        elif cut == "transposed":
+            chunks = {(0, 0, 0): torch.zeros(3, 40, 60).permute(2, 1, 0)}
+        else:
+            chunks = {(0, 0, 0): torch.zeros(61, 41, 4)[1:, 1:, 1:]}
+        bucket.load({"w": torch_ros.Chunked((60, 40, 3), torch.float32, chunks)})
+        for at, box in chunks.items():
+            expected = whole[tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))]
+            assert torch.equal(box, expected), cut
+
+
+@memory_only
+def test_a_shard_by_rows_reads_little_more_than_its_own(archived, bucket, monkeypatch):
+    whole = torch.arange(8 << 20, dtype=torch.int32).view(8192, 1024)  # 32 MiB
+    archived(7, {"w": whole})
+    asked = []
+    get_ranges = bucket.store.get_ranges
+
+    def counted(key, starts, ends):
+        asked.append(sum(ends) - sum(starts))
+        return get_ranges(key, starts, ends)
+
+    monkeypatch.setattr(bucket.store, "get_ranges", counted)
+    mine = torch.zeros(1024, 1024, dtype=torch.int32)
+    bucket.load({"w": torch_ros.Chunked(whole.shape, torch.int32, {(2048, 0): mine})})
+    assert torch.equal(mine, whole[2048:3072])
+    assert sum(asked) <= mine.nbytes + 2 * files.PART_BYTES
+
+
+@memory_only
+def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
+    archived(7, {"w": torch.ones(4), "v": torch.ones(2)})
+    mine = {"w": torch.zeros(4), "v": torch.zeros(2, dtype=torch.float64)}
+    with pytest.raises(ManifestMismatch, match="'v'.*does not cast"):
+        bucket.load(mine)
+    with pytest.raises(ManifestMismatch, match="missing from the version"):
+        bucket.load({"w": mine["w"], "u": torch.zeros(1)})
+    with pytest.raises(VersionNotFound, match="the bucket has 7"):
+        bucket.load({"w": mine["w"]}, 6)
+    with pytest.raises(UsageError, match="expected a mapping"):
+        bucket.load([mine["w"]])
+    assert not mine["w"].any()
+
+
+def spoil(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[-3] ^= 1
+    elif how == "truncated":
+        del content[-3:]
+    path.write_bytes(content)
+
+
+@memory_only
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "swapped"])
+def test_a_file_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_path, how):
+    archived(7, {"a": torch.ones(500), "b": torch.zeros(500)}, file_bytes=2000)
+    one, other = sorted((tmp_path / "bucket").rglob("*.safetensors"))
+    if how == "gone":
+        other.unlink()
+    elif how == "swapped":
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    else:
+        spoil(other, how)
+    with pytest.raises(BucketError, match=r"model-0000\d-of-00002"):
+        bucket.load({"a": torch.zeros(500), "b": torch.zeros(500)})
+    if how != "swapped":
+        assert bucket.load({"a": torch.zeros(500)}) == 7  # it does not need the other file
+
+
+@memory_only
+@pytest.mark.parametrize("how", ["truncated", "of another version"])
+def test_a_manifest_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_path, how):
+    archived(7, {"a": torch.ones(5)})
+    archived(8, {"a": torch.ones(5)})
+    seven, eight = sorted((tmp_path / "bucket").rglob("*.json"))
+    if how == "truncated":
+        spoil(eight, how)
+    else:
+        eight.write_bytes(seven.read_bytes())
+    with pytest.raises(BucketError, match="read another version"):
+        bucket.load({"a": torch.zeros(5)})
+    assert bucket.load({"a": torch.zeros(5)}, "latest-1") == 7
+
+
+@memory_only
+def test_files_without_a_manifest_are_no_version_and_go_after_the_grace(
+    archived, bucket, opened, monkeypatch, tmp_path
+):
+    archived(7, {"a": torch.ones(5)}, close=False)
+    folder = next((tmp_path / "bucket").rglob("*.safetensors")).parent
+    left = folder.with_name(folder.name[:-8] + "ffffffff")  # of an archiver that was killed
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert bucket.list() == {7: "full"}
+    archiver = Archiver(opened("next", spot=True), bucket, keep=1, grace_s=100)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(archive, "monotonic", lambda: clock[0])
+    assert archiver.collect() == 0
+    clock[0] += 99
+    assert archiver.collect() == 0
+    clock[0] += 2
+    assert archiver.collect() == 1
+    assert [p.parent for p in (tmp_path / "bucket").rglob("*.safetensors")] == [folder]
+    assert bucket.load({"a": torch.zeros(5)}) == 7
+
+
+@memory_only
+def test_old_versions_go_manifests_first_and_files_after_the_grace(
+    archived, bucket, opened, tmp_path, monkeypatch
+):
+    for version in range(4):
+        archived(version, {"a": torch.full((5,), float(version))})
+    opened("keeps the run")
+    archiver = Archiver(opened("next", spot=True), bucket, keep=2, grace_s=100)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(archive, "monotonic", lambda: clock[0])
+    assert archiver.collect() == 2
+    assert bucket.list() == {2: "full", 3: "full"}
+    assert len(list((tmp_path / "bucket").rglob("*.safetensors"))) == 4
+    clock[0] += 101
+    assert archiver.collect() == 2
+    found = {"a": torch.zeros(5)}
+    for version in (2, 3):
+        assert bucket.load(found, version) == version == found["a"][0]
+    assert len(list((tmp_path / "bucket").rglob("*.safetensors"))) == 2
+
+
+@memory_only
+def test_an_upload_that_takes_half_of_the_grace_is_no_version(archived, bucket, monkeypatch):
+    clock = [0.0]
+
+    def later():
+        clock[0] += 60
+        return clock[0]
+
+    monkeypatch.setattr(archive, "monotonic", later)
+    with pytest.raises(BucketError, match="half of the grace"):
+        archived(7, {"a": torch.ones(5)}, grace_s=100)
+    assert bucket.list() == {}
+
+
+@memory_only
+def test_a_number_that_is_published_anew_is_archived_anew_and_the_old_one_is_none(archived, bucket):
+    for version in (99, 100):
+        archived(version, {"a": torch.full((5,), float(version))})
+    assert archived(100, {"a": torch.full((5,), -1.0)}) is not None
+    assert bucket.list() == {99: "full", 100: "full"}
+    assert len(bucket.kept()) == 3
+    found = {"a": torch.zeros(5)}
+    assert bucket.load(found) == 100
+    assert float(found["a"][0]) == -1.0
+
+
+@memory_only
+def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
+    bucket, opened, monkeypatch
+):
+    tensors, trainer = {"a": torch.ones(5)}, opened("trainer")
+    trainer.register(tensors)
+    trainer.publish(7)
+    handle = opened("archiver", spot=True)
+    contents = handle.contents
+
+    def looked_at(version):
+        found = contents(version)
+        trainer.unpublish()
+        tensors["a"].fill_(2)
+        trainer.publish(version)
+        return found
+
+    monkeypatch.setattr(handle, "contents", looked_at)
+    archiver = Archiver(handle, bucket, keep=5)
+    with pytest.raises(VersionNotFound, match="published anew"):
+        archiver.archive(lambda *_: None)
+    assert bucket.list() == {}
+    monkeypatch.setattr(handle, "contents", contents)
+    assert archiver.archive(lambda *_: None).version == 7
+    found = {"a": torch.zeros(5)}
+    bucket.load(found)
+    assert float(found["a"][0]) == 2.0
+
+
+@memory_only
+def test_two_archivers_of_one_version_harm_nobody(archived, bucket, opened):
+    archived(7, {"a": torch.ones(5)}, close=False)
+    other = Archiver(opened("other", spot=True), bucket, keep=5)
+    assert other.archive(lambda *_: None) is None
+    there = bucket.kept
+    bucket.kept = lambda: ()  # it lists late
+    assert other.archive(lambda *_: None).version == 7
+    bucket.kept = there
+    assert bucket.list() == {7: "full"}
+    assert bucket.load({"a": torch.zeros(5)}) == 7
+
+
+@memory_only
+def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
+    archived, opened, monkeypatch
+):
+    server = ObjectServer(keeps_creates=False, page=2)
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        model = opened("trainer").model
+        trainer = opened("trainer 2")
+        tensors = {f"w{n}": torch.randn(1 << 19) for n in range(6)}
+        trainer.register(tensors)
+        trainer.publish(7)
+        bucket = torch_ros.bucket.open("s3://weights/p", model)
+        archiver = Archiver(opened("archiver", spot=True), bucket, keep=5, file_bytes=5 << 20)
+        for number in range(1, 4):  # the first requests are a list and the beginning of a file
+            server.faults[:] = ["503"] * 0 + [None] * number + ["deny"]
+            with pytest.raises(BucketError):
+                archiver.archive(lambda *_: None)
+            server.faults[:] = []
+            assert bucket.list() == {}
+        server.faults[:] = [None, "503", None, "lost", None, "503"]
+        assert archiver.archive(lambda *_: None).version == 7
+        server.faults[:] = ["503", None, "lost"]
+        found = zeros(tensors)
+        assert bucket.load(found) == 7
+        same(found, tensors)
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def asked(endpoint, capsys):
+    def ask(*arguments):
+        code = main.main(["--endpoint", endpoint, *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+def test_the_command_archives_once(opened, asked, url):
+    trainer = opened("trainer")
+    code, _, err = asked("archive", trainer.model, url, "--once")
+    assert code == 2
+    assert "has no version to archive" in err
+    trainer.register({"w": torch.arange(1000.0)})
+    trainer.publish(7)
+    code, out, err = asked("archive", trainer.model, url, "--once", "--keep", 1)
+    assert (code, err) == (0, "")
+    assert f"version 7 of {trainer.model!r}: 1 tensors, 4.1 KiB" in out
+    trainer.unpublish()
+    trainer.publish(8)
+    assert asked("archive", trainer.model, url, "--once", "--keep", 1)[0] == 0
+    bucket = torch_ros.bucket.open(url, trainer.model)
+    assert bucket.list() == {8: "full"}
+    assert asked("archive", trainer.model, url, "--once")[:2] == (0, "")
+    assert asked("archive", trainer.model, "ftp://x", "--once")[0] == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_an_archiver_that_is_killed_leaves_no_version_that_cannot_be_read(opened, endpoint, url):
+    trainer = opened("trainer")
+    tensors = {f"w{n}": torch.zeros(1 << 20) for n in range(8)}
+    trainer.register(tensors)
+    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "archive"]
+    command += [trainer.model, url, "--keep", "3", "--grace", "60"]
+    bucket, seen, number = torch_ros.bucket.open(url, trainer.model), set(), 0
+    for kill in range(4):
+        process = subprocess.Popen(command)
+        latest, began_s, until_s = max(bucket.list(), default=0), time.monotonic(), math.inf
+        while time.monotonic() < until_s:
+            assert time.monotonic() < began_s + 60
+            if until_s == math.inf and max(bucket.list(), default=0) > latest:
+                until_s = time.monotonic() + random.random()
+            number += 1
+            trainer.unpublish()
+            for tensor in tensors.values():
+                tensor.fill_(number)
+            trainer.publish(number)
+            time.sleep(0.1 * random.random())
+        process.send_signal(signal.SIGKILL if kill < 3 else signal.SIGTERM)
+        assert process.wait(60) == (-signal.SIGKILL if kill < 3 else 0)
+        for version in bucket.list():
+            found = zeros(tensors)
+            bucket.load(found, version)
+            assert all(tensor.eq(version).all() for tensor in found.values())
+            seen.add(version)
+    assert len(seen) > 3
+    assert len(bucket.list()) <= 3
+
+
+def test_the_room_needs_no_etcd():
+    code = "import sys, torch_ros.bucket; print({'grpc', 'nixl', 'pyetcd'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_bad_url_or_model_is_named():
+    for url, model in (("", "m"), ("memory://x", ""), (None, "m"), ("memory://x", 7)):
+        with pytest.raises(UsageError):
+            torch_ros.bucket.open(url, model)
+    assert torch_ros.bucket.open(f"memory://{uuid.uuid4().hex}", "m").list() == {}

@@ -1,0 +1,194 @@
+"""Writes versions of a running fleet into a bucket, and collects old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain as chain_of
+from secrets import token_hex
+from time import monotonic
+
+import torch_ros
+from torch_ros.bucket import chain
+from torch_ros.bucket.buckets import Bucket
+from torch_ros.bucket.files import (
+    FORMAT,
+    InBucket,
+    Parts,
+    StoredFile,
+    StoredVersion,
+    kept,
+    run_of_file,
+    storable,
+    stored_tensors,
+)
+from torch_ros.checkpoints import framing
+from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, size_bytes
+from torch_ros.errors import VersionNotFound
+
+BUFFER_BYTES = 64 << 20
+BUFFER_S = 300.0  # that one buffer may take
+GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
+
+OnBytes = Callable[[int, int], None]  # told how many are uploaded, and of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """A version that is in the bucket now."""
+
+    version: int
+    run: str
+    tensor_count: int
+    size_bytes: int
+    seconds: float
+    left_out: tuple[str, ...]
+
+
+class Archiver:
+    """Copies the newest version of a fleet into a bucket, again and again. For one thread.
+
+    It streams as any reader does, through two buffers; it holds nothing, so no publisher takes it
+    for another copy, nor waits for it longer than for a reader.
+
+    Args:
+        handle: An open handle of the model, with one rank.
+        bucket: The same model's.
+        keep: How many versions stay; older ones are collected.
+        grace_s: How long files stay after their manifest has gone, for who still reads them. An
+            upload that takes half as long is given up: this is how a file that nobody will
+            name is told from one that is being written.
+    """
+
+    def __init__(
+        self,
+        handle: torch_ros.ShardHandle,
+        bucket: Bucket,
+        *,
+        keep: int,
+        grace_s: float = GRACE_S,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self._handle, self._bucket, self._keep = handle, bucket, keep
+        self._grace_s, self._file_bytes = grace_s, file_bytes
+        self.seen = -1  # the newest version's number, when it was looked for last
+        self._unnamed_s: dict[str, float] = {}  # folders of files without a manifest; since when
+        self._named: dict[InBucket, str] = {}  # the folder of each version's files
+
+    def archive(self, progress: OnBytes) -> Archived | None:
+        """Write the newest version, unless the bucket has it, or there is none.
+
+        Raises:
+            BucketError: The store refuses, or does not answer. No manifest was written.
+            PeerError, NotAvailable, BackendError: As `ShardHandle.stream`; likewise.
+        """
+        handle, bucket = self._handle, self._bucket
+        fleet = handle.fleet()
+        if (ref := fleet.latest) is None:
+            return None
+        self.seen = ref.version
+        there = bucket.kept()
+        if any((e.run, e.version, e.uid) == (ref.run, ref.version, ref.uid) for e in there):
+            return None
+        began_s = monotonic()
+        contents = handle.contents(ref.version)
+        at_ms = next((each.at_ms for each in fleet.versions if each.ref == ref), None)
+        new = InBucket(
+            chain.run_number(there, ref.run, fleet.runs.get(ref.run, 0), fleet.runs.keys()),
+            ref.run,
+            ref.version,
+            chain.born_ms(there, ref.run, ref.version, ref.uid, at_ms or 0),
+            ref.uid,
+        )
+        stored = self._written(new, contents, progress)
+        if monotonic() - began_s > self._grace_s / 2:
+            why = f"writing it took longer than {self._grace_s / 2:g} s, half of the grace"
+            bucket.store.refuse(f"{bucket.root}/{new.key}", why)
+        bucket.store.create(f"{bucket.root}/{new.key}", stored.encode())
+        count = sum(len(file.tensors) for file in stored.files)
+        took_s = monotonic() - began_s
+        return Archived(ref.version, ref.run, count, stored.size_bytes, took_s, contents.objects)
+
+    def _written(
+        self, new: InBucket, contents: torch_ros.Contents, progress: OnBytes
+    ) -> StoredVersion:
+        """Its files are in the bucket, and the manifest is not."""
+        tensors, names = storable(contents.tensors), list(contents.tensors)
+        files_at = new.files_key(token_hex(4))
+        by_file = framing.files(tensors, self._file_bytes)
+        total, folder = sum(map(size_bytes, tensors.values())), f"{self._bucket.root}/{files_at}"
+        about = {"format": "pt", "torch_ros.model": self._handle.model, "torch_ros.run": new.run}
+        about["torch_ros.version"] = str(new.version)
+        files, done = [], 0
+        with self._handle.stream(
+            new.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
+        ) as stream:
+            self._require_same(new)
+            for name, inside in by_file.items():
+                header, parts = framing.header(inside, about), Parts()
+                content: Iterator[bytes | memoryview] = chain_of(
+                    [header], framing.contents(inside, stream)
+                )
+                put = _told(parts.passing(content), progress, done, total)
+                self._bucket.store.put(f"{folder}/{name}", put)
+                stored = stored_tensors(inside, contents.tensors)
+                files.append(
+                    StoredFile(name, parts.size_bytes, len(header), stored, parts.digests())
+                )
+                done += parts.size_bytes - len(header)
+        if len(files) > 1:
+            self._bucket.store.put(f"{folder}/{INDEX}", [framing.index(by_file, total)])
+        by, left_out = self._handle.replica, contents.objects
+        version, uid = new.version, new.uid
+        return StoredVersion(
+            FORMAT, self._handle.model, new.run, version, uid, files_at, tuple(files), left_out, by
+        )
+
+    def _require_same(self, new: InBucket) -> None:
+        """The stream has this uid, too: a number that is published anew never gets an old one."""
+        fleet = self._handle.fleet()
+        of_run = [each.ref for each in fleet.versions if each.ref.run == new.run]
+        is_there = any((ref.version, ref.uid) == (new.version, new.uid) for ref in of_run)
+        if not is_there or fleet.latest is None or fleet.latest.run != new.run:
+            reason = "it was published anew, or another run has begun"
+            raise VersionNotFound(self._handle.model, str(new.version), reason)
+
+    def collect(self) -> int:
+        """Delete old versions, and the files that no manifest has named for `grace_s`.
+
+        Only the process that has the archiver's name in etcd may call it.
+
+        Returns:
+            How many objects were deleted.
+
+        Raises:
+            BucketError: The store refuses, or does not answer; some may be deleted.
+        """
+        bucket, now_s = self._bucket, monotonic()
+        known = self._handle.fleet().runs.keys()
+        keys = bucket.keys()
+        there = [found for key in keys if (found := kept(key))]
+        old = chain.to_collect(there, self._keep, known)
+        bucket.store.delete(f"{bucket.root}/{each.key}" for each in old)
+        named = {self._files_at(each) for each in there if each not in old}
+        folder = {key: key.rpartition("/")[0] for key in keys if run_of_file(key) in known}
+        unnamed = {*folder.values()} - named
+        self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
+        over = {at for at, since_s in self._unnamed_s.items() if now_s - since_s > self._grace_s}
+        gone = [key for key in keys if folder.get(key) in over]
+        bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
+        return len(old) + len(gone)
+
+    def _files_at(self, of: InBucket) -> str:
+        if of not in self._named:
+            stored = self._bucket.manifest(of)
+            self._named[of] = stored.files_at if stored else ""
+        return self._named[of]
+
+
+def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:
+    """The bytes of a file, whose header does not count."""
+    for number, piece in enumerate(content):
+        done += len(piece) if number else 0
+        progress(min(done, total), total)
+        yield piece

@@ -1,0 +1,125 @@
+"""A model's versions in a bucket, for a place that shares nothing else with who published them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+import torch
+
+from torch_ros import arguments
+from torch_ros.bucket import chain
+from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
+from torch_ros.bucket.objects import ObjectStore
+from torch_ros.bucket.reading import fill
+from torch_ros.errors import BucketError, VersionNotFound
+
+TRIES = 3  # a version may be collected while it is looked for
+
+
+class Bucket:
+    """The versions of one model below a URL; see `torch_ros.bucket.open`.
+
+    It keeps no connection and needs no close. Any thread may call it.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        arguments.text("url", url)
+        arguments.text("model", model)
+        self.url, self.model = url, model
+        self.root = quote(model, safe="")
+        self.store = ObjectStore(url)
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.url!r}, {self.model!r})"
+
+    def list(self) -> dict[int, Kind]:
+        """The versions of the newest run, ascending, and how each is stored: "full".
+
+        A version whose trainer died, and started again with a lower number, is none.
+
+        Raises:
+            BucketError: The store does not answer, or refuses.
+
+        Cost: One request for a thousand versions.
+        """
+        return {each.version: each.kind for each in reversed(chain.living(self.kept()))}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int | str = "latest") -> int:
+        """Read a version into these tensors, in place.
+
+        Each process by itself: it reads what its own shards need. Ranks that must have the same
+        version ask `list` on one of them, and load that number. Each byte that is used was checked
+        against the digest that the archiver made of it. Nothing is served; to do so, register
+        and publish the tensors under the number that this returns, in a run of this place's own.
+
+        Args:
+            tensors: By name, with the version's dtypes and whole shapes; any part of the version.
+                A DTensor stands for its local shard, a `torch_ros.Chunked` for its boxes.
+            version: A number, "latest" or "latest-<k>".
+
+        Returns:
+            The version's number.
+
+        Raises:
+            VersionNotFound: The bucket has no such version.
+            ManifestMismatch: A name, shape or dtype that the version does not have. Nothing is
+                written.
+            UsageError: No plain tensors. Nothing is written.
+            BucketError: The store does not answer, or a file is not what was archived. The content
+                of the tensors is undefined.
+
+        Cost: The bytes of the parts of 4 MiB that have something for these tensors: for shards by
+        rows little more than their own, for shards by columns those of the whole rows. 512 MiB of
+        memory at most.
+        """
+        for _ in range(TRIES):
+            found = chain.chosen(self.kept(), self.model, version)
+            stored = self.manifest(found)
+            if stored is not None:
+                fill(self.store, f"{self.root}/{stored.files_at}", stored, tensors)
+                return found.version
+        raise VersionNotFound(self.model, str(version), "each is collected before it is read")
+
+    def keys(self) -> Sequence[str]:
+        """All objects of the model, below its folder."""
+        return [each.key[len(self.root) + 1 :] for each in self.store.list(self.root)]
+
+    def kept(self) -> Sequence[InBucket]:
+        """All versions that have a manifest, of all runs."""
+        return [found for key in self.keys() if (found := kept(key)) is not None]
+
+    def manifest(self, of: InBucket) -> StoredVersion | None:
+        """A version's manifest; None: it was collected meanwhile.
+
+        Raises: BucketError: It is not what an archiver of this release has written.
+        """
+        key = f"{self.root}/{of.key}"
+        content = self.store.get(key)
+        if content is None:
+            return None
+        try:
+            return decoded(content, self.model, of)
+        except Mismatch as error:
+            advice = "read another version; use one release of torch_ros for all processes"
+            raise BucketError(self.url, key, str(error), advice) from error
+
+
+def open(url: str, model: str) -> Bucket:  # noqa: A001  # as torch_ros.open
+    """The versions of a model in an object store, as `torch-ros archive` writes them.
+
+    Neither etcd nor a replica is asked: all that this place has to share is the bucket.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://`, `az://`, a folder or `file:///folder`; `memory://name`
+            for tests. Credentials and endpoints are those of the environment, under the store's
+            own names, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL.
+        model: As it was published.
+
+    Raises:
+        UsageError: It is no URL of a store, or the extra `bucket` is not installed.
+        BucketError: The store cannot be used as its environment says.
+
+    Cost: No request.
+    """
+    return Bucket(url, model)

@@ -1,0 +1,86 @@
+"""Which versions of a bucket count, what a new one is called, and which go. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from torch_ros.bucket.files import InBucket
+from torch_ros.errors import UsageError, VersionNotFound
+
+
+def living(there: Iterable[InBucket]) -> list[InBucket]:
+    """The versions of the newest run that has some, newest first.
+
+    A trainer that died at 101 and starts again at 95 publishes 99 anew. 99 is younger than 101
+    then, so 101 is of a lineage that has ended, as everything is that is older than a lower number.
+    """
+    found = list(there)
+    newest_run = max((each.run_number for each in found), default=0)
+    alive: list[InBucket] = []
+    ordered = sorted(found, key=lambda each: (each.born_ms, each.version, each.uid), reverse=True)
+    for each in ordered:
+        if each.run_number == newest_run and (not alive or each.version < alive[-1].version):
+            alive.append(each)
+    return alive
+
+
+def chosen(there: Iterable[InBucket], model: str, version: int | str) -> InBucket:
+    """The version that a number, "latest" or "latest-<k>" means, of the newest run.
+
+    Raises:
+        UsageError: It is none of these.
+        VersionNotFound: The bucket has no such version. Names those that it has.
+    """
+    alive = living(there)
+    if isinstance(version, int) and not isinstance(version, bool):
+        found = [each for each in alive if each.version == version]
+    elif isinstance(version, str) and (m := re.fullmatch(r"latest(?:-([0-9]{1,9}))?", version)):
+        found = alive[int(m[1] or 0) :]
+    else:
+        raise UsageError(f"version {version!r}: expected a number, 'latest' or 'latest-<k>'")
+    if not found:
+        names = ", ".join(str(each.version) for each in alive[:10]) or "nothing"
+        raise VersionNotFound(model, str(version), f"the bucket has {names}")
+    return found[0]
+
+
+def run_number(there: Iterable[InBucket], run: str, number: int, known: Collection[str]) -> int:
+    """The number by which a bucket orders this run, which has `number` in etcd.
+
+    An etcd that was wiped counts from 1 again. Its runs come after those that it does not know.
+    """
+    numbers = {each.run: each.run_number for each in there}
+    unknown = [n for name, n in numbers.items() if name not in {*known, run}]
+    return numbers.get(run, number + max(unknown, default=0))
+
+
+def born_ms(there: Iterable[InBucket], run: str, version: int, uid: str, at_ms: int) -> int:
+    """The time that orders a version that is read from a replica now.
+
+    Its number has two contents: then the one in the bucket is of a lineage that has ended,
+    whatever the clocks say. Lower numbers came before it, likewise.
+    """
+    mine = [each for each in there if each.run == run]
+    lower = [each.born_ms for each in mine if each.version < version]
+    replaced = [each for each in mine if each.version == version and each.uid != uid]
+    ended = [each.born_ms + 1 for each in mine if replaced and each.version >= version]
+    return max(at_ms, *lower, *ended, 0)
+
+
+def to_collect(there: Sequence[InBucket], keep: int, known: Collection[str]) -> list[InBucket]:
+    """The manifests to delete, so that `keep` versions stay: of runs that etcd knows.
+
+    A lineage that has ended goes as its numbers come again: until then a clock may be wrong.
+    """
+    mine = [each for each in there if each.run in known]
+    kept_: list[InBucket] = []
+    reached: dict[str, int] = {}
+    for number in sorted({each.run_number for each in mine}, reverse=True):
+        alive = living(each for each in mine if each.run_number == number)
+        reached[alive[0].run] = alive[0].version
+        kept_ += alive[: max(0, keep - len(kept_))]
+    kept_keys = {each.key for each in kept_}
+    return [
+        each for each in mine if each.key not in kept_keys and each.version <= reached[each.run]
+    ]

@@ -1,0 +1,253 @@
+"""The objects of a bucket: names of manifests, manifests, and the parts by which files are checked.
+
+    <prefix>/<model>/<number>-<run>/versions/<version>-<born_ms>-<uid>.full.json
+    <prefix>/<model>/<number>-<run>/data/<version>-<uid>-<nonce>/model.safetensors
+
+A manifest is written last: files without one are no version. Objects never change, and each attempt
+has a folder of its own, so nobody writes over what somebody reads. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Annotated, Literal
+from urllib.parse import quote, unquote
+
+import msgspec
+import torch
+
+from torch_ros.checkpoints.framing import NAMES, Tensors
+from torch_ros.weights.local import packed
+from torch_ros.weights.manifest import (
+    DIMENSIONS_MAX,
+    ChunkRecord,
+    Layout,
+    TensorRecord,
+    dtype_name,
+    dtype_named,
+)
+
+FORMAT: Literal[1] = 1
+PART_BYTES = 4 << 20  # of a file, with one digest: no reader needs all of a file to check its own
+DIGEST_BYTES = 16
+NAMED = re.compile(r"([0-9]{20})-([0-9]{15})-([^/]+)\.(full)\.json")
+MOST = 2**62  # of elements and bytes: sums of two such numbers fit in 64 bits
+
+Kind = Literal["full"]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+
+
+@dataclass(frozen=True, slots=True)
+class InBucket:
+    """A version that a bucket has, as the name of its manifest tells.
+
+    Attributes:
+        run_number: Newer runs have greater ones.
+        born_ms: When it was first published, by the publisher's clock; never less than that of a
+            lower version of its run.
+    """
+
+    run_number: int
+    run: str
+    version: int
+    born_ms: int
+    uid: str
+    kind: Kind = "full"
+
+    @property
+    def folder(self) -> str:
+        """The folder of its run, below the model's."""
+        return f"{self.run_number:010d}-{quote(self.run, safe='')}"
+
+    @property
+    def key(self) -> str:
+        """The key of its manifest, below the model's folder."""
+        name = f"{self.version:020d}-{self.born_ms:015d}-{quote(self.uid, safe='')}"
+        return f"{self.folder}/versions/{name}.{self.kind}.json"
+
+    def files_key(self, nonce: str) -> str:
+        """The folder of its files, below the model's."""
+        return f"{self.folder}/data/{self.version:020d}-{quote(self.uid, safe='')}-{nonce}"
+
+
+def kept(key: str) -> InBucket | None:
+    """The version of a manifest's key; None: it is the key of something else."""
+    match key.split("/"):
+        case [run, "versions", name] if found := NAMED.fullmatch(name):
+            number, _, text = run.partition("-")
+            if not number.isdecimal():
+                return None
+            version, born_ms = int(found[1]), int(found[2])
+            return InBucket(int(number), unquote(text), version, born_ms, unquote(found[3]), "full")
+    return None
+
+
+def run_of_file(key: str) -> str | None:
+    """The run of a key of a version's file; None: it is the key of something else."""
+    match key.split("/"):
+        case [run, "data", _, _] if run.partition("-")[0].isdecimal():
+            return unquote(run.partition("-")[2])
+    return None
+
+
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A whole tensor in a file, behind the one before."""
+
+    fqn: str
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of safetensors. `parts` are the digests of its parts, one behind the other."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9-]+\.safetensors$")]
+    size_bytes: _Count
+    header_bytes: _Count
+    tensors: tuple[StoredTensor, ...]
+    parts: bytes
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where each tensor begins, and where the file ends."""
+        return list(accumulate((t.size_bytes for t in self.tensors), initial=self.header_bytes))
+
+    @property
+    def layout(self) -> Layout:
+        """Each tensor as a chunk without gaps, in the order of the file."""
+        records = (TensorRecord(each.fqn, each.dtype, each.shape) for each in self.tensors)
+        chunks = (
+            ChunkRecord(n, (0,) * len(each.shape), each.shape, (), spread=False)
+            for n, each in enumerate(self.tensors)
+        )
+        return packed(Layout(tuple(records), tuple(chunks)))
+
+
+class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifest of a version that is stored whole."""
+
+    format: Literal[1]
+    model: str
+    run: str
+    version: _Count
+    uid: str
+    files_at: str  # the folder of its files, below the model's
+    files: tuple[StoredFile, ...]
+    left_out: tuple[str, ...]  # fqns of pickled objects
+    by: str  # the replica that wrote it, for people
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class Mismatch(ValueError):
+    """A manifest contradicts itself, or its name. Says what was found, and what was expected."""
+
+
+_manifests = msgspec.json.Decoder(StoredVersion)
+
+
+def decoded(content: bytes, model: str, of: InBucket) -> StoredVersion:
+    """The manifest of `of`, in which all numbers agree.
+
+    Raises:
+        Mismatch: It is none, or one of another version, or it contradicts itself.
+    """
+    try:
+        found = _manifests.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Mismatch(f"it is no manifest of this release: {error}") from error
+    said, named = (found.model, found.run, found.version, found.uid), (model, of.run, of.version)
+    if said != (*named, of.uid):
+        raise Mismatch(f"it is the manifest of {said}, expected {(*named, of.uid)}")
+    at, _, nonce = found.files_at.rpartition("-")
+    if not nonce.isalnum() or at != of.files_key("").removesuffix("-"):
+        raise Mismatch(f"its files are in {found.files_at!r}, which is no folder of its own")
+    names = [tensor.fqn for file in found.files for tensor in file.tensors]
+    for what, each in (("tensors", names), ("files", [file.name for file in found.files])):
+        if len(set(each)) != len(each):
+            raise Mismatch(f"two of its {what} have the same name")
+    for file in found.files:
+        _check(file)
+    return found
+
+
+def _check(file: StoredFile) -> None:
+    for tensor in file.tensors:
+        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
+            raise Mismatch(f"{tensor.fqn!r} is {tensor.dtype!r}, a dtype that this torch lacks")
+        if math.prod(max(1, size) for size in tensor.shape) > MOST // 16:
+            raise Mismatch(f"{tensor.fqn!r} is larger than anything can be")
+    if file.starts[-1] != file.size_bytes:
+        raise Mismatch(f"{file.name} has {file.size_bytes} bytes, its tensors {file.starts[-1]}")
+    count = -(-file.size_bytes // PART_BYTES)
+    if len(file.parts) != count * DIGEST_BYTES:
+        found = f"{len(file.parts)} bytes of digests for {count} parts"
+        raise Mismatch(f"{file.name} has {found} of {DIGEST_BYTES} bytes each")
+
+
+class Parts:
+    """Digests of the parts of a file that passes by."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._done: list[bytes] = []
+        self._now = blake2b(digest_size=DIGEST_BYTES)
+
+    def passing(self, contents: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+        """The same bytes, copied, in pieces of at most a part."""
+        for content in contents:
+            view = memoryview(content)
+            while view:
+                room = PART_BYTES - self.size_bytes % PART_BYTES
+                piece, view = bytes(view[:room]), view[room:]
+                self._now.update(piece)
+                self.size_bytes += len(piece)
+                if len(piece) == room:
+                    self._end()
+                yield piece
+
+    def _end(self) -> None:
+        self._done.append(self._now.digest())
+        self._now = blake2b(digest_size=DIGEST_BYTES)
+
+    def digests(self) -> bytes:
+        """The digests of all that has passed. Once, at the end."""
+        if self.size_bytes % PART_BYTES:
+            self._end()
+        return b"".join(self._done)
+
+
+def is_part(file: StoredFile, number: int, content: memoryview) -> bool:
+    """Whether this is the content of a part of the file."""
+    at = number * DIGEST_BYTES
+    return blake2b(content, digest_size=DIGEST_BYTES).digest() == file.parts[at : at + DIGEST_BYTES]
+
+
+def storable(tensors: Tensors) -> Tensors:
+    """The same, as safetensors can name them: dtypes without a name there as plain bytes."""
+    return {
+        name: (dtype, shape)
+        if dtype in NAMES
+        else (torch.uint8, torch.Size([math.prod(shape) * dtype.itemsize]))
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def stored_tensors(names: Iterable[str], tensors: Tensors) -> tuple[StoredTensor, ...]:
+    """How a manifest writes them."""
+    found: Mapping[str, tuple[torch.dtype, torch.Size]] = tensors
+    return tuple(StoredTensor(n, dtype_name(found[n][0]), tuple(found[n][1])) for n in names)

@@ -1,0 +1,154 @@
+"""Fills tensors from the files of a version, in any sharding, by checked ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torch_ros.bucket.files import PART_BYTES, StoredFile, StoredVersion, is_part
+from torch_ros.bucket.objects import ObjectStore
+from torch_ros.weights.columns import Ints, numbered
+from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.plan import ReadPlan, plan
+from torch_ros.weights.staging import StagedCopy, copy_staged
+
+WINDOW_BYTES = 16 * PART_BYTES  # of a file, that one thread fetches, checks and copies out
+THREADS = 4  # each has two windows of memory
+
+
+@dataclass(slots=True)
+class Window:
+    """A stretch of a file, and the bytes that are wanted of it; one may end in the next window."""
+
+    file: int
+    direct: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Offset in the file, bytes, target chunk, offset there in bytes."""
+    staged: list[tuple[int, StagedCopy]] = field(default_factory=list)
+
+    def parts(self) -> Sequence[int]:
+        wanted = [(start, size) for start, size, _, _ in self.direct]
+        wanted += [(start, copy.size_bytes) for start, copy in self.staged]
+        found: set[int] = set()
+        for start, size in wanted:
+            found.update(range(start // PART_BYTES, (start + size - 1) // PART_BYTES + 1))
+        return sorted(found)
+
+
+def fill(
+    store: ObjectStore, folder: str, stored: StoredVersion, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill these tensors, or this process's shards of them. Their content is undefined on an error.
+
+    Takes 512 MiB of memory at most, and reads the parts of files that have something for them.
+
+    Raises:
+        ManifestMismatch: A name, shape or dtype that the version does not have. Nothing was read.
+        UsageError: No plain tensors. Nothing was read.
+        BucketError: A file is gone, or has other bytes than were archived.
+    """
+    layout, memory = build(local_chunks(tensors), {})
+    planned = plan([file.layout for file in stored.files], layout, staging_bytes=PART_BYTES)
+    with torch.no_grad():
+        targets = [_bytes_of(chunk) for chunk in memory]
+
+    def load(window: Window) -> None:
+        file = stored.files[window.file]
+        with torch.no_grad():
+            for first, landed in _landed(store, f"{folder}/{file.name}", file, window.parts()):
+                _copy_out(window, first, landed, targets, memory)
+
+    with ThreadPoolExecutor(THREADS, "torch_ros bucket") as pool:
+        under_way = [pool.submit(load, window) for window in windows(planned, stored.files)]
+        try:
+            for each in under_way:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
+
+
+def windows(planned: ReadPlan, files: Sequence[StoredFile]) -> Sequence[Window]:
+    """The stretches of files that the plan needs, in the order of the files."""
+    found: dict[tuple[int, int], Window] = {}
+
+    def window(file: int, start: int) -> Window:
+        return found.setdefault((file, start // WINDOW_BYTES), Window(file))
+
+    starts = [np.asarray(file.starts, np.int64) for file in files]
+    direct = planned.direct
+    first: Ints = np.fromiter(
+        (starts[f][c] for f, c in zip(direct.source_rank, direct.source_chunk, strict=True)),
+        np.int64,
+        len(direct.source_rank),
+    )
+    first += direct.source_offset_bytes
+    end = first + direct.size_bytes
+    owner, ordinal = numbered((end - 1) // WINDOW_BYTES - first // WINDOW_BYTES + 1)
+    at = (first[owner] // WINDOW_BYTES + ordinal) * WINDOW_BYTES
+    begins, ends = np.maximum(first[owner], at), np.minimum(end[owner], at + WINDOW_BYTES)
+    columns = (
+        direct.source_rank[owner],
+        begins,
+        ends - begins,
+        direct.target_chunk[owner],
+        direct.target_offset_bytes[owner] + begins - first[owner],
+    )
+    for file, start, size, chunk, to in zip(*(column.tolist() for column in columns), strict=True):
+        window(file, start).direct.append((start, size, chunk, to))
+    for copy in planned.staged:
+        start = int(starts[copy.source_rank][copy.source_chunk]) + copy.source_offset_bytes
+        window(copy.source_rank, start).staged.append((start, copy))
+    return [found[key] for key in sorted(found)]
+
+
+def _landed(
+    store: ObjectStore, key: str, file: StoredFile, parts: Sequence[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Stretches of whole parts, each checked: its offset in the file, and its bytes."""
+    numbers = np.asarray(parts, np.int64)
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    runs = [run.tolist() for run in np.split(numbers, cuts)]
+    begins = [run[0] * PART_BYTES for run in runs]
+    ends = [min((run[-1] + 1) * PART_BYTES, file.size_bytes) for run in runs]
+    for run, begin, found in zip(runs, begins, store.get_ranges(key, begins, ends), strict=True):
+        landed = torch.empty(found.nbytes, dtype=torch.uint8)
+        content = landed.numpy()
+        content[:] = np.frombuffer(found, np.uint8)
+        for number in run:
+            at = (number - run[0]) * PART_BYTES
+            if not is_part(file, number, content[at : at + PART_BYTES].data):
+                first = number * PART_BYTES
+                store.refuse(key, f"its bytes from {first} on are not those that were archived")
+        yield begin, landed
+
+
+def _copy_out(
+    window: Window,
+    first: int,
+    landed: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
+) -> None:
+    """Copy what begins in this stretch. It ends there too: a stretch has all parts of its spans."""
+    end = first + landed.numel()
+    for start, size, chunk, to in window.direct:
+        if first <= start < end:
+            targets[chunk][to : to + size].copy_(landed[start - first : start - first + size])
+    for start, copy in window.staged:
+        if first <= start < end:
+            span = landed[start - first : start - first + copy.size_bytes].clone()  # it is aligned
+            target = memory[copy.target_chunk]
+            copy_staged(span.to(target.device), copy, target)
+
+
+def _bytes_of(chunk: torch.Tensor) -> torch.Tensor:
+    """The memory from the chunk's first element to the end of its last."""
+    _, reach = span_of(chunk)
+    view = torch.empty(0, dtype=torch.uint8, device=chunk.device)
+    start = chunk.storage_offset() * chunk.element_size()
+    return view.set_(chunk.untyped_storage(), start, (reach,), (1,))

@@ -1,0 +1,83 @@
+"""`torch-ros archive`: a fleet's versions, into a bucket, as they come."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TextIO
+
+import torch_ros
+import torch_ros.bucket
+from torch_ros.bucket.archive import Archived, Archiver
+from torch_ros.cli.ending import told_to_end
+from torch_ros.cli.ls import size, some
+from torch_ros.cli.moving import FINE, bar, opened
+from torch_ros.errors import (
+    BackendError,
+    DeadlineExceeded,
+    Fenced,
+    NotAvailable,
+    PeerError,
+    SeatLost,
+    UsageError,
+)
+
+LOOK_S = 5.0  # between two looks at who has what, where etcd tells of no newer version
+RETRY_S, RETRY_MAX_S = 1.0, 60.0  # after a failure, then twice as long each time
+log = logging.getLogger(__name__)
+
+
+def archive(asked: argparse.Namespace, out: TextIO) -> int:
+    """Write each version that is the newest when the last one is written, until it is told to end.
+
+    A failed attempt is made again, and the fleet does not notice. Only the arguments, a bucket that
+    cannot be written to when this begins, and another archiver of the same name end it.
+    """
+    bucket = torch_ros.bucket.open(asked.url, asked.model)
+    if not bucket.store.probe(f"{bucket.root}/probe"):
+        log.warning(
+            "%s overwrites what it should create: versions are safe, by their names", asked.url
+        )
+    with opened(asked, asked.replica, "archive", spot=True) as handle, told_to_end() as ends:
+        archiver = Archiver(handle, bucket, keep=asked.keep, grace_s=asked.grace)
+        failures = 0
+        while not ends.is_set():
+            try:
+                written = _step(archiver, handle, out)
+                failures = 0
+            except (BackendError, NotAvailable, PeerError, SeatLost) as error:
+                if isinstance(error, Fenced) or asked.once:
+                    raise
+                failures += 1
+                pause_s = min(RETRY_S * 2**failures, RETRY_MAX_S)
+                log.warning("%s; it tries again in %g s", error, pause_s)
+                ends.wait(pause_s)
+                continue
+            if asked.once:
+                if written is None and not bucket.list():
+                    raise UsageError(f"model {asked.model!r} has no version to archive")
+                break
+            if written is None:
+                _await_newer(handle, archiver.seen)
+    return FINE
+
+
+def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Archived | None:
+    with bar(f"archive {handle.model}") as progress:
+        written = archiver.archive(progress)
+    if written is not None:
+        what = f"version {written.version} of {handle.model!r}: {written.tensor_count} tensors"
+        out.write(f"{what}, {size(written.size_bytes)}, in {written.seconds:.1f} s\n")
+        if written.left_out:
+            out.write(f"left out, since only dcp.load reads pickles: {some(written.left_out)}\n")
+        out.flush()
+    archiver.collect()
+    return written
+
+
+def _await_newer(handle: torch_ros.ShardHandle, seen: int) -> None:
+    """Returns at another version, or after a while: the same number may be published anew."""
+    try:
+        handle.wait(lambda there: max(there, default=seen) != seen, timeout_s=LOOK_S)
+    except DeadlineExceeded:
+        return
