@@ -155,7 +155,14 @@ def case(seed, dtype, *, is_long=False):
     boxes = [box for box in random_grid(rng, shape) if rng.random() < 0.8]
     places = [anywhere(rng, wholes[0][box]) for box in boxes]
     layout, memory = build([local("t", wholes[0], boxes, [view for view, _ in places])], {})
-    before = chunk_digests(layout, memory, depth=depth)
+
+    def digests():
+        return [
+            digest(tensor, global_shape=shape, offsets=chunk.offsets, depth=depth)
+            for chunk, tensor in zip(layout.chunks, memory, strict=True)
+        ]
+
+    before = digests()
     plan = pieces([layout for layout, _ in versions[0]], layout, target_rank=int(rng.integers(5)))
     untouched = [base.clone() for _, base in places]
 
@@ -177,8 +184,7 @@ def case(seed, dtype, *, is_long=False):
             wholes[-1][box].view(kept.dtype)
         )
         assert same_bits(base, kept)  # what lies between is as it was
-    after = chunk_digests(layout, memory, depth=depth)
-    assert [combine(pair) for pair in zip(before, grown, strict=True)] == list(after)
+    assert [combine(pair) for pair in zip(before, grown, strict=True)] == digests()
 
 
 def apply_one(deltas, piece, memory, depth):
@@ -199,6 +205,18 @@ def test_any_chain_reaches_any_other_sharding(seed, dtype):
 @given(seeds, st.sampled_from(all_dtypes()))
 def test_so_it_does_over_several_segments(seed, dtype):
     case(seed, dtype, is_long=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tenth", range(10))
+def test_100_000_chains_do(tenth):
+    @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(seeds, st.sampled_from(all_dtypes()), st.integers(0, 99))
+    def one_of_them(seed, dtype, kind):
+        case(seed, dtype, is_long=kind == 0)
+
+    one_of_them()
 
 
 # Changes

@@ -12,6 +12,7 @@ import torch
 from torch_ros.errors import NotSupported
 from torch_ros.weights import digest as module
 from torch_ros.weights.digest import (
+    change_digest,
     chunk_digests,
     combine,
     digest,
@@ -38,10 +39,13 @@ def all_dtypes():
 
 
 def random_bits(rng, shape, dtype):
-    content = bytearray(rng.randbytes(math.prod(shape) * dtype.itemsize))
+    return tensor_of(rng.randbytes(math.prod(shape) * dtype.itemsize), shape, dtype)
+
+
+def tensor_of(content, shape, dtype):
     if not content:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def whole_digest(tensor, depth="full"):
@@ -400,6 +404,48 @@ def test_temporaries_are_small_however_large_the_tensor(depth):
     finally:
         tracemalloc.stop()
     assert peak_bytes < 1 << 20
+
+
+# Changes
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("dtype", all_dtypes(), ids=dtype_name)
+def test_a_digest_grows_by_what_changes(dtype, depth):
+    rng = random.Random(11)
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+    for shape in [*SHAPES, (6, 512), (30, 513), (3, 5000), (70, 3, 100), (0, 4)]:
+        count = math.prod(shape)
+        places = np.array(rng.sample(range(count), rng.choice([0, count // 9, count])), np.int64)
+        if rng.random() < 0.9:
+            places.sort()
+        old, other = (rng.randbytes(count * dtype.itemsize) for _ in range(2))
+        old, other = (np.frombuffer(each, unsigned[dtype.itemsize]) for each in (old, other))
+        new = old.copy()
+        new[places] = other[places]
+        grown = change_digest(places, old[places], new[places], global_shape=shape, depth=depth)
+        before, after = (tensor_of(each.tobytes(), shape, dtype) for each in (old, new))
+        assert combine([whole_digest(before, depth), grown]) == whole_digest(after, depth)
+
+
+def test_a_change_far_out_in_a_tensor_larger_than_memory_counts_as_its_content():
+    for shape, offsets in [((2**40,), (2**39 - 5,)), ((2**33, 2**9), (2**33 - 9, 17))]:
+        box = torch.arange(1, 5, dtype=torch.int16).reshape((1,) * (len(shape) - 1) + (4,))
+        first = int(np.ravel_multi_index(offsets, shape))
+        bits = box.flatten().numpy().view(np.uint16)
+        for depth in DEPTHS:
+            expected = digest(box, global_shape=shape, offsets=offsets, depth=depth)
+            found = change_digest(
+                np.arange(first, first + 4), bits * 0, bits, global_shape=shape, depth=depth
+            )
+            assert found == expected
+
+
+def test_what_is_off_or_does_not_change_adds_nothing():
+    bits, places = np.arange(9, dtype=np.uint16), np.arange(9)
+    assert change_digest(places, bits, bits + 1, global_shape=(9,), depth="off") == 0
+    assert change_digest(places, bits, bits, global_shape=(9,), depth="full") == 0
+    assert change_digest(places[:0], bits[:0], bits[:0], global_shape=(9,), depth="full") == 0
 
 
 # Groups

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from torch_ros.errors import CorruptDelta, ManifestMismatch, NotSupported
-from torch_ros.weights.columns import Bools, Ints, distinct, group_starts, sum_before
+from torch_ros.weights.columns import Bools, Ints, group_starts, sum_before
 from torch_ros.weights.digest import change_digest, combine
 from torch_ros.weights.local import WORDS, span_of
 from torch_ros.weights.manifest import Depth, Layout
@@ -42,10 +42,10 @@ from torch_ros.weights.tiling import matched
 SEGMENT = 1 << 16  # elements: a place in it has 16 bits
 GO_ON = 255  # a gap of 8 bits that leads to no place
 
-# Segments that are compared or merged at once, and gaps that are decoded at once, or those of one
-# segment: enough to forget the cost of a call, few enough for temporaries to stay in a cache.
+# Segments that are compared at once, and changes that are encoded, merged or decoded at once, or
+# those of a segment: enough to forget what a call costs, few enough for a cache.
 _COMPARED = 4
-_DECODED = 1 << 15
+_BATCH = 1 << 16
 
 _NUMBER, _GAPS, _VALUES, _CHECKSUM = range(4)  # the columns of an index
 
@@ -130,7 +130,7 @@ class Delta:
 
     def _windows(self) -> Iterator[Self]:
         gaps, values = (self.index[:, column].astype(np.int64) for column in (_GAPS, _VALUES))
-        starts = group_starts(sum_before(gaps) // _DECODED).tolist()
+        starts = group_starts(sum_before(gaps) // _BATCH).tolist()
         gap_ends, value_ends = (np.concatenate([[0], counts.cumsum()]) for counts in (gaps, values))
         for first, end in pairwise([*starts, len(gaps)]):
             yield self._part(
@@ -202,7 +202,7 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
     Args:
         changed: What changed, by ascending place; no segment is in two of them.
     """
-    parts = [_segmented(*each) for each in changed if len(each.places)]
+    parts = [_segmented(*batch) for batch in _batches(changed)]
     go_on = [part.gaps // GO_ON for part in parts]  # how often in 8 bits, before each place
     values = _joined([part.values for part in parts], _WORDS[item_bytes])
     is_short = sum(int(each.sum()) for each in go_on) <= len(values)
@@ -221,6 +221,22 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
     found = _joined(gaps, np.uint8)
     index[:, _CHECKSUM] = _checksums(index, found, values)
     return index, found, values
+
+
+def _batches(changed: Iterable[Changed]) -> Iterator[Changed]:
+    """The same, in parts that are worth a call. None is empty."""
+    kept: list[Changed] = []
+    for each in changed:
+        kept.append(each)
+        if sum(len(part.places) for part in kept) >= _BATCH:
+            yield _together(kept)
+            kept = []
+    if any(len(part.places) for part in kept):
+        yield _together(kept)
+
+
+def _together(parts: Iterable[Changed]) -> Changed:
+    return Changed(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class _Segmented(NamedTuple):
@@ -285,25 +301,24 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     first = deltas[0]
     for delta in deltas[1:]:
         _require_chunk(delta, "a delta to merge", first.elements, first.values.itemsize)
-    numbers = distinct(
-        np.concatenate([delta.index[:, _NUMBER] for delta in deltas]).astype(np.int64)
-    )
+    rows = np.concatenate([delta.index for delta in deltas]).astype(np.int64)
+    rows = rows[rows[:, _NUMBER].argsort(kind="stable")]
+    segments = group_starts(rows[:, _NUMBER])
+    batches = segments[group_starts(sum_before(rows[:, _VALUES])[segments] // _BATCH)]
+    edges = [*(rows[batches, _NUMBER] * SEGMENT).tolist(), first.elements]
     merged = (
-        _merged([delta.between(some[0] * SEGMENT, (some[-1] + 1) * SEGMENT) for delta in deltas])
-        for some in np.split(numbers, range(_COMPARED, len(numbers), _COMPARED))
-        if len(some)
+        _merged(_together(each for delta in deltas for each in delta.between(*span).decode()))
+        for span in pairwise(edges)
     )
     return Delta(first.elements, *encode(merged, item_bytes=first.values.itemsize))
 
 
-def _merged(deltas: Sequence[Delta]) -> Changed:
-    places, values = map(
-        np.concatenate, zip(*(each for delta in deltas for each in delta.decode()), strict=True)
-    )
-    order = np.argsort(places, kind="stable")
-    places = places[order]
-    last = np.append(places[1:] != places[:-1], True)
-    return Changed(places[last], values[order[last]])
+def _merged(changed: Changed) -> Changed:
+    """Of equal places the last one, and all places in order."""
+    order = changed.places.argsort(kind="stable")
+    places = changed.places[order]
+    is_last = np.append(places[1:] != places[:-1], True)
+    return Changed(places[is_last], changed.values[order[is_last]])
 
 
 class Numbering(NamedTuple):
@@ -407,8 +422,10 @@ def apply(delta: Delta, target: torch.Tensor, piece: Piece, *, depth: Depth = "o
     dims = _dims(piece)
     digests = []
     for changed in delta.between(piece.place.first, piece.end).decode():
-        at, numbers, values = _located(changed, piece, dims)
+        indices, values = _inside(changed, piece, dims)
+        at = _numbered(indices, piece.memory.first, [dim.memory for dim in dims])
         if depth != "off":
+            numbers = _numbered(indices, piece.number.first, [dim.number for dim in dims])
             digests.append(
                 change_digest(numbers, memory[at], values, global_shape=piece.shape, depth=depth)
             )
@@ -422,40 +439,52 @@ def _memory(target: torch.Tensor) -> Words:
     return words(_bits(target).as_strided((reach,), (1,)))
 
 
-Dim = tuple[int, int, int, int]  # size, and steps in places, memory and numbers
+class _Dim(NamedTuple):
+    """The size of a dimension, and its steps in places, memory and the whole tensor's numbers."""
+
+    size: int
+    place: int
+    memory: int
+    number: int
 
 
-def _dims(piece: Piece) -> list[Dim]:
+def _dims(piece: Piece) -> list[_Dim]:
     """The dimensions of a piece, as few as possible; the last one's step in places is 1."""
-    dims: list[Dim] = []
+    dims: list[_Dim] = []
     steps = (piece.place.steps, piece.memory.steps, piece.number.steps)
-    for size, place, memory, number in zip(piece.sizes, *steps, strict=True):
+    for size, *inner in zip(piece.sizes, *steps, strict=True):
         if size == 1:
             continue
         count = size
-        if dims and dims[-1][1:] == (size * place, size * memory, size * number):
-            count *= dims.pop()[0]
-        dims.append((count, place, memory, number))
-    if not dims or dims[-1][1] != 1:
-        dims.append((1, 1, 0, 0))
+        if dims and list(dims[-1][1:]) == [size * step for step in inner]:
+            count *= dims.pop().size
+        dims.append(_Dim(count, *inner))
+    if not dims or dims[-1].place != 1:
+        dims.append(_Dim(1, 1, 0, 0))
     return dims
 
 
-def _located(changed: Changed, piece: Piece, dims: Sequence[Dim]) -> tuple[Ints, Ints, Words]:
-    """The changes in a piece: where in the target, which of the whole tensor, the values."""
-    # A place before the piece becomes a number that no dimension has.
-    rest = (changed.places - piece.place.first).view(np.uint64)
+def _inside(changed: Changed, piece: Piece, dims: Sequence[_Dim]) -> tuple[list[Ints], Words]:
+    """The changes in a piece: their indices along each of its dimensions, and their values."""
+    low, high = np.searchsorted(changed.places, (piece.place.first, piece.end)).tolist()
+    rest, values = changed.places[low:high] - piece.place.first, changed.values[low:high]
+    if len(dims) == 1:
+        return [rest], values
     inside = np.ones(len(rest), np.bool_)
-    at, numbers = np.full_like(rest, piece.memory.first), np.full_like(rest, piece.number.first)
-    for size, by_place, by_memory, by_number in dims:
-        along = rest // by_place
-        rest = rest - along * by_place
-        inside &= along < size
-        at += along * by_memory
-        numbers += along * by_number
-    if inside.all():
-        return at.view(np.int64), numbers.view(np.int64), changed.values
-    return at[inside].view(np.int64), numbers[inside].view(np.int64), changed.values[inside]
+    indices = []
+    for dim in dims:
+        index = rest // dim.place
+        rest = rest - index * dim.place
+        inside &= index < dim.size
+        indices.append(index)
+    return [index[inside] for index in indices], values[inside]
+
+
+def _numbered(indices: Sequence[Ints], first: int, steps: Sequence[int]) -> Ints:
+    numbers = indices[0] * steps[0] + first
+    for index, step in zip(indices[1:], steps[1:], strict=True):
+        numbers += index * step
+    return numbers
 
 
 # Deltas from elsewhere

@@ -127,7 +127,7 @@ def change_digest(
     if depth == "off" or not len(places):
         return 0
     unit_bytes = min(4, old.itemsize)
-    segments, inside = _in_segments(places.astype(np.uint64), tuple(global_shape), old.itemsize)
+    segments, inside = _in_segments(places.view(np.uint64), tuple(global_shape), old.itemsize)
     unsigned = _UNSIGNED[unit_bytes]
     change = new.view(unsigned).astype(np.uint64) - old.view(unsigned)
     if depth == "sampled":
