@@ -19,6 +19,9 @@ arrays say what changed, and a reader of a part of the chunk takes the segments 
   segment. In uint8, 255 says to go on by 255 elements, which is no place yet; no gap is too long
   for uint16. All of a delta is in the one that takes fewer bytes.
 * `values` has the elements' bits, in numbers of their width.
+
+A delta does not say which versions it leads from and to, nor of which chunk it is: whoever keeps it
+says so beside it.
 """
 
 import zlib
@@ -226,12 +229,15 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
 def _batches(changed: Iterable[Changed]) -> Iterator[Changed]:
     """The same, in parts that are worth a call. None is empty."""
     kept: list[Changed] = []
+    count = 0
     for each in changed:
-        kept.append(each)
-        if sum(len(part.places) for part in kept) >= _BATCH:
+        if len(each.places):
+            kept.append(each)
+            count += len(each.places)
+        if count >= _BATCH:
             yield _together(kept)
-            kept = []
-    if any(len(part.places) for part in kept):
+            kept, count = [], 0
+    if kept:
         yield _together(kept)
 
 
@@ -563,7 +569,7 @@ def _require_places(part: Delta) -> None:
 def _require_checksums(part: Delta) -> None:
     found = np.array(_checksums(part.index, part.gaps, part.values), np.int64)
     expected = part.index[:, _CHECKSUM]
-    _require(found == expected, part.index, "its checksum", found)
+    _require(found == expected, part.index, "bytes that have the checksum of the index", found)
 
 
 def _require_chunk(delta: Delta, what: str, elements: int, item_bytes: int) -> None:

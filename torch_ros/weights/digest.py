@@ -124,7 +124,7 @@ def change_digest(
         global_shape: The shape of the whole tensor.
         depth: As in `digest`.
     """
-    if depth == "off" or not len(places):
+    if depth == "off":
         return 0
     unit_bytes = min(4, old.itemsize)
     segments, inside = _in_segments(places.view(np.uint64), tuple(global_shape), old.itemsize)
@@ -132,8 +132,6 @@ def change_digest(
     change = new.view(unsigned).astype(np.uint64) - old.view(unsigned)
     if depth == "sampled":
         chosen = np.flatnonzero(_is_sampled(segments))
-        if not len(chosen):
-            return 0
         segments, inside, change = segments[chosen], inside[chosen], change[chosen]
     change *= _weights(unit_bytes)[inside.view(np.int64)]
     starts = group_starts(segments)
@@ -280,7 +278,7 @@ def _period(shape: tuple[int, ...], unit_bytes: int) -> tuple[int, int]:
 
 def _in_segments(elements: UInts, shape: tuple[int, ...], item_bytes: int) -> tuple[UInts, UInts]:
     """The segment of each unit of these elements, and the unit's number in it."""
-    shape = tuple(size for size in shape if size > 1) or (1,)
+    shape = shape or (1,)
     if item_bytes > 4:
         words = np.arange(item_bytes // 4, dtype=np.uint64)
         elements = np.add.outer(elements * len(words), words).ravel()
