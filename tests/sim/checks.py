@@ -742,16 +742,14 @@ class Checks:
             dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst, where)]
             if not dropped:
                 continue  # its replica ended, or takes its seats again
+            there = {(r, v) for r, v, _ in held}
+            # Whether those go that are about to, or not.
             stays = {
                 (r, v)
                 for (r, v, _), kept in held.items()
                 if (r, v) == (run, version)
                 or not all(k.lingers(k.parse_holding(key).inst) for key in kept)
             }
-            there = sorted((v for r, v in stays if r == run), reverse=True)
-            _, newest = max((self.numbers.get(r, 0), r) for r, _ in stays)
-            if run != newest:
-                continue
             for key, group in groups.items():
                 if not group.is_complete or group.left is not None:
                     continue
@@ -760,14 +758,20 @@ class Checks:
                     if (group.datacenter if here else None) != where:
                         continue
                     spec = Spec.parse(int(spec) if spec.isdecimal() else spec)
-                    meant = spec.absolute
-                    if meant is None:
-                        meant = there[spec.back] if spec.back < len(there) else None
+                    meant = {self._meant(spec, run, there), self._meant(spec, run, stays)}
                     demand(
-                        meant != version,
+                        version not in meant,
                         f"I4: {dropped} was the last copy of {version} ({uid}), and "
                         f"{key} retains {text}",
                     )
+
+    def _meant(self, spec: Spec, run: str, there: set[tuple[str, int]]) -> int | None:
+        """The version of that run which is retained by this, if these are there."""
+        _, newest = max((self.numbers.get(r, 0), r) for r, _ in there)
+        if run != newest or spec.absolute is not None:
+            return spec.absolute if run == newest else None
+        versions = sorted((v for r, v in there if r == run), reverse=True)
+        return versions[spec.back] if spec.back < len(versions) else None
 
     def _could_linger(self, inst: str, where: str | None) -> bool:
         """Whether nothing has ended yet that lingers, nor need it: somebody could take it."""

@@ -1322,6 +1322,22 @@ fault("a spot replica is stayed for", (closing, "awaited"), scenario="spot only"
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
 )
+
+
+@fault("what is suspected retires older ones", (retention, "_keepers"), scenario="suspected newer")
+def _(keepers):
+    def faulty(*args):
+        with patch.object(retention, "suspects", lambda *_: set()):
+            return keepers(*args)
+
+    return faulty
+
+
+fault("what may go is gone", (retention, "_keepers"), scenario="suspected before")(
+    lambda keepers: lambda *args: (keepers(*args)[0], set())
+)
+
+
 fault("what lingers is a witness", (keys_module, "lingers"), scenario="no witness")(
     lambda _: lambda _: False
 )

@@ -2263,6 +2263,43 @@ def no_witness(scene: Scene) -> None:
     scene.play()
 
 
+def suspected_newer(scene: Scene, retain: str = "latest") -> None:
+    """I4: an older version stays whether a newer one goes, whose only holder is suspected, or not.
+
+    Args:
+        retain: "latest": the newer one goes. Else it stays, and the older one is "latest-1".
+    """
+
+    def keep(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t has 1")
+        scene.when(lambda: scene.suspects, "u suspected")
+        unpublish(me)
+        scene.sleep(3 * TTL_S)
+        demand(1 in me.handle.list(timeout_s=5), "I4: version 1 is lost")
+        scene.reach("over")
+
+    def publish_newer(me: Process) -> None:
+        scene.until("t has 1")
+        publish(me, 2)
+        scene.reach("u has 2")
+        scene.until("over")
+
+    def read(me: Process) -> None:
+        scene.until("u has 2")
+        if retain == "latest":
+            scene.at(scene.now_s, scene.kill_process, scene.start_named("u").processes[0])
+        scene.failing[me] = 1
+        with suppress(SourceLost, DeadlineExceeded):
+            replicate(me, 2, timeout_s=3)
+        scene.until("over")
+
+    scene.start("r", read, size=1, retain=(retain,), spot=True)
+    scene.start("t", keep, size=1)
+    scene.start("u", publish_newer, size=1)
+    scene.play()
+
+
 def dies_lingering(scene: Scene) -> None:
     """I7: what lingers goes when one of its processes dies."""
 
@@ -2571,6 +2608,8 @@ SCENES = {
     "drains at the end": drains_at_the_end,
     "both close": both_close,
     "no witness": no_witness,
+    "suspected newer": suspected_newer,
+    "suspected before": partial(suspected_newer, retain="latest-1"),
     "dies lingering": dies_lingering,
     "ends half released": ends_half_released,
     "moved": moved,

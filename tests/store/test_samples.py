@@ -272,13 +272,18 @@ def test_samples_lead_to_what_the_whole_would_lead_to(few, most):
     assert went_on > 100
 
 
-def test_what_lingers_retires_nothing_older():
+@pytest.mark.parametrize("spec", ["latest", "latest-1"])
+@pytest.mark.parametrize("doubt", ["lingers", "is suspected"])
+def test_an_older_version_stays_whether_one_that_may_go_does_or_not(doubt, spec):
     store, old = Store(), VersionRef("one", 8, "u", 1)
     store.put(KEYS.run("one"), RunRecord("h:1", 1))
-    store.put(KEYS.group("r0"), GroupRecord("x", 1, "one", retain=["latest"], is_complete=True))
-    for inst, version in (("r0@x", 8), (lingering_of("r1@x", 3), 9)):
+    store.put(KEYS.group("r0"), GroupRecord("x", 1, "one", retain=[spec], is_complete=True))
+    newer = lingering_of("r1@x", 3) if doubt == "lingers" else "r2@x"
+    for inst, version in (("r0@x", 8), (newer, 9)):
         store.put(KEYS.version("one", version), VersionRecord("u", "L"))
         store.put(KEYS.holding("one", version, "default", inst), Holding("u", 1, "full", 1))
+    if doubt == "is suspected":
+        store.put(KEYS.suspect(newer, "r3@x"), Suspect("slow"))
 
     def is_kept(view):
         dropped = retention.GivenUp("r0@x", "default")
@@ -286,7 +291,8 @@ def test_what_lingers_retires_nothing_older():
 
     assert store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
     store.put(KEYS.holding("one", 9, "default", "r1@x"), Holding("u", 1, "full", 1))
-    assert not store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
+    kept = store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
+    assert kept == (spec == "latest-1")
 
 
 # Sources

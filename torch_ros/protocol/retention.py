@@ -138,19 +138,21 @@ def _superseded(
     Args:
         datacenter: Where they look; None: anywhere.
     """
-    keepers = _keepers(view, keys, datacenter)
+    keepers, doubtful = _keepers(view, keys, datacenter)
     refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
     newest = [r for r in refs if r.run == refs[0].run]
-    retained = {newest[s.back] for s in specs if s.absolute is None and s.back < len(newest)}
-    absolute = {spec.absolute for spec in specs if spec.absolute is not None}
-    retained |= {r for r in newest if r.version in absolute}
-    if ref in retained:
-        return None
-    deepest = max((spec.back for spec in specs), default=-1)
+    backs = [spec.back for spec in specs if spec.absolute is None]
+    deepest, is_newest = max(backs, default=-1), ref in newest
+    if is_newest:
+        fewest = newest.index(ref)  # that are newer
+        most = fewest + sum(r.run == ref.run and r.order > ref.order for r in doubtful)
+        is_named = any(spec.absolute == ref.version for spec in specs)
+        if is_named or any(fewest <= back <= most for back in backs):
+            return None
     guards: list[Guard] = [
         view.unchanged(keepers[r][0]) for r in newest[: 1 + deepest] if r in keepers
     ]
-    if ref in newest[:deepest]:  # newer versions that come would make it `latest-<k>`
+    if is_newest and most < deepest:  # newer versions that come would make it `latest-<k>`
         above = _above(view, keys, ref, datacenter)
         guards += [NoneNewer(range_, view.rev) for range_ in above]
     return guards
@@ -221,17 +223,24 @@ def _counts(holding: Holding) -> bool:
     return holding.state == "full" and not holding.spot
 
 
-def _keepers(view: View, keys: Keys, datacenter: str | None) -> dict[VersionRef, list[str]]:
+def _keepers(
+    view: View, keys: Keys, datacenter: str | None
+) -> tuple[dict[VersionRef, list[str]], set[VersionRef]]:
     """The full holdings that count for retention, by version; in that datacenter, or anywhere.
 
-    One that lingers is about to go, so what it has retires nothing older.
+    And the other versions that are there, but whose holders are about to go, since they linger, or
+    may be gone, since they are suspected. An older version has to stay whether these do or not.
     """
-    numbers = run_numbers(view, keys)
-    found: dict[VersionRef, list[str]] = {}
+    numbers, suspected = run_numbers(view, keys), suspects(view, keys)
+    stay: dict[VersionRef, list[str]] = {}
+    doubtful: set[VersionRef] = set()
     for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
-        stays = _counts(holding) and not k.lingers(where.inst)
-        if stays and datacenter in (None, where.datacenter):
-            number = numbers.get(where.run, 0)
-            ref = VersionRef(where.run, where.version, holding.uid, number)
-            found.setdefault(ref, []).append(key)
-    return found
+        if not _counts(holding) or datacenter not in (None, where.datacenter):
+            continue
+        number = numbers.get(where.run, 0)
+        ref = VersionRef(where.run, where.version, holding.uid, number)
+        if k.lingers(where.inst) or where.inst in suspected:
+            doubtful.add(ref)
+        else:
+            stay.setdefault(ref, []).append(key)
+    return stay, doubtful - stay.keys()
