@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from test_ls import published
 
 from torch_ros.cli import clearing, main
 from torch_ros.protocol import schema
@@ -11,61 +12,47 @@ from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.leftovers import clearing as first_of
 from torch_ros.protocol.leftovers import leftover_ranges, leftovers
 from torch_ros.protocol.records import GroupRecord, RunRecord, SchemaRecord, VersionRecord
-from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Created, Delete, Put, Read, Txn, under
 
 
 @pytest.fixture
-def asked(endpoint, capsys):
+def asked(asked):
     def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, "--json", *arguments])
-        out, err = capsys.readouterr()
+        code, out, err = asked("--json", *arguments)
         return code, json.loads(out) if out else None, err
 
     return ask
 
 
-@pytest.fixture
-def kv(endpoint):
-    kv = connect(endpoint, timeout_s=5)
-    yield kv
-    kv.close()
-
-
-def put(kv, *records):
+def put(store, *records):
     ops = tuple(Put(key, record.encode()) for key, record in records)
-    assert kv.commit(Txn((), ops), timeout_s=5).applied
+    assert store.commit(Txn((), ops), timeout_s=5).applied
 
 
-def keys_of(kv, model):
-    found = kv.read(Read((EVERY_MODEL,)), timeout_s=5).entries
+def keys_of(store, model):
+    found = store.read(Read((EVERY_MODEL,)), timeout_s=5).entries
     return {key for key in found if key.startswith(f"{Keys(model).root}/")}
 
 
-def published(handle, version):
-    handle.register({"w": torch.zeros(4)})
-    handle.publish(version)
-
-
-def test_a_model_without_anybody_goes_whole_and_only_when_told(opened, asked, kv):
+def test_a_model_without_anybody_goes_whole_and_only_when_told(opened, asked, store):
     trainer = opened("trainer")
     published(trainer, 7)
     trainer.close()
-    before = keys_of(kv, trainer.model)
+    before = keys_of(store, trainer.model)
     assert before
     code, said, _ = asked("gc", trainer.model)
     assert (code, said["schema"], said["is_deleted"]) == (0, 1, False)
-    assert {each["key"] for each in said["leftovers"]} == before == keys_of(kv, trainer.model)
+    assert {each["key"] for each in said["leftovers"]} == before == keys_of(store, trainer.model)
     code, said, _ = asked("gc", trainer.model, "--yes")
     assert (code, said["is_deleted"], len(said["leftovers"])) == (0, True, len(before))
-    assert keys_of(kv, trainer.model) == set()
+    assert keys_of(store, trainer.model) == set()
     assert asked("gc", trainer.model)[0] == 2  # there is no such model
     again = opened("trainer")
     published(again, 1)
     assert again.fleet().latest.version == 1
 
 
-def test_nothing_goes_that_somebody_has_or_may_come_back_to(opened, asked, kv):
+def test_nothing_goes_that_somebody_has_or_may_come_back_to(opened, asked, store):
     trainer, rollout = opened("trainer"), opened("rollout")
     published(trainer, 7)
     rollout.register({"w": torch.ones(4)})
@@ -73,19 +60,19 @@ def test_nothing_goes_that_somebody_has_or_may_come_back_to(opened, asked, kv):
     trainer.unpublish()
     rollout.unpublish()  # nobody holds 7, and numbers must not go back
     keys = Keys(trainer.model)
-    put(kv, (keys.version(trainer.run, 9), VersionRecord("w")))  # of a publication that failed
-    before = keys_of(kv, trainer.model)
+    put(store, (keys.version(trainer.run, 9), VersionRecord("w")))  # of a publication that failed
+    before = keys_of(store, trainer.model)
     assert asked("gc", trainer.model, "--yes")[1]["leftovers"] == []
-    assert keys_of(kv, trainer.model) == before
+    assert keys_of(store, trainer.model) == before
 
 
-def test_runs_and_versions_that_were_superseded_go(opened, asked, kv):
+def test_runs_and_versions_that_were_superseded_go(opened, asked, store):
     trainer = opened("trainer")
     published(trainer, 7)
     keys, run = Keys(trainer.model), trainer.run
     dead, later = RunRecord("host:1", 0), RunRecord("host:1", 9)
     put(
-        kv,
+        store,
         (keys.run("dead"), dead),
         (keys.version("dead", 3), VersionRecord("u", "x/1/1")),
         (keys.run("later"), later),  # its number would come again
@@ -95,41 +82,41 @@ def test_runs_and_versions_that_were_superseded_go(opened, asked, kv):
     gone = {keys.run("dead"), keys.version("dead", 3), keys.version(run, 5)}
     code, said, _ = asked("gc", trainer.model, "--yes")
     assert (code, {each["key"] for each in said["leftovers"]}) == (0, gone)
-    assert {keys.run("later"), keys.version(run, 7)} <= keys_of(kv, trainer.model)
+    assert {keys.run("later"), keys.version(run, 7)} <= keys_of(store, trainer.model)
     assert trainer.fleet().latest.version == 7
 
 
-def test_what_hangs_on_no_lease_goes_though_it_cannot_be_read(opened, asked, kv):
+def test_what_hangs_on_no_lease_goes_though_it_cannot_be_read(opened, asked, store):
     trainer = opened("trainer")
     published(trainer, 7)
     root = Keys(trainer.model).root
     odd = {f"{root}/holdings/x", f"{root}/groups/ghost", f"{root}/what/is/this"}
-    kv.commit(Txn((), tuple(Put(key, b"?") for key in odd)), timeout_s=5)
+    store.commit(Txn((), tuple(Put(key, b"?") for key in odd)), timeout_s=5)
     code, said, _ = asked("gc", trainer.model, "--yes")
     assert (code, {each["key"] for each in said["leftovers"]}) == (0, odd)
     assert trainer.fleet().latest.version == 7
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
-def test_a_key_that_nobody_can_print_goes_too(opened, asked, kv, endpoint, capsys):
+def test_a_key_that_nobody_can_print_goes_too(opened, asked, store, endpoint, capsys):
     trainer = opened("trainer")
     odd = f"{Keys(trainer.model).root}/\udcff\x1b[31m"
-    kv.commit(Txn((), (Put(odd, b"?"),)), timeout_s=5)
+    store.commit(Txn((), (Put(odd, b"?"),)), timeout_s=5)
     assert main.main(["--endpoint", endpoint, "gc", trainer.model]) == 0
     assert "/??[31m  " in capsys.readouterr().out
     code, said, _ = asked("gc", trainer.model, "--yes")
     assert (code, len(said["leftovers"])) == (0, 1)
     assert said["leftovers"][0]["key"].endswith("\\udcff\x1b[31m")
-    assert odd not in keys_of(kv, trainer.model)
+    assert odd not in keys_of(store, trainer.model)
 
 
-def test_a_model_of_another_release_is_left_alone(opened, asked, kv):
+def test_a_model_of_another_release_is_left_alone(opened, asked, store):
     trainer = opened("trainer")
     trainer.close()
-    put(kv, (Keys(trainer.model).schema(), SchemaRecord(99, "9")))
+    put(store, (Keys(trainer.model).schema(), SchemaRecord(99, "9")))
     code, _, err = asked("gc", trainer.model, "--yes")
-    there = keys_of(kv, trainer.model)
-    kv.commit(Txn((), (Delete(under(f"{Keys(trainer.model).root}/")),)), timeout_s=5)
+    there = keys_of(store, trainer.model)
+    store.commit(Txn((), (Delete(under(f"{Keys(trainer.model).root}/")),)), timeout_s=5)
     assert (code, "release 9" in err) == (3, True)
     assert there
 
@@ -137,80 +124,80 @@ def test_a_model_of_another_release_is_left_alone(opened, asked, kv):
 # One request at a time: somebody comes between the look and the deletion.
 
 
-def look(kv, model):
+def look(store, model):
     keys = Keys(model)
-    return leftovers(kv.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
+    return leftovers(store.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_who_opens_in_between_keeps_all(opened, kv):
+def test_who_opens_in_between_keeps_all(opened, store):
     trainer = opened("trainer")
     published(trainer, 7)
     trainer.close()
-    seen = first_of(look(kv, trainer.model))
+    seen = first_of(look(store, trainer.model))
     opened("newcomer")
-    before = keys_of(kv, trainer.model)
-    assert not kv.commit(seen, timeout_s=5).applied
-    assert keys_of(kv, trainer.model) == before
+    before = keys_of(store, trainer.model)
+    assert not store.commit(seen, timeout_s=5).applied
+    assert keys_of(store, trainer.model) == before
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_who_begins_to_use_a_dead_run_keeps_it(opened, kv):
+def test_who_begins_to_use_a_dead_run_keeps_it(opened, store):
     trainer = opened("trainer")
-    put(kv, (Keys(trainer.model).run("dead"), RunRecord("host:1", 0)))
-    seen = first_of(look(kv, trainer.model))
+    put(store, (Keys(trainer.model).run("dead"), RunRecord("host:1", 0)))
+    seen = first_of(look(store, trainer.model))
     opened("newcomer", run="dead")
-    assert not kv.commit(seen, timeout_s=5).applied
+    assert not store.commit(seen, timeout_s=5).applied
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_who_comes_back_to_a_dead_run_keeps_it(opened, kv):
+def test_who_comes_back_to_a_dead_run_keeps_it(opened, store):
     trainer = opened("trainer")
     keys = Keys(trainer.model)
-    put(kv, (keys.run("dead"), RunRecord("host:1", 0)))
-    seen = first_of(look(kv, trainer.model))
+    put(store, (keys.run("dead"), RunRecord("host:1", 0)))
+    seen = first_of(look(store, trainer.model))
     lease = trainer._shard.group.session.lease_id
     back = GroupRecord("0123abcd.01234567", 1, "dead")
-    kv.commit(Txn((), (Put(keys.group("back"), back.encode(), lease),)), timeout_s=5)
-    assert not kv.commit(seen, timeout_s=5).applied
-    assert look(kv, trainer.model) == []
+    store.commit(Txn((), (Put(keys.group("back"), back.encode(), lease),)), timeout_s=5)
+    assert not store.commit(seen, timeout_s=5).applied
+    assert look(store, trainer.model) == []
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_an_old_version_that_comes_back_stays(opened, kv):
+def test_an_old_version_that_comes_back_stays(opened, store):
     trainer, other = opened("trainer"), opened("other")
     published(trainer, 7)
     keys, run = Keys(trainer.model), trainer.run
-    put(kv, (keys.version(run, 5), VersionRecord("v", "x/1/1")))
-    seen = first_of(look(kv, trainer.model))
+    put(store, (keys.version(run, 5), VersionRecord("v", "x/1/1")))
+    seen = first_of(look(store, trainer.model))
     lease = other._shard.group.session.lease_id
     held = keys.holding(run, 5, "default", other._shard.group.seat.inst)
-    kv.commit(Txn((), (Put(held, b"{}", lease),)), timeout_s=5)
-    assert not kv.commit(seen, timeout_s=5).applied
-    assert look(kv, trainer.model) == []
+    store.commit(Txn((), (Put(held, b"{}", lease),)), timeout_s=5)
+    assert not store.commit(seen, timeout_s=5).applied
+    assert look(store, trainer.model) == []
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_who_opens_after_a_look_of_before_puts_the_schema_again(opened, kv):
+def test_who_opens_after_a_look_of_before_puts_the_schema_again(opened, store):
     trainer = opened("trainer")
     trainer.close()
     keys = Keys(trainer.model)
-    view = kv.read(Read(leftover_ranges(keys)), timeout_s=5)
+    view = store.read(Read(leftover_ranges(keys)), timeout_s=5)
     ops, guards = schema.put_own(view, keys)
     assert (ops, guards) == ((), (Created(keys.schema(), view.entries[keys.schema()].create_rev),))
-    clearing.clear(kv, trainer.model)
-    assert not kv.commit(Txn(guards), timeout_s=5).applied
-    ops, _ = schema.put_own(kv.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
+    clearing.clear(store, trainer.model)
+    assert not store.commit(Txn(guards), timeout_s=5).applied
+    ops, _ = schema.put_own(store.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
     assert [op.key for op in ops] == [keys.schema()]
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-def test_many_go_in_several_transactions(opened, kv):
+def test_many_go_in_several_transactions(opened, store):
     trainer = opened("trainer")
     published(trainer, 900)
     keys, run = Keys(trainer.model), trainer.run
     for first in (0, 100):
         several = range(first, first + 100)
-        put(kv, *((keys.version(run, n), VersionRecord(str(n), "x/1/1")) for n in several))
-    assert len(clearing.clear(kv, trainer.model)) == 200
-    assert look(kv, trainer.model) == []
+        put(store, *((keys.version(run, n), VersionRecord(str(n), "x/1/1")) for n in several))
+    assert len(clearing.clear(store, trainer.model)) == 200
+    assert look(store, trainer.model) == []

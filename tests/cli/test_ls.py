@@ -187,15 +187,6 @@ def test_sizes_are_for_people(size_bytes, text):
     assert ls.size(size_bytes) == text
 
 
-@pytest.fixture
-def asked(endpoint, capsys):
-    def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, *arguments])
-        return code, *capsys.readouterr()
-
-    return ask
-
-
 def published(handle, version):
     handle.register({"w": torch.full((4,), float(version))})
     handle.publish(version)

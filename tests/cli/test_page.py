@@ -48,24 +48,13 @@ def driver():
 
 
 @pytest.fixture
-def store(etcd_endpoint):
-    kv = connect(etcd_endpoint, timeout_s=10)
-    yield kv
-    kv.close()
+def endpoint(etcd_endpoint):
+    return etcd_endpoint
 
 
 @pytest.fixture
-def crowd(store, request):
-    crowd = Crowd(store, request.node.name)
-    crowd.join("trainer")
-    crowd.publish("trainer", 1)
-    crowd.commit()
-    return crowd
-
-
-@pytest.fixture
-def address(etcd_endpoint, crowd):
-    with browsing.page(etcd_endpoint, crowd.keys.model) as address:
+def address(endpoint, crowd):
+    with browsing.page(endpoint, crowd.keys.model) as address:
         yield address
 
 

@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -97,28 +96,6 @@ def test_what_differs_makes_the_one_into_the_other(one, other):
     assert telling.difference(after, after)["lines"] == []
 
 
-@pytest.fixture
-def store(endpoint):
-    with connected(endpoint) as kv:
-        yield kv
-
-
-@contextmanager
-def connected(endpoint):
-    kv = connect(endpoint, timeout_s=10)
-    yield kv
-    kv.close()
-
-
-@pytest.fixture
-def crowd(store):
-    crowd = Crowd(store, "m-" + uuid.uuid4().hex[:8])
-    crowd.join("trainer")
-    crowd.publish("trainer", 1)
-    crowd.commit()
-    return crowd
-
-
 def test_a_watch_tells_each_change_and_the_last_one_of_many(store, crowd):
     over = threading.Event()
     told = fleets(store, crowd.keys.model, over)
@@ -135,7 +112,7 @@ def test_a_watch_tells_each_change_and_the_last_one_of_many(store, crowd):
 
 
 def test_a_watch_tells_that_etcd_is_away_and_goes_on(etcd_server):
-    with connected(f"etcd://{etcd_server.host}") as kv:
+    with closing(connect(f"etcd://{etcd_server.host}", timeout_s=10)) as kv:
         crowd = Crowd(kv, "policy")
         crowd.join("trainer")
         crowd.commit()
@@ -151,7 +128,7 @@ def test_a_watch_tells_that_etcd_is_away_and_goes_on(etcd_server):
 
 @pytest.mark.long  # an answer is waited for
 def test_a_watch_tells_that_etcd_is_silent(etcd_server):
-    with connected(f"etcd://{etcd_server.host}") as kv:
+    with closing(connect(f"etcd://{etcd_server.host}", timeout_s=10)) as kv:
         told = fleets(kv, "policy", threading.Event())
         assert isinstance(next(told), Fleet)
         etcd_server.suspend()

@@ -3,25 +3,11 @@
 import json
 import os
 
-import pytest
 import torch
+from test_ls import published
 
-from torch_ros.cli import ls, main, waiting
+from torch_ros.cli import ls, waiting
 from torch_ros.protocol.waits import Blamed, Hop, Why
-
-
-@pytest.fixture
-def asked(endpoint, capsys):
-    def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, *arguments])
-        return code, *capsys.readouterr()
-
-    return ask
-
-
-def published(handle, version):
-    handle.register({"w": torch.full((4,), float(version))})
-    handle.publish(version)
 
 
 def test_a_replica_that_has_not_asked_is_named_with_its_process(opened, asked):
