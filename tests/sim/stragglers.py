@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -82,55 +83,84 @@ def _relays(scene: Scene, name: str) -> bool:
     return of[name].is_relay
 
 
-def slow_relay(scene: Scene) -> None:
-    """I8: who is slow passes nothing on, and reads from the last one; nobody suspects it."""
+def _strike(scene: Scene, process: Process, strike: Callable[[], object]) -> None:
+    """Play the scene, and do `strike` when that process has something of the version."""
+
+    def watch() -> None:
+        scene.when(lambda: scene.checks._shown(process)[1], f"{process} having something")
+        strike()
+
+    scene.spawn(scene.start_named("t").processes[0], "strikes", watch)
+    with _judged():
+        scene.play()
+
+
+def _straggle(
+    scene: Scene,
+    names: tuple[str, ...],
+    *,
+    slow: str = "r1",
+    strike: Callable[[], object] | None = None,
+    first: Callable[[Process], object] = lambda _: None,
+    then: Callable[[Process], object] = lambda _: None,
+    lasting: tuple[str, ...] = (),
+    **options,
+) -> None:
+    """Play a chain in which `slow` gets little from when it has something.
+
+    Args:
+        strike: Done then, instead of that.
+        first: Done by each replica before it reads; `then` afterwards.
+    """
     scene.shapes = TENSORS
 
     def read(me: Process) -> None:
-        name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
+        scene.slow_s[me] = 0.2 if me.start.replica == "r0" else 0.02
+        first(me)
         replicate(me)
-        demand(_relays(scene, name) == (name != "r1"), f"I8: {name} is slow, or not")
-        demand(name != "r1" or "r2 has it" in scene.reached, "I8: all wait for a slow one")
+        then(me)
+
+    _chain(scene, names, lasting or names, read, **options)
+    [process] = scene.start_named(slow).processes
+    _strike(scene, process, strike or partial(scene.slow_s.__setitem__, process, 1.0))
+
+
+def _all_relay_but(scene: Scene, name: str) -> Callable[[Process], None]:
+    def check(me: Process) -> None:
+        expected = me.start.replica != name
+        demand(_relays(scene, me.start.replica) == expected, f"I8: {me} relays, or not")
+
+    return check
+
+
+def _reads_from(scene: Scene, name: str, *expected: str) -> None:
+    found = read_from(scene, name)
+    demand(found == {*expected}, f"I8: {name} reads from {sorted(found)}")
+
+
+def slow_relay(scene: Scene) -> None:
+    """I8: who is slow passes nothing on, and reads from the last one; nobody suspects it."""
+
+    def then(me: Process) -> None:
+        _all_relay_but(scene, "r1")(me)
+        is_last = me.start.replica != "r1" or "r2 has it" in scene.reached
+        demand(is_last, "I8: all wait for a slow one")
         demand(not any("/suspects/" in key for key in scene.store._entries), "R3: it is suspected")
 
-    def slow_down() -> None:
-        [slow] = scene.start_named("r1").processes
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[slow] = 1.0
-
-    _chain(scene, ("r0", "r1", "r2"), ("r0", "r1", "r2"), read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
-    found = read_from(scene, "r1")
-    demand(found == {"r0", "r2"}, f"I8: a slow one reads from {sorted(found)}")
+    _straggle(scene, ("r0", "r1", "r2"), then=then)
+    _reads_from(scene, "r1", "r0", "r2")
 
 
 def kept_place(scene: Scene) -> None:
     """I8: who is slow and stays where it is leaves that place to the next newcomer."""
-    scene.shapes = TENSORS
-    names = ("r0", "r1", "r2", "r3")
 
-    def read(me: Process) -> None:
-        name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
-        if name == "r3":
+    def first(me: Process) -> None:
+        if me.start.replica == "r3":
             scene.when(lambda: not _relays(scene, "r2"), "r2 stepping aside")
-        replicate(me)
 
-    def slow_down() -> None:
-        [slow] = scene.start_named("r2").processes
-        scene.when(lambda: scene.checks._shown(slow)[1], "r2 having something")
-        scene.slow_s[slow] = 1.0
-
-    _chain(scene, names, names, read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
-    for name in ("r2", "r3"):
-        found = read_from(scene, name)
-        demand(found == {"r1"}, f"I8: {name} reads from {sorted(found)}")
+    _straggle(scene, ("r0", "r1", "r2", "r3"), slow="r2", first=first)
+    _reads_from(scene, "r2", "r1")
+    _reads_from(scene, "r3", "r1")
 
 
 def unheard(scene: Scene, *, dies: bool = False) -> None:
@@ -139,14 +169,9 @@ def unheard(scene: Scene, *, dies: bool = False) -> None:
     Args:
         dies: Its source is gone meanwhile. Else it steps aside as soon as it is told.
     """
-    scene.shapes = TENSORS
     names = ("r0", "r1", "r2")
 
-    def read(me: Process) -> None:
-        scene.slow_s[me] = 0.2 if me.start.replica == "r0" else 0.02
-        replicate(me)
-
-    def slow_down() -> None:
+    def strike() -> None:
         source, slow, reader = (scene.start_named(name).processes[0] for name in names)
 
         def steps_aside(what: object) -> bool:
@@ -158,59 +183,34 @@ def unheard(scene: Scene, *, dies: bool = False) -> None:
                 scene.at(scene.now_s + 3.0, partial(scene.kill_process, source))
             return True
 
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
         scene.losses[slow] = steps_aside, "lose reply"
         scene.slow_s[slow] = 1.0
 
-    _chain(scene, names, names[1:], read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
-    found = read_from(scene, "r1")
-    demand(found == {"r0", "r2", *["t"][: int(dies)]}, f"I8: a slow one reads from {sorted(found)}")
+    _straggle(scene, names, strike=strike, lasting=names[1:])
+    _reads_from(scene, "r1", "r0", "r2", *["t"][: int(dies)])
 
 
 def settled_leaf(scene: Scene) -> None:
     """I8: who is slow goes to a better place once, however many come after it."""
-    scene.shapes = TENSORS
     names = ("r0", "r1", "r2", "r3", "r4", "r5")
 
-    def read(me: Process) -> None:
+    def first(me: Process) -> None:
         name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
         if name > "r2":
             before = names[names.index(name) - 1]
             is_told = lambda: before in read_from(scene, "r1") or "r1 has it" in scene.reached
             scene.when(is_told, f"r1 reading from {before}")
-        replicate(me)
 
-    def slow_down() -> None:
-        [slow] = scene.start_named("r1").processes
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[slow] = 1.0
-
-    _chain(scene, names, names, read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
-    found = read_from(scene, "r1")
-    demand(found == {"r0", "r2", "r3"}, f"I8: a slow one reads from {sorted(found)}")
+    _straggle(scene, names, first=first)
+    _reads_from(scene, "r1", "r0", "r2", "r3")
 
 
 def slow_source(scene: Scene) -> None:
     """I8: one that is slow for its readers only is left by the second; that one relays on."""
-    scene.shapes = TENSORS
 
-    def read(me: Process) -> None:
-        name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
-        replicate(me)
-        demand(_relays(scene, name) == (name != "r2"), f"I8: {name} relays, or not")
-
-    def slow_down() -> None:
+    def strike() -> None:
         """Whoever reads from r1 is slow meanwhile."""
-        source, *readers = (scene.start_named(name).processes[0] for name in ("r1", "r2", "r3"))
-        scene.when(lambda: scene.checks._shown(source)[1], "r1 having something")
+        readers = [scene.start_named(name).processes[0] for name in ("r2", "r3")]
         of_r1 = lambda reader: any("r1@" in inst for _, inst, _ in reader.reads_from)
         while "r3 has it" not in scene.reached:
             for reader in readers:
@@ -218,10 +218,7 @@ def slow_source(scene: Scene) -> None:
             scene.sleep(0.01)
 
     names = ("r0", "r1", "r2", "r3")
-    _chain(scene, names, names, read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
+    _straggle(scene, names, strike=strike, then=_all_relay_but(scene, "r2"))
     found = read_from(scene, "r3")
     # It leaves r1, too, if r1 has not got everything meanwhile.
     demand(
@@ -229,52 +226,28 @@ def slow_source(scene: Scene) -> None:
     )
 
 
+def _slow_in_turn(scene: Scene) -> None:
+    """r1 is slow, then r2, which has come to the source of r1."""
+    slow, next_one = (scene.start_named(name).processes[0] for name in ("r1", "r2"))
+    scene.slow_s[slow] = 1.0
+    scene.when(lambda: "r0" in read_from(scene, "r2"), "r2 losing r1")
+    scene.slow_s[next_one] = 1.0
+
+
 def last_relay(scene: Scene) -> None:
     """I8: who is slow passes on what it has if hardly anybody else does."""
-    scene.shapes = TENSORS
 
-    def read(me: Process) -> None:
-        name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
-        replicate(me)
-        demand(_relays(scene, name) == (name != "r1"), f"I8: {name} relays, or not")
-
-    def slow_down() -> None:
-        slow, next_one = (scene.start_named(name).processes[0] for name in ("r1", "r2"))
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[slow] = 1.0
-        scene.when(lambda: "r0" in read_from(scene, "r2"), "r2 losing r1")
-        scene.slow_s[next_one] = 1.0
+    def strike() -> None:
+        _slow_in_turn(scene)
         scene.when(lambda: "t" in read_from(scene, "r2"), "r2 leaving r0")
 
-    _chain(scene, ("r0", "r1", "r2"), ("r0", "r1", "r2"), read)
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
+    _straggle(scene, ("r0", "r1", "r2"), strike=strike, then=_all_relay_but(scene, "r1"))
 
 
 def slow_seed(scene: Scene) -> None:
     """I13: nobody goes far away for speed, and a seed passes on what it has."""
-    scene.shapes = TENSORS
-
-    def read(me: Process) -> None:
-        name = me.start.replica
-        scene.slow_s[me] = 0.2 if name == "r0" else 0.02
-        replicate(me)
-        demand(_relays(scene, name) == (name != "r1"), f"I8: {name} relays, or not")
-
-    def slow_down() -> None:
-        slow, next_one = (scene.start_named(name).processes[0] for name in ("r1", "r2"))
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[slow] = 1.0
-        scene.when(lambda: "r0" in read_from(scene, "r2"), "r2 losing r1")
-        scene.slow_s[next_one] = 1.0
-
-    names = ("r0", "r1", "r2")
-    _chain(scene, names, names, read, datacenter="east")
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
+    strike, then = partial(_slow_in_turn, scene), _all_relay_but(scene, "r1")
+    _straggle(scene, ("r0", "r1", "r2"), strike=strike, then=then, datacenter="east")
     for name in ("r1", "r2"):
         found = read_from(scene, name)
         demand("t" not in found, f"I13: a slow one reads from {sorted(found)}")
@@ -320,14 +293,7 @@ def _versions(scene: Scene, relays: dict[int, bool], *, ranks: int = 1, **option
     for name in names:
         scene.start(name, follow, size=ranks if name == "r1" else 1, **options)
     slow = scene.start_named("r1").processes[-1]
-
-    def slow_down() -> None:
-        scene.when(lambda: scene.checks._shown(slow)[1], "r1 having something")
-        scene.slow_s[slow] = 1.0
-
-    scene.spawn(scene.start_named("t").processes[0], "slows", slow_down)
-    with _judged():
-        scene.play()
+    _strike(scene, slow, partial(scene.slow_s.__setitem__, slow, 1.0))
 
 
 def rests_once(scene: Scene) -> None:
