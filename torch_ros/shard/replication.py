@@ -146,36 +146,26 @@ def _healed(
     """
     verb = deadline.what.partition(" ")[0]  # of the caller's own call
     with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
-        return _made_or_again(shard, asked, deadline, made, of)
-
-
-def _made_or_again(
-    shard: Shard,
-    asked: str,
-    deadline: Deadline,
-    made: Callable[[Collection[str]], R],
-    of: Callable[[R], Callable[[GroupCall], T]],
-) -> T:
-    avoided: list[str] = []
-    for tries_left in reversed(range(HEAL_TRIES)):
-        replication = made(avoided)
-        try:
-            return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
-        except CorruptWeights as error:
-            shard.observed.tally.corrupt += 1
-            if not tries_left:
+        avoided: list[str] = []
+        for tries_left in reversed(range(HEAL_TRIES)):
+            replication = made(avoided)
+            try:
+                return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
+            except CorruptWeights as error:
+                shard.observed.tally.corrupt += 1
+                if not tries_left:
+                    shard.observed.tally.failed(error)
+                    raise
+                log.warning("%s; reading it again", error)
+                avoided = replication.sources
+                try:
+                    suspect(shard.group, avoided, str(error))
+                except BackendError as lost:  # the second read checks the bytes whatever its source
+                    log.warning("%s may be read from again: %s", replication.source, lost)
+            except TorchRosError as error:
                 shard.observed.tally.failed(error)
                 raise
-            log.warning("%s; reading it again", error)
-            avoided = replication.sources
-            try:
-                suspect(shard.group, avoided, str(error))
-            except BackendError as lost:  # the second read checks the bytes whatever its source
-                log.warning("%s may be read from again: %s", replication.source, lost)
-        except TorchRosError as error:
-            shard.observed.tally.failed(error)
-            raise
-    raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last try returns or raises")
 
 
 class Replication:
