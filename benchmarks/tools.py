@@ -1,4 +1,4 @@
-"""What a fleet pays while every tool looks at it: processor time, and requests to etcd.
+"""The price that a fleet pays while every tool looks at it: processor time, and requests to etcd.
 
 A trainer publishes, and three rollouts follow. Rounds with all tools running take turns with rounds
 without them. Counted is what the fleet's own processes do, not the tools. The fleet has the first

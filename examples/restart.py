@@ -20,7 +20,7 @@ def begin(handle: torch_ros.ShardHandle) -> int:
         try:
             return handle.replicate("latest", missing_ok=True, timeout_s=60) or 0
         except torch_ros.errors.PeerError as lost:
-            # What a killed trainer had is offered until its lease ends, and cannot be read.
+            # A version of a trainer that was killed is offered until its lease ends, unreadable.
             print(f"not yet: {lost}", flush=True)
             time.sleep(2)
     raise SystemExit("no version can be read: begin from a checkpoint")

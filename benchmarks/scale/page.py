@@ -23,7 +23,7 @@ network are modelled, so times are those of the model and no promise.
 """
 
 HEADS = """\
-Of many heads eight send, each to a chain of its own: a newcomer looks at the eight oldest, and at
+Eight of many heads send, each to a chain of its own: a newcomer looks at the eight oldest, and at
 the eight before it. More would not be sooner: eight chains pass a step on to 47 newcomers in a
 millisecond, and etcd lets 15 decide. Where each looks at 16, or at 24, 1,000 newcomers of 48 heads
 are done at 1.068 x instead of 1.071 x, and get 2.3 or 4.7 KiB more from etcd.

@@ -1,4 +1,4 @@
-"""What every object store promises: S3 as moto has it, one that overwrites, a directory, memory."""
+"""The promises of every object store: S3 of moto, one that overwrites, a directory, memory."""
 
 import http.client
 import subprocess

@@ -1,4 +1,4 @@
-"""What breaks the public API is in CHANGELOG.md."""
+"""A break of the public API is in CHANGELOG.md."""
 
 import subprocess
 

@@ -51,7 +51,7 @@ def asked(query):
 
 @pytest.fixture
 def served(opened, endpoint):
-    """What is said of where a small fleet's figures are, with a rollout that feeds an engine."""
+    """The places of a small fleet's figures, with a rollout that feeds an engine."""
     trainer, rollout = opened("trainer"), opened("rollout", installs=True)
     trainer.register({"w": torch.full((4,), 1.0)})
     trainer.publish(1)

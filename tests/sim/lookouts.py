@@ -137,7 +137,7 @@ def slow_rank_stops(scene: Scene) -> None:
 
 
 def waits_for_a_copy(scene: Scene) -> None:
-    """Who follows what is far goes to the copy here as soon as that is whole."""
+    """A follower of what is far goes to the copy here as soon as that is whole."""
     size = 1 + scene.seed % 2
     told: dict[int, list] = {}
 

@@ -2267,7 +2267,7 @@ def suspected_newer(scene: Scene, retain: str = "latest") -> None:
     """I4: an older version stays whether a newer one goes, whose only holder is suspected, or not.
 
     Args:
-        retain: "latest": the newer one goes. Else it stays, and the older one is "latest-1".
+        retain: With "latest" the newer one goes; with "latest-1" it stays.
     """
 
     def keep(me: Process) -> None:

@@ -167,7 +167,7 @@ def unheard(scene: Scene, *, dies: bool = False) -> None:
     """No cycle: who does not hear that it has stepped aside reads from older ones for now.
 
     Args:
-        dies: Its source is gone meanwhile. Else it steps aside as soon as it is told.
+        dies: Its source is gone meanwhile. False: it steps aside as soon as it is told.
     """
     names = ("r0", "r1", "r2")
 
@@ -209,7 +209,7 @@ def slow_source(scene: Scene) -> None:
     """I8: one that is slow for its readers only is left by the second; that one relays on."""
 
     def strike() -> None:
-        """Whoever reads from r1 is slow meanwhile."""
+        """A reader of r1 is slow meanwhile."""
         readers = [scene.start_named(name).processes[0] for name in ("r2", "r3")]
         of_r1 = lambda reader: any("r1@" in inst for _, inst, _ in reader.reads_from)
         while "r3 has it" not in scene.reached:

@@ -34,7 +34,7 @@ def deviations(found: Mapping[str, Digests], trusted: Collection[str] = ()) -> I
     """The tensors that are not the same everywhere, by the replicas that have other bits than most.
 
     Args:
-        found: What each of them has; in doubt those that come first are right.
+        found: The bits that each of them has; in doubt those that come first are right.
         trusted: Those of them that are right, whatever the others have.
     """
     for name in sorted(set(chain.from_iterable(found.values()))):

@@ -36,7 +36,7 @@ def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:
 
 
 def revision(kv: KV) -> int:
-    """Of the store, now."""
+    """The store's revision, now."""
     return kv.read(Read(()), timeout_s=ANSWER_S).rev
 
 

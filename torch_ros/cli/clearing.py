@@ -18,7 +18,7 @@ def found(kv: KV, model: str) -> Sequence[Leftover]:
 
 
 def clear(kv: KV, model: str) -> Sequence[Leftover]:
-    """Delete all of it, and return that. What somebody begins to use meanwhile stays.
+    """Delete all of it, and return that. A record that somebody begins to use meanwhile stays.
 
     Raises:
         Contention: Somebody else wrote there all the time.

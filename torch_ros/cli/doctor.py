@@ -96,7 +96,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """What is well and what is not, of etcd first."""
+    """All that is well and all that is not, of etcd first."""
     rules = (_etcd, _models, _copying, _neighbours, _packages, _shared_memory)
     found = list(chain.from_iterable(rule(facts) for rule in rules))
     return [*found, *_joined(facts)]
@@ -294,7 +294,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _joined(facts: Facts) -> Iterator[Finding]:
-    """What is found of several processes is said once, with their names."""
+    """The findings about processes; one of several is said once, with their names."""
     whose: dict[Finding, list[str]] = {}
     for process in facts.processes:
         for rule in (_transports, _devices, _allocator, _one_host, _memlock):

@@ -34,7 +34,7 @@ def ranked(links: Sequence[Link]) -> Sequence[Link]:
 def times_below(link: Link, links: Sequence[Link]) -> float:
     """How often its rate goes into the median of those of its kind; 0: there is no rate.
 
-    What is copied within a host is compared with what is, too.
+    Copies within a host are compared with each other.
     """
     is_copied = link.way == "copied"
     kind = [each.bytes_per_s for each in links if each.way and is_copied == (each.way == "copied")]

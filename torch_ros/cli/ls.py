@@ -123,7 +123,7 @@ def unverified(found: Iterable[Deviates], odd: Iterable[Differs]) -> Rows:
 
 
 def printable(text: str) -> str:
-    """What a terminal shows and does not obey: anybody may have chosen a name."""
+    """A text that no terminal obeys: anybody may have chosen a name."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -120,7 +120,7 @@ def newest(fleet: Fleet, spread: Spread) -> str:
 
 
 def bar(spread: Spread, width: int) -> tuple[str, str, str]:
-    """Who has it, who reads it, and the others, as parts of `width`."""
+    """Those who have it, those who read it, and the others, as parts of `width`."""
     total = max(1, spread.total)
     held = round(width * spread.held / total)
     filling = min(width - held, -(-width * spread.filling // total))

@@ -82,7 +82,7 @@ class Rows(ScrollView, can_focus=True):
 
     @property
     def place(self) -> int:
-        """Of the replica that is chosen, wherever it stands now."""
+        """The number of the chosen replica's line; -1: it has none now."""
         return next((at for at, each in enumerate(self.lines) if each.replica == self.chosen), -1)
 
     def action_move(self, by: int) -> None:

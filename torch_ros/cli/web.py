@@ -128,7 +128,7 @@ def _missing(kv: KV, shown: str | None, name: str) -> str:
 
 
 class _Feed:
-    """What a watch has told last about a model; for as long as somebody listens."""
+    """The last word of a watch about a model; for as long as somebody listens."""
 
     def __init__(self, kv: KV, model: str) -> None:
         self.listeners, self._over = 0, threading.Event()

@@ -42,12 +42,12 @@ def ways() -> Mapping[str, str]:
 
 
 def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
-    """What keeps this process from copying out of another one of this host; "": nothing does.
+    """The reason for which this process cannot copy out of another one of this host; "": it can.
 
     None: it is on another host, or copies nothing.
 
     Args:
-        descriptor, address: Of memory of that process, as it has told its peers.
+        descriptor, address: Memory of that process, as it has told its peers.
     """
     try:
         host, process = process_of(agent, part_of(agent, descriptor, 0))

@@ -360,7 +360,7 @@ class GroupCall(Attempt):
         """Returns once nobody reads `ref` from this replica who is to be waited for.
 
         Args:
-            copy: Of what this rank holds.
+            copy: Makes a copy of what this rank holds.
         """
         told = ""
 

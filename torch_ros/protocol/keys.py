@@ -204,7 +204,7 @@ class Keys:
     def holding_at(self, run: str, version: int, place: str) -> str:
         return f"{self.root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
 
-    # What those of a datacenter retain there
+    # Wishes of a datacenter's replicas about what stays there
 
     def retains(self, datacenter: str) -> Range:
         return under(f"{self.root}/retains/{_name(datacenter)}/")

@@ -352,7 +352,7 @@ class Kept(Record, frozen=True):
         return alike == self
 
     def record(self, there: VersionRecord | None) -> VersionRecord:
-        """Of the version that is kept; `there`: as the store has it, of the same content."""
+        """The record of the version that is kept; `there`: the store's, of the same content."""
         known = there or VersionRecord(self.ref.uid, at_ms=self.at_ms, traceparent=self.traceparent)
         return msgspec.structs.replace(known, layout=self.layout)
 

@@ -1,4 +1,4 @@
-"""Who is slow passes nothing on (docs/PROTOCOL.md#a-slow-reader). Pure.
+"""A slow reader passes nothing on (docs/PROTOCOL.md#a-slow-reader). Pure.
 
 It is a leaf then, which may read from everybody, since nobody reads from it.
 """
@@ -24,7 +24,7 @@ from torch_ros.store.txn import Put, Txn, View
 def is_leaf(seat: Seat, call: Call) -> bool:
     """Whether no rank is read from in this call, so that all may read from younger relays too.
 
-    Of several ranks that stepped aside in the middle, some may be read from still.
+    Some of several ranks that stepped aside in the middle may be read from still.
     """
     return call.pace == "rests" or (call.pace == "slow" and seat.world_size == 1)
 

@@ -285,7 +285,7 @@ def candidates_of(
 ) -> dict[str, Candidate]:
     """Everybody who could be read from; among many, the next older ones and the oldest.
 
-    Of a leaf, among many, the youngest and the oldest.
+    A leaf, among many, has the youngest and the oldest.
 
     Args:
         lost: The sources that this call has lost. They count as nobody's readers.

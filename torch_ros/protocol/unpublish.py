@@ -178,7 +178,7 @@ class CopiedPart:
 
     Attributes:
         copy: The instance that offers it.
-        call: That it was made in.
+        call: The number of the call that it was made in.
         at_ms: Now.
     """
 

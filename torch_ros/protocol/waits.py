@@ -83,7 +83,7 @@ def why(view: View, keys: Keys, replica: str, version: int | None = None) -> Why
     """The reason for which a replica does not get on.
 
     Args:
-        view: Of `wait_ranges`.
+        view: A view of `wait_ranges`.
         version: The one that it should have; None: the newest that can be read.
     """
     there = _Records(view, keys)

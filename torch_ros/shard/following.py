@@ -130,7 +130,7 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
 
 @contextmanager
 def _given_up(search: _Search, deadline: Deadline) -> Iterator[None]:
-    """What is held has gone; what comes within may be decided from what that has read along."""
+    """Give up what is held; within, a call may be decided from what that has read along."""
     shard, passing = search.shard, Passing(search.sight, replicates=True)
     unpublish = partial(shard.unpublish, deadline, may_forget=False, passing=passing)
     shard.unpublish_first(deadline.what, unpublish)

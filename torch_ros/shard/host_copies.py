@@ -113,7 +113,7 @@ class Copies:
 
     @property
     def size_bytes(self) -> int:
-        """Of all copies. Any thread may ask."""
+        """The size of all copies. Any thread may ask."""
         return sum(copy.size_bytes for copy in list(self._copies.values()))
 
     @property

@@ -1,7 +1,7 @@
 """Counts of what this process's handles have done, for collectors: a few integers for each call.
 
-Each tally has one thread that counts, so that nobody waits; a scrape adds tallies up. What a
-closed handle has counted stays.
+Each tally has one thread that counts, so that nobody waits; a scrape adds tallies up. Counts of
+a closed handle stay.
 """
 
 import threading
@@ -93,7 +93,7 @@ class Tally:
         return self.read_s[stage]
 
     def merge(self, other: "Tally") -> None:
-        """Add another one's counts. That one may go on counting: `dict` copies in one step."""
+        """Add another one's counts, which may go on counting: `dict` copies in one step."""
         for mine, its in (
             (self.failures, other.failures),
             (self.reads, other.reads),

@@ -28,7 +28,7 @@ class MemberHealth:
     Attributes:
         problem: Why it says nothing; "": it does.
         answer_s: The time that its answer took.
-        quota_bytes: That its database may have; None: its metrics are not to be had.
+        quota_bytes: The size that its database may have; None: its metrics are not to be had.
         sync_s: The time within which 99 of 100 of its writes were on disk; None: likewise, or it
             has written little, or waits for no disk.
     """

@@ -114,7 +114,7 @@ class CopyBuffers:
 
     @property
     def size_bytes(self) -> int:
-        """Of all buffers. Any thread may ask."""
+        """The size of all buffers. Any thread may ask."""
         buffers = [each for turns in list(self._turns.values()) for each in list(turns.buffers)]
         return sum(each.room.nbytes for each in buffers)
 

@@ -66,7 +66,7 @@ class Reading:
 
     @property
     def staging_bytes(self) -> int:
-        """Of the staging buffers that there are. Any thread may ask."""
+        """The size of the staging buffers that there are. Any thread may ask."""
         return self._staging.held_bytes
 
     def beside(self) -> Reading:

@@ -45,7 +45,7 @@ class Staging:
 
     @property
     def held_bytes(self) -> int:
-        """Of the buffers that there are. Any thread may ask."""
+        """The size of the buffers that there are. Any thread may ask."""
         return sum(buffer.nbytes for buffer, _ in list(self._buffers.values()))
 
     def placed(

@@ -203,7 +203,7 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
     """The arrays of a delta of elements of so many bytes.
 
     Args:
-        changed: What changed, by ascending place; no segment is in two of them.
+        changed: The changes, by ascending place; no segment is in two of them.
     """
     parts = [_segmented(*batch) for batch in _batches(changed)]
     go_on = [part.gaps // GO_ON for part in parts]  # how often in 8 bits, before each place
