@@ -399,7 +399,7 @@ def test_the_command_archives_once(opened, asked, url):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 def test_an_archiver_that_is_killed_leaves_no_version_that_cannot_be_read(opened, endpoint, url):
     trainer = opened("trainer")
@@ -412,7 +412,9 @@ def test_an_archiver_that_is_killed_leaves_no_version_that_cannot_be_read(opened
         process = subprocess.Popen(command)
         latest, began_s, until_s = max(bucket.list(), default=0), time.monotonic(), math.inf
         while time.monotonic() < until_s:
-            assert time.monotonic() < began_s + 60
+            if time.monotonic() > began_s + 90:
+                process.kill()
+                pytest.fail("nothing was archived in time")
             if until_s == math.inf and max(bucket.list(), default=0) > latest:
                 until_s = time.monotonic() + random.random()
             number += 1
@@ -420,7 +422,7 @@ def test_an_archiver_that_is_killed_leaves_no_version_that_cannot_be_read(opened
             for tensor in tensors.values():
                 tensor.fill_(number)
             trainer.publish(number)
-            time.sleep(0.1 * random.random())
+            time.sleep(0.3 * random.random())
         process.send_signal(signal.SIGKILL if kill < 3 else signal.SIGTERM)
         assert process.wait(60) == (-signal.SIGKILL if kill < 3 else 0)
         for version in bucket.list():
