@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import ahead  # noqa: F401
+import collecting  # noqa: F401
 import farewell  # noqa: F401
 import here  # noqa: F401
 import installing  # noqa: F401
@@ -41,6 +42,7 @@ from torch_ros.protocol import (
     forerunners,
     installs,
     ledger,
+    leftovers,
     lookout,
     membership,
     records,
@@ -2174,6 +2176,20 @@ def _(rule):
         if there is not None and there.active is not None:
             return Done(there)
         return rule(view, seat, attempt, rejection)
+
+    return faulty
+
+
+@fault(
+    "a collector clears a version that is served meanwhile",
+    (leftovers, "_old_versions"),
+    scenario="cleared meanwhile",
+)
+def _(old_versions):
+    def faulty(view, keys, held):
+        for each in old_versions(view, keys, held):
+            guards = tuple(filter(without(Empty), each.guards))
+            yield dataclasses.replace(each, guards=guards)
 
     return faulty
 
