@@ -15,9 +15,19 @@ from collections.abc import Callable
 
 import torch
 
-from torch_ros.weights.delta import Delta, apply, compare, digest_of, encode, merge, pieces, words
+from torch_ros.weights.delta import (
+    Delta,
+    Piece,
+    apply,
+    compare,
+    digest_of,
+    encode,
+    merge,
+    pieces,
+    words,
+)
 from torch_ros.weights.digest import change_digest, digest
-from torch_ros.weights.local import build, local_chunks
+from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 
 SHARES = (0.001, 0.01, 0.03, 0.1, 1.0)
 STEPS_TRIED = 24  # halvings of an interval, on a logarithmic scale
@@ -41,6 +51,17 @@ def contents(share: float, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
     return base, (weights + low * signs).to(torch.bfloat16)
 
 
+def part(whole: torch.Tensor, box: tuple[slice, slice]) -> tuple[torch.Tensor, Piece]:
+    """A target that has this box, and the piece of a source that has the whole."""
+    target = whole[box].clone()
+    offsets = tuple(span.start or 0 for span in box)
+    chunks = (LocalChunk(offsets, target),)
+    source, _ = build(local_chunks({"w": whole}), {})
+    held = LocalTensor("w", whole.dtype, tuple(whole.shape), chunks, spread=True)
+    (piece,) = pieces([source], build([held], {})[0])
+    return target, piece
+
+
 def cpu_s(call: Callable[[], object], rounds: int) -> float:
     taken = []
     for _ in range(rounds):
@@ -53,9 +74,10 @@ def cpu_s(call: Callable[[], object], rounds: int) -> float:
 def measured(share: float, elements: int, rounds: int) -> dict[str, float]:
     """Bytes of a full copy per byte of the delta, the share, and GB/s by what is done."""
     base, new = (content.view(-1, 4096) for content in contents(share, elements))
-    target = base.clone()
-    layout, _ = build(local_chunks({"w": target}), {})
-    (piece,) = pieces([layout], layout)
+    rows, columns = base.shape[0] // 8, base.shape[1] // 8
+    target, piece = part(base, (slice(None), slice(None)))
+    some_rows = part(base, (slice(rows, 2 * rows), slice(None)))
+    some_columns = part(base, (slice(None), slice(columns, 2 * columns)))
     changed = list(compare(base, new))
     delta = Delta.of(base, new)
     arrays = (delta.elements, delta.index, delta.gaps, delta.values)
@@ -68,6 +90,8 @@ def measured(share: float, elements: int, rounds: int) -> dict[str, float]:
         "encode": lambda: encode(changed, item_bytes=2),
         "received": lambda: Delta.received(*arrays, digest=digest_of(delta.index)),
         "apply": lambda: apply(delta, target, piece),
+        "apply to 1/8 of rows": lambda: apply(delta, *some_rows),
+        "apply to 1/8 of columns": lambda: apply(delta, *some_columns),
         "apply, digest": lambda: apply(delta, target, piece, depth="full"),
         "change_digest": lambda: [change_digest(*each, **whole) for each in before_and_after],
         "digest": lambda: digest(new, offsets=(0, 0), **whole),
