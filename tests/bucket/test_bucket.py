@@ -171,6 +171,39 @@ def test_a_shard_by_rows_reads_little_more_than_its_own(archived, bucket, monkey
 
 
 @memory_only
+@pytest.mark.parametrize("tensors", [{}, {"e": torch.empty(0, 7)}], ids=["none", "empty"])
+def test_a_version_without_elements_is_one_too(archived, bucket, tensors):
+    archived(7, tensors)
+    assert bucket.load(zeros(tensors)) == 7
+    assert bucket.load({}) == 7
+
+
+@memory_only
+def test_parameters_are_filled_and_autograd_notices(archived, bucket):
+    archived(7, {"weight": torch.ones(3, 4), "bias": torch.ones(3)})
+    module = torch.nn.Linear(4, 3)
+    loss = module(torch.ones(2, 4, requires_grad=True)).square().sum()
+    assert bucket.load(dict(module.named_parameters())) == 7
+    assert module.weight.eq(1).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.long
+@memory_only
+def test_transformers_loads_an_archived_version(archived, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    model = transformers.Qwen3ForCausalLM(config)
+    archived(7, dict(model.state_dict()), file_bytes=9000)
+    [folder] = {path.parent for path in (tmp_path / "bucket").rglob("*.safetensors")}
+    config.save_pretrained(folder)
+    found = transformers.Qwen3ForCausalLM.from_pretrained(folder)
+    same(found.state_dict(), dict(model.state_dict()))
+
+
+@memory_only
 def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
     archived(7, {"w": torch.ones(4), "v": torch.ones(2)})
     mine = {"w": torch.zeros(4), "v": torch.zeros(2, dtype=torch.float64)}

@@ -197,6 +197,21 @@ def test_a_store_that_never_answers_is_given_up_with_a_way_out(server, monkeypat
         store.create("v/one", b"1")
 
 
+@pytest.mark.parametrize("limit", ["READ_S", "REQUEST_S"])
+def test_a_store_that_stalls_is_given_up(server, monkeypatch, limit):
+    monkeypatch.setattr(objects, limit, 0.3)
+    monkeypatch.setattr(objects, "RETRIES", 0)
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = ["stalls"] * 4
+    try:
+        with pytest.raises(BucketError, match="check that the store answers"):
+            store.get("v/one")
+        with pytest.raises(BucketError, match="check that the store answers"):
+            store.put("v/two", [b"2" * (9 << 20)])
+    finally:
+        server.resumed.set()
+
+
 def test_an_object_that_was_cut_short_is_refused(server):
     store = objects.ObjectStore("s3://weights/p")
     store.put("v/file", [b"0123456789"])

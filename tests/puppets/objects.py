@@ -17,12 +17,14 @@ class ObjectServer:
         objects: Content by key. Tests look into it, and change it.
         keeps_creates: Whether `If-None-Match` is obeyed; else it is ignored, and overwrites.
         page: How many keys a page of a list has.
-        faults: For the next requests: "503", "409", "deny"; "lost": it is done, and not answered.
+        faults: For the next requests: "503", "409", "deny"; "lost": it is done, and not answered;
+            "stalls": likewise, and the connection stays until `resumed` is set.
         asked: The requests, as "METHOD key".
     """
 
     def __init__(self, *, keeps_creates=True, page=1000):
         self.objects, self.uploads, self.faults, self.asked = {}, {}, [], []
+        self.resumed = threading.Event()
         self.keeps_creates, self.page, self.lock = keeps_creates, page, threading.Lock()
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -60,7 +62,9 @@ class ObjectServer:
                         reply = code, b"<Error><Code>Fault</Code></Error>", {}
                     else:
                         reply = outer.reply(self.command, key, query, body, self.headers)
-                if fault == "lost":
+                if fault == "stalls":
+                    outer.resumed.wait(60)
+                if fault in {"lost", "stalls"}:
                     self.close_connection = True
                     self.connection.close()
                     return

@@ -170,7 +170,8 @@ class Archiver:
         there = [found for key in keys if (found := kept(key))]
         old = chain.to_collect(there, self._keep, known)
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in old)
-        named = {self._files_at(each) for each in there if each not in old}
+        mine = [each for each in there if each.run in known]
+        named = {self._files_at(each) for each in mine if each not in old}
         folder = {key: key.rpartition("/")[0] for key in keys if run_of_file(key) in known}
         unnamed = {*folder.values()} - named
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}

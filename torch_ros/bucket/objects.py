@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 PART_BYTES = 8 << 20  # of an upload: S3 takes 10,000 parts, therefore files of up to 78 GiB
 UPLOADS = 4  # parts of a file that are under way at a time, each with its memory
 RETRY_S, RETRIES = 60.0, 10  # a store that says "slow down", or does not answer
-CONNECT_S, READ_S = 10.0, 30.0  # for a connection; for the next bytes
+CONNECT_S = 10.0
+# For the next bytes; also for the first ones of a reply, while all parts of an upload share a link.
+READ_S = 120.0
+REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four threads
 KEYS_MAX = 1000  # of one request to delete
 
 _FORMS = "s3://bucket/prefix, gs://, az://, file:///folder, a folder, or memory://name"
@@ -49,11 +52,13 @@ class Listed:
 
 
 class ObjectStore:
-    """The objects below a URL. Any thread may call it; a call ends within minutes, whatever fails.
+    """The objects below a URL. Any thread may call it.
+
+    A call ends: no request lasts ten minutes, and none is made again after a minute.
 
     Raises:
         UsageError: It is no URL of a store, or the extra `bucket` is not installed.
-        BucketError: In each call, where the store refuses, or does not answer within a minute.
+        BucketError: In each call, where the store refuses, or does not answer for a while.
     """
 
     def __init__(self, url: str) -> None:
@@ -199,6 +204,7 @@ def _opened(url: str) -> Vendor:
             "allow_http": True,  # the store's own variables have an endpoint of http then
             "connect_timeout": timedelta(seconds=CONNECT_S),
             "read_timeout": timedelta(seconds=READ_S),
+            "timeout": timedelta(seconds=REQUEST_S),
         },
         retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
     )
