@@ -26,6 +26,7 @@ def test_each_call_leaves_a_report(opened):
     began_ms = wall_ms()
     trainer, rollout = opened("trainer"), opened("rollout")
     published(trainer, 1)
+    uid = trainer.fleet().latest.uid
     replicated(rollout)
     rollout.unpublish()
     trainer.unpublish()
@@ -33,10 +34,11 @@ def test_each_call_leaves_a_report(opened):
     assert isinstance(one, PublishReport)
     assert (one.version, one.bytes_total, one.is_offered, one.call) == (1, 4000, True, 1)
     assert set(one.stages_s) == {"decide", "tensors", "digest", "commit"}
-    assert two == DrainReport(1, (), (), False, two.elapsed_s, 2, two.began_ms)
+    assert two == DrainReport(1, (), (), False, two.elapsed_s, 2, two.began_ms, one.uid)
     read, drained = rollout.reports
     assert isinstance(read, ReadReport)
     assert (read, read.call, drained.call) == (rollout.last_read, 1, 2)
+    assert {each.uid for each in (one, two, read, drained)} == {uid}
     for each in (one, two, read, drained):
         assert began_ms <= each.began_ms <= wall_ms()
     for each in (one, read):  # nothing is left out: all but what it takes to ask the clock

@@ -4,10 +4,20 @@ import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from torch_ros.cli.ls import some
 from torch_ros.errors import UsageError
 from torch_ros.protocol import waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
-from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.protocol.keys import (
+    EVERY_MODEL,
+    Keys,
+    owner_of,
+    parse_model,
+    parse_shard,
+    replica_of,
+)
+from torch_ros.protocol.legible import readable
+from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.waits import Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
@@ -33,6 +43,15 @@ def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
 def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:
     keys = Keys(model)
     return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=timeout_s), keys)
+
+
+def hosts(kv: KV, model: str) -> dict[str, str]:
+    """The hosts of each replica's processes, in words."""
+    shards, found = Keys(model).every_shard(), dict[str, set[str]]()
+    view = kv.read(Read((shards,)), timeout_s=ANSWER_S)
+    for _, inst, shard, _ in readable(view.within(shards), parse_shard, ShardRecord):
+        found.setdefault(replica_of(owner_of(inst)), set()).add(shard.host)
+    return {replica: some(sorted(names)) for replica, names in found.items()}
 
 
 def revision(kv: KV) -> int:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, clearing, doctor, exporting, links, ls, waiting
+from torch_ros.cli import asking, clearing, doctor, exporting, links, ls, trace, waiting
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -110,6 +110,18 @@ def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     drawn = commands.add_parser("top", help="a table of a model's replicas, as it changes")
     drawn.add_argument("model")
     drawn.set_defaults(run=_top)
+    traced = commands.add_parser("trace", help="a file for Perfetto: who read what when, from whom")
+    traced.add_argument("model", nargs="?", help="to watch; with --merge by default all")
+    until = traced.add_mutually_exclusive_group()
+    until.add_argument(
+        "--for", type=trace.seconds, dest="for_s", metavar="TIME", help="by default 60s"
+    )
+    until.add_argument(
+        "--version", type=int, dest="number", help="until all have it, or a newer one"
+    )
+    until.add_argument("--merge", type=Path, metavar="FOLDER", help=f"of ${environment.TRACE}")
+    traced.add_argument("--out", type=Path, metavar="FILE", help="by default the standard output")
+    traced.set_defaults(run=_trace)
     shown = commands.add_parser("web", help="a page that shows who has which version")
     shown.add_argument("model", nargs="?", help="by default all, of which one is chosen there")
     shown.add_argument("--host", default="127.0.0.1", help="others than this host need a token")
@@ -231,6 +243,16 @@ def _top(asked: argparse.Namespace) -> int:
 
     with closing(asking.connected(asked.endpoint)) as kv:
         top.show(kv, asked.model)
+    return FINE
+
+
+def _trace(asked: argparse.Namespace) -> int:
+    if asked.model is None and asked.merge is None:
+        raise UsageError("trace takes a model to watch, or --merge FOLDER")
+    told = trace.trace(asked)
+    if asked.json and asked.out:
+        return _print_json({"file": trace.readable(asked.out), **told}, sys.stdout)
+    _print_lines(trace.lines(told, asked.out), sys.stdout if asked.out else sys.stderr)
     return FINE
 
 

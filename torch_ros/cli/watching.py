@@ -14,7 +14,9 @@ PERIOD_S = 0.1  # between two fleets: what changes more often is seen together
 LOOK_S = 2.0  # of a watch, then another: so soon is it noticed that nobody looks any more
 
 
-def fleets(kv: KV, model: str, over: threading.Event) -> Iterator[Fleet | BackendError]:
+def fleets(
+    kv: KV, model: str, over: threading.Event, period_s: float = PERIOD_S
+) -> Iterator[Fleet | BackendError]:
     """The fleet, and again whenever it has changed, until `over` is set or `kv` is closed.
 
     An error stands for a fleet that cannot be told now; the next one that can be told follows it.
@@ -38,4 +40,5 @@ def fleets(kv: KV, model: str, over: threading.Event) -> Iterator[Fleet | Backen
         except BackendError as error:
             view = None
             yield error
-        over.wait(PERIOD_S)
+            over.wait(PERIOD_S)
+        over.wait(period_s)

@@ -409,7 +409,7 @@ class Load(Target):
         self._request.destination.vet()
         log.info("version %d of %r is already here", held.version, shard.model)
         shard.intake.ends(held, self._deadline)
-        report = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {})
+        report = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {}, uid=held.uid)
         shard.reports.add(report)
         return report
 

@@ -340,7 +340,7 @@ class Shard:
 
         def perform(call: GroupCall) -> None:
             call.unpublish(held, self.copy_to_host, passing)
-            self.reports.add(watch.drain_report(held.version, call))
+            self.reports.add(watch.drain_report(held, call))
 
         return GroupTask("unpublish", asked, deadline, perform)
 

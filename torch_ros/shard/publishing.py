@@ -71,7 +71,7 @@ def publish(
 
     def report(call: GroupCall, registered: Registered, *, is_offered: bool) -> None:
         figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
-        shard.reports.add(PublishReport(*figures, call.number, watch.began_ms))
+        shard.reports.add(PublishReport(*figures, call.number, watch.began_ms, call.ref.uid))
 
     with tracing.spanned("publish", **shard.observed.labels, version=version):
         return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))

@@ -360,6 +360,7 @@ class Replication:
             dict(progress.ways),
             call.number,
             watch.began_ms,
+            call.ref.uid,
         )
         self._shard.reports.add(report)
         self._shard.intake.ends(call.ref, self._deadline)

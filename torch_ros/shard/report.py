@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch_ros.deadline import wall_ms
 from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.records import VersionRef
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class ReadReport:
     "ucx tcp eth0,eth1": NIXL over TCP, on these devices."""
     call: int = 0  # number of the group's call
     began_ms: int = 0  # milliseconds since 1970, by this host's clock
+    uid: str = ""  # of the content: the same number published again is another one
 
     def line(self, model: str) -> str:
         """One line for the log."""
@@ -54,6 +56,7 @@ class PublishReport:
     stages_s: Mapping[str, float]  # decide, tensors (copied and registered), digest, commit
     call: int  # number of the group's call
     began_ms: int  # milliseconds since 1970, by this host's clock
+    uid: str = ""  # of the content: the same number published again is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class DrainReport:
     elapsed_s: float  # of the whole call
     call: int  # number of the group's call
     began_ms: int  # milliseconds since 1970, by this host's clock
+    uid: str = ""  # of the content: the same number published again is another one
 
 
 Report = ReadReport | PublishReport | DrainReport
@@ -115,13 +119,14 @@ class Stopwatch:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
 
-    def drain_report(self, version: int, call: GroupCall) -> DrainReport:
+    def drain_report(self, held: VersionRef, call: GroupCall) -> DrainReport:
         return DrainReport(
-            version,
+            held.version,
             tuple(sorted(call.waited_for)),
             tuple(sorted(call.left_behind)),
             bool(call.decided.copy),
             self.elapsed_s,
             call.number,
             self.began_ms,
+            held.uid,
         )
