@@ -854,7 +854,7 @@ fault(
 )(lambda range_: lambda seat, ref: one("nothing"))
 fault(
     "who comes second is not asked to stop",
-    (following, "_all_go_on"),
+    (following._Search, "all_go_on"),
     scenario="slow rank told to stop",
 )(lambda rule: lambda *_: True)
 
