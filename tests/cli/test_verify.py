@@ -120,6 +120,26 @@ def test_nothing_to_compare_with_is_a_line(opened, asked):
     assert (code, "replica 'r9' does not hold version 7" in err) == (2, True)
 
 
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_what_was_published_is_right_where_that_is_known(opened, asked):
+    trainer, rollout = opened("trainer", digests="full"), opened("rollout")
+    mine, its = tensors(), {name: torch.zeros_like(each) for name, each in tensors().items()}
+    trainer.register(mine)
+    trainer.publish(7)
+    code, found, _ = asked("verify", trainer.model, "7", "--full")
+    assert (code, found["against"], found["replicas"]) == (0, "digests", ["trainer"])
+    rollout.register(its)
+    rollout.replicate()
+    for each in (mine, its):  # both have the same, and not what was published
+        flip(each["layer.1"], 77)
+    code, found, _ = asked("verify", trainer.model, "7", "--full")
+    assert (code, found["replicas"]) == (1, ["trainer", "rollout"])
+    assert found["deviations"] == [
+        {"name": "layer.1", "replica": name, "others": [verifying.PUBLISHED]}
+        for name in ("trainer", "rollout")
+    ]
+
+
 def test_a_stream_from_one_replica_reads_nobody_else(opened, three):
     _, held = three
     flip(held["r1"]["scalar"], 0)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch_ros
 from torch_ros.checkpoints.compared import Difference, unlike
@@ -17,6 +18,7 @@ from torch_ros.cli.ls import some
 from torch_ros.cli.moving import as_version, opened
 from torch_ros.errors import NotAvailable, SourceLost, UsageError
 
+PUBLISHED = "(as published)"
 SAMPLED_OF = 64  # one tensor of so many is looked at, unless all are
 
 
@@ -28,6 +30,7 @@ class Verified:
         replicas: Those of which all that was asked for was read.
         left: Those that went meanwhile, and why.
         unlike: Tensors that the checkpoint has in another form, or not at all.
+        against: "files"; "digests": those that the publisher has published; "replicas": each other.
     """
 
     version: int
@@ -38,6 +41,7 @@ class Verified:
     deviations: Sequence[Deviation]
     unlike: Sequence[Difference] = ()
     left: Mapping[str, str] = field(default_factory=dict)
+    against: Literal["files", "digests", "replicas"] = "replicas"
 
     @property
     def is_same(self) -> bool:
@@ -47,11 +51,15 @@ class Verified:
         share = f"{self.read_count} of {self.tensor_count} tensors"
         odd = len({each.name for each in self.deviations}) + len(self.unlike)
         end = f"{odd} differ" if odd else "all the same"
+        end += " as published" if self.against == "digests" and not odd else ""
         return f"version {self.version}, {share} of {some(self.replicas)}: {end}"
 
 
 def verify(asked: argparse.Namespace) -> Verified:
     """Read the replicas that hold a version, one after the other, and compare their digests.
+
+    With files, or with the digests of the publication, where it has those of every bit; else with
+    each other's.
 
     Raises:
         UsageError: There is nobody to read from, or nothing to compare with.
@@ -59,24 +67,42 @@ def verify(asked: argparse.Namespace) -> Verified:
     disk = str(asked.against) if asked.against else ""
     with opened(asked, None, "verify", spot=True) as handle:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
-        holders = _holders(handle, contents, asked.replica, has_disk=bool(disk))
+        holders = _holders(handle, contents, asked.replica, is_alone=bool(disk))
         names = _sample(list(contents.tensors), is_full=asked.full)
         odd: list[Difference] = []
         found: dict[str, Digests] = {}
         if disk:
             found[disk], odd = _on_disk(asked.against, contents, names)
-        left = {}
+        left, published = dict[str, str](), dict[str, int]()
         for replica in holders:
             try:
-                found[replica] = _read(handle, contents.version, names, replica)
+                found[replica], told = _read(handle, contents.version, names, replica)
             except (SourceLost, NotAvailable) as error:
                 left[replica] = str(error)
+            else:
+                published = published or dict(told)
     replicas = [name for name in found if name != disk]
-    if not replicas or len(found) < 2:
+    right = disk
+    if not disk and replicas and published.keys() >= {*names}:
+        right, found[PUBLISHED] = PUBLISHED, {name: published[name] for name in names}
+    if left and (not replicas or len(found) < 2):
         raise SourceLost(some(holders), f"it went while it was read: {left}", 0, 0)
-    apart = list(deviations(found, [disk] if disk else ()))
-    count = len(contents.tensors)
-    return Verified(contents.version, contents.run, replicas, len(names), count, apart, odd, left)
+    if len(found) < 2:
+        raise UsageError(
+            f"only {some(holders)} holds version {contents.version} of {asked.model!r}, so there "
+            "is nothing to compare; name a checkpoint on disk: --against FOLDER"
+        )
+    return Verified(
+        version=contents.version,
+        run=contents.run,
+        replicas=replicas,
+        read_count=len(names),
+        tensor_count=len(contents.tensors),
+        deviations=list(deviations(found, [right] if right else ())),
+        unlike=odd,
+        left=left,
+        against="files" if disk else "digests" if right else "replicas",
+    )
 
 
 def _holders(
@@ -84,7 +110,7 @@ def _holders(
     contents: torch_ros.Contents,
     replica: str | None,
     *,
-    has_disk: bool,
+    is_alone: bool,
 ) -> Sequence[str]:
     """The replicas to read, those first that are right in doubt: publishers."""
     fleet = handle.fleet()
@@ -99,12 +125,7 @@ def _holders(
     if replica is not None and replica not in names:
         raise UsageError(f"replica {replica!r} does not hold {what}; {some(names)} do")
     if replica is not None:
-        names = [replica] if has_disk else [*names[:1], replica]
-    if not has_disk and len(set(names)) < 2:
-        advice = "name a checkpoint on disk: --against FOLDER"
-        raise UsageError(
-            f"only {some(names)} holds {what}, so there is nothing to compare; {advice}"
-        )
+        names = [replica] if is_alone else list(dict.fromkeys([*names[:1], replica]))
     return names
 
 
@@ -116,11 +137,12 @@ def _sample(names: list[str], *, is_full: bool) -> Sequence[str]:
 
 def _read(
     handle: torch_ros.ShardHandle, version: int, names: Sequence[str], replica: str
-) -> Digests:
+) -> tuple[Digests, Digests]:
+    """Those of the bits that it has, and those of the version that it passes on."""
     with handle.stream(
         version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S, source=replica
     ) as stream:
-        return digests_of(stream)
+        return digests_of(stream), stream.published_digests
 
 
 def _on_disk(

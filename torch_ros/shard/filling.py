@@ -21,6 +21,7 @@ from torch_ros.errors import (
     CorruptWeights,
     DeadlineExceeded,
     ManifestMismatch,
+    NotSupported,
     SourceLost,
     StoreUnavailable,
     TorchRosError,
@@ -131,7 +132,7 @@ class Filling:
         self._inst = ""  # the source that was chosen last
         self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
-        self._digests = Digests()  # of the version, from the first source that knows them
+        self.published = Digests()  # of the version, from the first source that knows them
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._tally = tallies.begin(shard.observed.tally.whose)
         self.bytes_read: int = 0
@@ -265,8 +266,8 @@ class Filling:
 
     def _first_difference(self, phase: Phase) -> str | None:
         """The fqn of a tensor in a buffer that is not what was published, where that is known."""
-        digests = self._digests
-        if digests.depth == "off":
+        digests = self.published
+        if "off" in {digests.depth, self._shard.settings.depth}:
             return None
         found = chunk_digests(phase.layout, phase.memory, depth=digests.depth)
         for chunk, digest in zip(phase.layout.chunks, found, strict=True):
@@ -332,8 +333,8 @@ class Filling:
             plan = reading.plan(feed.layouts, lane.target, rank, costs)
         except UsageError as error:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
-        if self._digests.depth == "off":
-            self._digests = self._digests_of(feed)
+        if self.published.depth == "off":
+            self.published = self._digests_of(feed)
         return Attachment(source, feed, plan)
 
     def _announce(self, place: str, deadline: Deadline) -> Source:
@@ -403,11 +404,16 @@ class Filling:
 
     def _digests_of(self, feed: Feed) -> Digests:
         manifests = [manifest for _, manifest in feed.manifests]
-        if self._shard.settings.depth == "off" or manifests[0].depth == "off":
+        if manifests[0].depth == "off":
             return Digests()
         if manifests[0].totals:
             return Digests(manifests[0].depth, (), manifests[0].totals)
-        return summed(manifests) or Digests()
+        try:
+            return summed(manifests) or Digests()
+        except NotSupported:  # overlapping parts: their digests do not add up
+            if self._shard.settings.depth != "off":
+                raise
+            return Digests()
 
     def _is_there(self, source: Source) -> bool:
         seat, ref = self._group.seat, self.wanted.ref

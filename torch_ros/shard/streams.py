@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Self
@@ -56,6 +56,15 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
     def read_s(self) -> float:
         """The seconds in which they came, without those in which it waited for its consumer."""
         return self._filling.read_s
+
+    @property
+    def published_digests(self) -> Mapping[str, int]:
+        """The digests of whole tensors, by fqn, that the version was published with.
+
+        Those of every bit (`open(digests="full")` at the publisher); empty: there are none.
+        """
+        known = self._filling.published
+        return dict(known.totals) if known.depth == "full" else {}
 
     @property
     def left_in_buffer(self) -> int:
