@@ -331,8 +331,9 @@ def test_a_number_that_is_published_anew_is_archived_anew_and_the_old_one_is_non
 
 
 @memory_only
+@pytest.mark.parametrize("name", ["a", "b"])
 def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
-    bucket, opened, monkeypatch
+    bucket, opened, monkeypatch, name
 ):
     tensors, trainer = {"a": torch.ones(5)}, opened("trainer")
     trainer.register(tensors)
@@ -343,7 +344,8 @@ def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
     def looked_at(version):
         found = contents(version)
         trainer.unpublish()
-        tensors["a"].fill_(2)
+        trainer.unregister()
+        trainer.register({name: tensors["a"].fill_(2)})
         trainer.publish(version)
         return found
 
@@ -354,9 +356,9 @@ def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
     assert bucket.list() == {}
     monkeypatch.setattr(handle, "contents", contents)
     assert archiver.archive(lambda *_: None).version == 7
-    found = {"a": torch.zeros(5)}
+    found = {name: torch.zeros(5)}
     bucket.load(found)
-    assert float(found["a"][0]) == 2.0
+    assert float(found[name][0]) == 2.0
 
 
 @memory_only

@@ -24,7 +24,7 @@ from torch_ros.bucket.files import (
 )
 from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, size_bytes
-from torch_ros.errors import VersionNotFound
+from torch_ros.errors import ManifestMismatch, VersionNotFound
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
@@ -100,7 +100,10 @@ class Archiver:
             chain.born_ms(there, ref.run, ref.version, ref.uid, at_ms or 0),
             ref.uid,
         )
-        stored = self._written(new, contents, progress)
+        try:
+            stored = self._written(new, contents, progress)
+        except ManifestMismatch as error:  # it has other tensors by now
+            raise self._published_anew(new) from error
         if monotonic() - began_s > self._grace_s / 2:
             why = f"writing it took longer than {self._grace_s / 2:g} s, half of the grace"
             bucket.store.refuse(f"{bucket.root}/{new.key}", why)
@@ -150,8 +153,11 @@ class Archiver:
         of_run = [each.ref for each in fleet.versions if each.ref.run == new.run]
         is_there = any((ref.version, ref.uid) == (new.version, new.uid) for ref in of_run)
         if not is_there or fleet.latest is None or fleet.latest.run != new.run:
-            reason = "it was published anew, or another run has begun"
-            raise VersionNotFound(self._handle.model, str(new.version), reason)
+            raise self._published_anew(new)
+
+    def _published_anew(self, new: InBucket) -> VersionNotFound:
+        reason = "it was published anew, or another run has begun"
+        return VersionNotFound(self._handle.model, str(new.version), reason)
 
     def collect(self) -> int:
         """Delete old versions, and the files that no manifest has named for `grace_s`.
