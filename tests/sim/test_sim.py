@@ -54,7 +54,7 @@ def readers_get(view, keys, version):
 
 
 def moments(view, keys):
-    """What is there, and as it would be with a full holding of another content, or without record.
+    """The view, and as it would be with a full holding of another content, or without record.
 
     Histories have those seldom: a publisher that was cut off and comes back with something else.
     """

@@ -320,7 +320,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 
 
 def _merged(changed: Changed) -> Changed:
-    """Of equal places the last one, and all places in order."""
+    """The last one of equal places, and all places in order."""
     order = changed.places.argsort(kind="stable")
     places = changed.places[order]
     is_last = np.append(places[1:] != places[:-1], True)
