@@ -35,6 +35,15 @@ def all_dtypes():
     return sorted((d for d in dtypes if not dtype_name(d).startswith(quantized)), key=str)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Threads of torch that wait for a core would take four times the processor time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # Worlds: whole tensors whose content changes, cut among ranks, and targets that are cut otherwise
 
 
