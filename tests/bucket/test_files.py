@@ -1,5 +1,7 @@
 """Manifests and files that are not what they should be."""
 
+import random
+
 import msgspec
 import pytest
 import torch
@@ -73,6 +75,30 @@ def test_a_manifest_that_contradicts_its_name_or_itself_is_refused(changes, says
 def test_bytes_that_are_no_manifest_are_refused(content):
     with pytest.raises(Mismatch, match="no manifest of this release"):
         files.decoded(content, "m", NAMED)
+
+
+def test_a_manifest_that_was_changed_anywhere_is_refused_or_still_adds_up():
+    whole, rng, refused = manifest().encode(), random.Random(3), 0
+    for _ in range(3000):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(content))
+            match rng.randrange(3):
+                case 0:
+                    content[at] ^= 1 << rng.randrange(8)
+                case 1:
+                    del content[at : at + rng.randint(1, 9)]
+                case 2:
+                    content[at:at] = content[rng.randrange(len(content)) :][: rng.randint(1, 9)]
+        try:
+            found = files.decoded(bytes(content), "m", NAMED)
+        except Mismatch:
+            refused += 1
+            continue
+        [one] = found.files
+        assert one.starts[-1] == one.size_bytes
+        assert len(one.layout.boxes.sizes) == len(one.tensors)
+    assert refused > 2000
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000, 1 << 30])

@@ -187,8 +187,11 @@ def decoded(content: bytes, model: str, of: InBucket) -> StoredVersion:
 
 def _check(file: StoredFile) -> None:
     for tensor in file.tensors:
-        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
-            raise Mismatch(f"{tensor.fqn!r} is {tensor.dtype!r}, a dtype that this torch lacks")
+        try:
+            dtype_named(tensor.dtype)
+        except KeyError as error:
+            found = f"{tensor.fqn!r} is {tensor.dtype!r}"
+            raise Mismatch(f"{found}, a dtype that this torch lacks") from error
         if math.prod(max(1, size) for size in tensor.shape) > MOST // 16:
             raise Mismatch(f"{tensor.fqn!r} is larger than anything can be")
     if file.starts[-1] != file.size_bytes:
