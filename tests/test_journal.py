@@ -10,11 +10,13 @@ import threading
 import time
 from itertools import pairwise
 
+import chrome
+import msgspec
 import pytest
 import torch
 
 from torch_ros import environment
-from torch_ros.cli import main
+from torch_ros.cli import main, merging, timeline
 from torch_ros.protocol.journal import parsed
 from torch_ros.shard import journal
 
@@ -61,6 +63,27 @@ def test_each_report_becomes_a_line(opened, folder):
     first = next(each for each in found.done if each.kind == "read")
     assert (first.sources, first.size_bytes) == (["trainer"], 4000)
     assert sum(first.ways.values()) == rollout.reports[0].bytes_read
+
+
+def test_a_trace_of_real_calls_is_valid_and_lasts_as_long_as_they_did(opened, folder):
+    trainer, rollouts = opened("trainer"), [opened(f"roll-{number}") for number in range(2)]
+    for rollout in rollouts:
+        rollout.register({"w": torch.empty(1000)})
+    for version in range(1, 4):
+        published(trainer, version)
+        for rollout in rollouts:
+            rollout.update()
+    [found] = read(folder)
+    calls = merging.calls([found], None)
+    aligned = merging.aligned(calls)
+    assert (aligned.left_ns, {*aligned.moved_ns.values()}) == (0, {0})
+    made = timeline.trace(merging.timeline(calls, aligned.moved_ns), {})
+    rows = chrome.check(json.loads(msgspec.json.encode(made)))
+    for handle in (trainer, *rollouts):
+        its = rows[os.uname().nodename, f"{handle.replica} rank 0"]
+        took_us = 1e6 * sum(report.elapsed_s for report in handle.reports)
+        assert sum(each["dur"] for each in its) == pytest.approx(took_us, rel=0.01)
+    assert len(chrome.arrows(made)) == 6
 
 
 def test_ranks_of_a_replica_have_one_start_and_one_call(ranks, pool, folder):
@@ -166,6 +189,7 @@ def await_lines(folder, count):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_leaves_whole_lines(folder, tmp_path, capsys):
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, "100", "stay"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -183,6 +207,7 @@ def test_a_process_that_is_killed_leaves_whole_lines(folder, tmp_path, capsys):
     assert (told["calls"], told["cut"]) == (len(found.done), [])
 
 
+@pytest.mark.long
 def test_a_process_that_ends_has_written_all(folder):
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, "20"]
     assert subprocess.run(command, timeout=100).returncode == 0

@@ -1,5 +1,6 @@
 """The Trace Event format, as far as it is documented for readers such as Perfetto."""
 
+from bisect import bisect_right
 from collections import defaultdict
 
 KEYS = {  # besides "ph", "name", "pid", "tid": what each phase must have, and may have
@@ -108,13 +109,11 @@ def _check_flows(events, rows):
 
 def enclosing(rows, end):
     """The slice in which an end of an arrow lies."""
-    at = ns(end["ts"])
-    [found] = [
-        each
-        for each in rows[end["pid"], end["tid"]]
-        if ns(each["ts"]) <= at < ns(each["ts"]) + ns(each["dur"])
-    ]
-    return found
+    at, row = ns(end["ts"]), rows[end["pid"], end["tid"]]
+    place = bisect_right(row, at, key=lambda each: ns(each["ts"])) - 1
+    assert place >= 0
+    assert at < ns(row[place]["ts"]) + ns(row[place]["dur"])
+    return row[place]
 
 
 def arrows(trace):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from stories import BEGAN_NS, MS, Story, author, spread
 
-from torch_ros.cli import main, merging, timeline, trace
+from torch_ros.cli import asking, main, merging, timeline, trace
 from torch_ros.cli.recording import NOBODY, FleetRecording, is_everywhere
 from torch_ros.cli.timeline import Row, Slice, Timeline
 from torch_ros.errors import StoreUnavailable, UsageError
@@ -617,7 +617,8 @@ def has_handlers(pid):
     return int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
-def test_an_etcd_that_is_not_there_is_an_exit_code(told, tmp_path):
+def test_an_etcd_that_is_not_there_is_an_exit_code(told, tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "ANSWER_S", 0.5)
     endpoint = ("--endpoint", "etcd://127.0.0.1:9")
     code, out, err = told(*endpoint, "trace", "policy", "--out", tmp_path / "trace.json")
     assert (code, out, err.startswith("torch-ros: ")) == (3, "", True)
