@@ -48,8 +48,6 @@ def ask(capsys, monkeypatch, tmp_path):
     """`ask(endpoint, command, model)`: its exit code, and what it says as errors."""
     (tmp_path / "a").mkdir()
     save_file({"w": torch.ones(4)}, tmp_path / "a" / "a.safetensors")
-    monkeypatch.setattr(asking, "ANSWER_S", 0.5)
-    monkeypatch.setattr(moving, "OPEN_S", 0.5)
 
     def ask_(endpoint, command, model, *options):
         words = {"MODEL": model, "FOLDER": str(tmp_path / "a"), "FOLDER/out": str(tmp_path / "o")}
@@ -95,7 +93,9 @@ def test_a_model_that_is_not_there_is_named_with_the_nearest(command, ask, crowd
 
 
 @each_command
-def test_an_etcd_that_does_not_answer_is_said(command, ask):
+def test_an_etcd_that_does_not_answer_is_said(command, ask, monkeypatch):
+    monkeypatch.setattr(asking, "ANSWER_S", 0.5)
+    monkeypatch.setattr(moving, "OPEN_S", 0.5)
     code, err = ask("etcd://127.0.0.1:9", command, "policy")
     assert code == 3
     assert command == "doctor" or "127.0.0.1:9" in err
@@ -117,7 +117,6 @@ def test_records_of_another_release_are_said(command, ask, crowd, capsys):
 @each_command
 def test_ctrl_c_while_etcd_is_silent_is_an_exit_code(command, ask, ctrl_c, monkeypatch):
     monkeypatch.setattr(asking, "ANSWER_S", 20.0)
-    monkeypatch.setattr(moving, "OPEN_S", 20.0)
     at = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     at.start()
     try:
@@ -147,7 +146,6 @@ def fleet(opened, endpoint):
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each != "top"])
 def test_output_that_nobody_reads_is_no_error(command, ask, fleet, monkeypatch):
     """As behind `| head`."""
-    monkeypatch.setattr(moving, "OPEN_S", 20.0)
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as out, monkeypatch.context() as patch:
@@ -159,7 +157,6 @@ def test_output_that_nobody_reads_is_no_error(command, ask, fleet, monkeypatch):
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each not in {"top", *SERVE}])
 def test_a_terminal_of_40_columns_is_enough(command, ask, fleet, monkeypatch):
-    monkeypatch.setattr(moving, "OPEN_S", 20.0)
     monkeypatch.setenv("COLUMNS", "40")
     out = Terminal()
     with monkeypatch.context() as patch:

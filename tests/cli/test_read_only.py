@@ -30,7 +30,7 @@ SERVE = {"export", "web"}
 def users(running_etcd, tmp_path_factory):
     """The endpoint of an etcd with a model, and the environment of one who may only read it."""
     folder = tmp_path_factory.mktemp("users")
-    with running_etcd(folder / "etcd") as server:
+    with running_etcd(folder / "etcd", "--bcrypt-cost", "4") as server:
         endpoint = f"etcd://{server.host}"
         kv = connect(endpoint, timeout_s=10)
         crowd = Crowd(kv, "policy")
