@@ -375,6 +375,62 @@ def test_two_archivers_of_one_version_harm_nobody(archived, bucket, opened):
 
 
 @memory_only
+def test_two_archivers_of_one_version_leave_one_in_a_store_that_overwrites(
+    archived, bucket, opened, monkeypatch, tmp_path
+):
+    archived(7, {"a": torch.ones(5)}, close=False)
+    archiver = Archiver(opened("other", spot=True), bucket, keep=5, grace_s=100)
+    there = bucket.kept
+    monkeypatch.setattr(bucket, "kept", tuple)  # it lists late
+    assert archiver.archive(lambda *_: None).version == 7
+    monkeypatch.setattr(bucket, "kept", there)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(archive, "monotonic", lambda: clock[0])
+    assert archiver.collect() == 1
+    clock[0] += 101
+    assert archiver.collect() == 1
+    assert len(list((tmp_path / "bucket").rglob("*.safetensors"))) == 1
+    assert bucket.load({"a": torch.zeros(5)}) == 7
+
+
+@memory_only
+def test_an_older_version_is_not_written_only_to_be_collected(archived, bucket, opened):
+    older, newer = opened("older"), opened("newer")
+    for version, trainer in ((7, older), (8, newer)):
+        trainer.register({"a": torch.full((5,), float(version))})
+        trainer.publish(version)
+    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
+    assert archiver.archive(lambda *_: None).version == 8
+    newer.close()
+    assert archiver.archive(lambda *_: None) is None
+    assert bucket.list() == {8: "full"}
+
+
+@memory_only
+@pytest.mark.parametrize("before", ["list", "create"])
+def test_files_that_another_archiver_collects_make_no_version(
+    bucket, opened, monkeypatch, tmp_path, before
+):
+    trainer = opened("trainer")
+    trainer.register({"a": torch.ones(5)})
+    trainer.publish(7)
+    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
+    do = getattr(bucket.store, before)
+
+    def after_all_has_gone(*given):
+        for path in (tmp_path / "bucket").rglob("*.safetensors"):
+            path.unlink()
+        return do(*given)
+
+    monkeypatch.setattr(bucket.store, before, after_all_has_gone)
+    with pytest.raises(BucketError, match="another archiver may collect here"):
+        archiver.archive(lambda *_: None)
+    monkeypatch.undo()
+    assert bucket.list() == {}
+    assert archiver.archive(lambda *_: None).version == 7
+
+
+@memory_only
 def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
     archived, opened, monkeypatch
 ):

@@ -10,7 +10,7 @@ from torch_ros.errors import UsageError, VersionNotFound
 
 
 def row(version, born_ms, uid=None, run="r", number=1):
-    return InBucket(number, run, version, born_ms, uid or f"u{version}")
+    return InBucket(number, run, version, born_ms, uid or f"u{version}", "0a1b")
 
 
 def numbers(there):
@@ -72,12 +72,30 @@ def test_a_clock_that_went_back_does_not_hide_a_higher_number():
 
 def test_runs_of_an_etcd_that_was_wiped_come_after_those_it_does_not_know():
     there = [row(5, 1, run="old", number=7)]
-    assert chain.run_number(there, "new", 1, {"new"}) == 8
-    assert chain.run_number(there, "old", 7, {"old", "new"}) == 7
-    assert chain.run_number(there, "new", 8, {"old", "new"}) == 8
+    assert chain.run_number(there, "new", {"new": 1}) == 8
+    assert chain.run_number(there, "old", {"old": 7, "new": 8}) == 7
+    assert chain.run_number(there, "new", {"old": 7, "new": 8}) == 8
     there.append(row(1, 2, run="new", number=8))
-    assert chain.run_number(there, "new", 1, {"new"}) == 8
-    assert chain.run_number(there, "newer", 2, {"new", "newer"}) == 9
+    assert chain.run_number(there, "new", {"new": 1}) == 8
+    assert chain.run_number(there, "newer", {"new": 1, "newer": 2}) == 9
+
+
+def test_a_new_run_is_the_newest_also_where_somebody_has_deleted_an_old_one():
+    there = [row(1, 2, run="new", number=8)]  # it came after a run 7, which is gone
+    assert chain.run_number(there, "newer", {"new": 1, "newer": 2}) == 9
+    assert chain.run_number([], "first", {"first": 1}) == 1
+
+
+def test_two_runs_of_one_number_are_two():
+    there = [row(3, 1, run="a"), row(2, 2, run="b")]
+    assert numbers(there) == [2]
+    assert [each.run for each in chain.to_collect(there, 1, {"a", "b"})] == ["a"]
+
+
+def test_an_older_version_than_those_that_stay_goes_at_once():
+    there = [row(8, 1008)]
+    assert chain.to_collect([*there, row(7, 1007)], 1, {"r"}) == [row(7, 1007)]
+    assert chain.to_collect([*there, row(7, 1007)], 2, {"r"}) == []
 
 
 def test_the_newest_are_kept_and_runs_that_etcd_does_not_know():
@@ -119,9 +137,17 @@ def test_whatever_is_collected_the_newest_stay():
 
 @pytest.mark.parametrize("run", ["r", "a-b", "a/b%c", "ä"])
 def test_a_key_tells_the_version(run):
-    one = InBucket(12, run, 7, 1_700_000_000_000, "0a-b/c.d", "full")
+    one = InBucket(12, run, 7, 1_700_000_000_000, "0a-b/c.d", "0a1b")
     assert kept(one.key) == one
     assert kept(one.key + "x") is None
-    assert kept(one.files_key("n") + "/model.safetensors") is None
+    assert kept(one.files_at + "/model.safetensors") is None
     assert kept(one.key.replace("versions", "data")) is None
-    assert InBucket(2, "r", 10, 1, "u").key < InBucket(10, "r", 9, 0, "u").key
+    assert InBucket(2, "r", 10, 1, "u", "0").key < InBucket(10, "r", 9, 0, "u", "0").key
+
+
+def test_a_name_that_no_archiver_writes_is_no_version():
+    key = row(7, 1000).key
+    assert kept(key) == row(7, 1000)
+    other = ("1-r/versions/" + key.split("/")[2], key.replace(f"{7:020d}", "9" * 20))
+    other += (key.replace("-u7-", "-%ff-"), key.replace("0a1b", "0A1B"))
+    assert [kept(each) for each in other] == [None] * 4

@@ -16,14 +16,13 @@ from torch_ros.bucket.files import (
     StoredVersion,
 )
 
-NAMED = InBucket(1, "r", 7, 1000, "u")
+NAMED = InBucket(1, "r", 7, 1000, "u", "0a1b")
 
 
 def manifest(**changes):
     tensors = (StoredTensor("a", "bfloat16", (3, 5)), StoredTensor("b", "float32", ()))
     file = StoredFile("model.safetensors", 134, 100, tensors, b"x" * 16)
-    at = NAMED.files_key("0a1b")
-    one = StoredVersion(1, "m", "r", 7, "u", at, (file,), (), "archiver")
+    one = StoredVersion(1, "m", "r", 7, "u", (file,), (), "archiver")
     return msgspec.structs.replace(one, **changes)
 
 
@@ -44,10 +43,6 @@ def test_a_manifest_comes_back():
         ({"run": "other"}, "the manifest of"),
         ({"model": "other"}, "the manifest of"),
         ({"format": 2}, "no manifest of this release"),
-        ({"files_at": "../../etc"}, "no folder of its own"),
-        ({"files_at": "/" + NAMED.files_key("0a1b")}, "no folder of its own"),
-        ({"files_at": NAMED.files_key("../x")}, "no folder of its own"),
-        ({"files_at": NAMED.files_key("")}, "no folder of its own"),
         ({"files": file() * 2}, "two of its tensors"),
         ({"files": (*file(), *file(tensors=(), size_bytes=100))}, "two of its files"),
         ({"files": file(name="../model.safetensors")}, "no manifest of this release"),

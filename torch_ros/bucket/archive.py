@@ -14,9 +14,11 @@ from torch_ros.bucket.buckets import Bucket
 from torch_ros.bucket.files import (
     FORMAT,
     InBucket,
+    Mismatch,
     Parts,
     StoredFile,
     StoredVersion,
+    decoded,
     kept,
     run_of_file,
     storable,
@@ -24,7 +26,7 @@ from torch_ros.bucket.files import (
 )
 from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, size_bytes
-from torch_ros.errors import ManifestMismatch, VersionNotFound
+from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
@@ -73,7 +75,6 @@ class Archiver:
         self._grace_s, self._file_bytes = grace_s, file_bytes
         self.seen = -1  # the newest version's number, when it was looked for last
         self._unnamed_s: dict[str, float] = {}  # folders of files without a manifest; since when
-        self._named: dict[InBucket, str] = {}  # the folder of each version's files
 
     def archive(self, progress: OnBytes) -> Archived | None:
         """Write the newest version, unless the bucket has it, or there is none.
@@ -94,12 +95,15 @@ class Archiver:
         contents = handle.contents(ref.version)
         at_ms = next((each.at_ms for each in fleet.versions if each.ref == ref), None)
         new = InBucket(
-            chain.run_number(there, ref.run, fleet.runs.get(ref.run, 0), fleet.runs.keys()),
+            chain.run_number(there, ref.run, fleet.runs),
             ref.run,
             ref.version,
             chain.born_ms(there, ref.run, ref.version, ref.uid, at_ms or 0),
             ref.uid,
+            token_hex(4),
         )
+        if new in chain.to_collect([*there, new], self._keep, fleet.runs.keys()):
+            return None  # an older one, whose newer ones have left the fleet and not the bucket
         try:
             stored = self._written(new, contents, progress)
         except ManifestMismatch as error:  # it has other tensors by now
@@ -107,7 +111,7 @@ class Archiver:
         if monotonic() - began_s > self._grace_s / 2:
             why = f"writing it took longer than {self._grace_s / 2:g} s, half of the grace"
             bucket.store.refuse(f"{bucket.root}/{new.key}", why)
-        bucket.store.create(f"{bucket.root}/{new.key}", stored.encode())
+        self._commit(new, stored)
         count = sum(len(file.tensors) for file in stored.files)
         took_s = monotonic() - began_s
         return Archived(ref.version, ref.run, count, stored.size_bytes, took_s, contents.objects)
@@ -117,9 +121,11 @@ class Archiver:
     ) -> StoredVersion:
         """Its files are in the bucket, and the manifest is not."""
         tensors, names = storable(contents.tensors), list(contents.tensors)
-        files_at = new.files_key(token_hex(4))
         by_file = framing.files(tensors, self._file_bytes)
-        total, folder = sum(map(size_bytes, tensors.values())), f"{self._bucket.root}/{files_at}"
+        total, folder = (
+            sum(map(size_bytes, tensors.values())),
+            f"{self._bucket.root}/{new.files_at}",
+        )
         about = {"format": "pt", "torch_ros.model": self._handle.model, "torch_ros.run": new.run}
         about["torch_ros.version"] = str(new.version)
         files, done = [], 0
@@ -144,8 +150,36 @@ class Archiver:
         by, left_out = self._handle.replica, contents.objects
         version, uid = new.version, new.uid
         return StoredVersion(
-            FORMAT, self._handle.model, new.run, version, uid, files_at, tuple(files), left_out, by
+            FORMAT, self._handle.model, new.run, version, uid, tuple(files), left_out, by
         )
+
+    def _commit(self, new: InBucket, stored: StoredVersion) -> None:
+        """Write the manifest, if it is in order and all files are there; and as long as they are.
+
+        An archiver with a shorter grace, or one that this one has replaced, may collect them.
+        """
+        bucket, key, content = self._bucket, f"{self._bucket.root}/{new.key}", stored.encode()
+        try:
+            decoded(content, bucket.model, new)
+        except Mismatch as error:
+            bucket.store.refuse(key, f"the stream did not bring what it promised: {error}")
+        self._require_files(new, stored)
+        if not bucket.store.create(key, content):
+            bucket.store.refuse(key, "another manifest has its name")
+        try:
+            self._require_files(new, stored)
+        except BucketError:
+            bucket.store.delete([key])
+            raise
+
+    def _require_files(self, new: InBucket, stored: StoredVersion) -> None:
+        folder = f"{self._bucket.root}/{new.files_at}"
+        there = {each.key: each.size_bytes for each in self._bucket.store.list(folder)}
+        for file in stored.files:
+            key = f"{folder}/{file.name}"
+            if there.get(key) != file.size_bytes:
+                reason = f"it has {there.get(key, 0)} bytes, of {file.size_bytes} that were written"
+                self._bucket.store.refuse(key, f"{reason}: another archiver may collect here")
 
     def _require_same(self, new: InBucket) -> None:
         """The stream has this uid, too: a number that is published anew never gets an old one."""
@@ -177,7 +211,7 @@ class Archiver:
         old = chain.to_collect(there, self._keep, known)
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in old)
         mine = [each for each in there if each.run in known]
-        named = {self._files_at(each) for each in mine if each not in old}
+        named = {each.files_at for each in mine if each not in old}
         folder = {key: key.rpartition("/")[0] for key in keys if run_of_file(key) in known}
         unnamed = {*folder.values()} - named
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
@@ -185,12 +219,6 @@ class Archiver:
         gone = [key for key in keys if folder.get(key) in over]
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
         return len(old) + len(gone)
-
-    def _files_at(self, of: InBucket) -> str:
-        if of not in self._named:
-            stored = self._bucket.manifest(of)
-            self._named[of] = stored.files_at if stored else ""
-        return self._named[of]
 
 
 def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:

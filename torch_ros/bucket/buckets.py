@@ -77,7 +77,7 @@ class Bucket:
             found = chain.chosen(self.kept(), self.model, version)
             stored = self.manifest(found)
             if stored is not None:
-                fill(self.store, f"{self.root}/{stored.files_at}", stored, tensors)
+                fill(self.store, f"{self.root}/{found.files_at}", stored, tensors)
                 return found.version
         raise VersionNotFound(self.model, str(version), "each is collected before it is read")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch_ros.bucket.files import InBucket
 from torch_ros.errors import UsageError, VersionNotFound
@@ -16,13 +16,19 @@ def living(there: Iterable[InBucket]) -> list[InBucket]:
     then, so 101 is of a lineage that has ended, as everything is that is older than a lower number.
     """
     found = list(there)
-    newest_run = max((each.run_number for each in found), default=0)
+    newest_run = max(((each.run_number, each.run) for each in found), default=(0, ""))
     alive: list[InBucket] = []
-    ordered = sorted(found, key=lambda each: (each.born_ms, each.version, each.uid), reverse=True)
+    ordered = sorted(found, key=_age, reverse=True)
     for each in ordered:
-        if each.run_number == newest_run and (not alive or each.version < alive[-1].version):
+        if (each.run_number, each.run) == newest_run and (
+            not alive or each.version < alive[-1].version
+        ):
             alive.append(each)
     return alive
+
+
+def _age(of: InBucket) -> tuple[int, int, str, str]:
+    return of.born_ms, of.version, of.uid, of.nonce
 
 
 def chosen(there: Iterable[InBucket], model: str, version: int | str) -> InBucket:
@@ -45,14 +51,17 @@ def chosen(there: Iterable[InBucket], model: str, version: int | str) -> InBucke
     return found[0]
 
 
-def run_number(there: Iterable[InBucket], run: str, number: int, known: Collection[str]) -> int:
-    """The number by which a bucket orders this run, which has `number` in etcd.
+def run_number(there: Iterable[InBucket], run: str, known: Mapping[str, int]) -> int:
+    """The number by which a bucket orders this run, among those that have `known` numbers in etcd.
 
-    An etcd that was wiped counts from 1 again. Its runs come after those that it does not know.
+    An etcd that was wiped counts from 1 again. Its runs come after those that it does not know, and
+    after its own older ones, which came after others once that somebody has deleted since.
     """
     numbers = {each.run: each.run_number for each in there}
+    mine = known.get(run, 0)
     unknown = [n for name, n in numbers.items() if name not in {*known, run}]
-    return numbers.get(run, number + max(unknown, default=0))
+    older = [n for name, n in numbers.items() if known.get(name, mine) < mine]
+    return numbers.get(run, max(mine + max(unknown, default=0), 1 + max(older, default=-1)))
 
 
 def born_ms(there: Iterable[InBucket], run: str, version: int, uid: str, at_ms: int) -> int:
@@ -76,9 +85,9 @@ def to_collect(there: Sequence[InBucket], keep: int, known: Collection[str]) -> 
     mine = [each for each in there if each.run in known]
     kept_: list[InBucket] = []
     reached: dict[str, int] = {}
-    for number in sorted({each.run_number for each in mine}, reverse=True):
-        alive = living(each for each in mine if each.run_number == number)
-        reached[alive[0].run] = alive[0].version
+    for run in sorted({(each.run_number, each.run) for each in mine}, reverse=True):
+        alive = living(each for each in mine if (each.run_number, each.run) == run)
+        reached[alive[0].run] = max(alive[0].version, reached.get(alive[0].run, 0))
         kept_ += alive[: max(0, keep - len(kept_))]
     kept_keys = {each.key for each in kept_}
     return [

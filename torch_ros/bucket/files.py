@@ -1,10 +1,11 @@
 """The objects of a bucket: names of manifests, manifests, and the parts by which files are checked.
 
-    <prefix>/<model>/<number>-<run>/versions/<version>-<born_ms>-<uid>.full.json
+    <prefix>/<model>/<number>-<run>/versions/<version>-<born_ms>-<uid>-<nonce>.full.json
     <prefix>/<model>/<number>-<run>/data/<version>-<uid>-<nonce>/model.safetensors
 
-A manifest is written last: files without one are no version. Objects never change, and each attempt
-has a folder of its own, so nobody writes over what somebody reads. Pure.
+A manifest is written last: files without one are no version. Objects never change: each attempt has
+a manifest and a folder of its own, by its nonce, so nobody writes over what somebody reads, in a
+store that overwrites either. Pure.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch_ros.weights.manifest import (
 FORMAT: Literal[1] = 1
 PART_BYTES = 4 << 20  # of a file, with one digest: no reader needs all of a file to check its own
 DIGEST_BYTES = 16
-NAMED = re.compile(r"([0-9]{20})-([0-9]{15})-([^/]+)\.(full)\.json")
+NAMED = re.compile(r"([0-9]{20})-([0-9]{15})-([^/]+)-([0-9a-z]+)\.full\.json")
 MOST = 2**62  # of elements and bytes: sums of two such numbers fit in 64 bits
 
 Kind = Literal["full"]
@@ -50,6 +51,7 @@ class InBucket:
         run_number: Newer runs have greater ones.
         born_ms: When it was first published, by the publisher's clock; never less than that of a
             lower version of its run.
+        nonce: Of the attempt that wrote it: two archivers may write one version.
     """
 
     run_number: int
@@ -57,6 +59,7 @@ class InBucket:
     version: int
     born_ms: int
     uid: str
+    nonce: str
     kind: Kind = "full"
 
     @property
@@ -68,11 +71,12 @@ class InBucket:
     def key(self) -> str:
         """The key of its manifest, below the model's folder."""
         name = f"{self.version:020d}-{self.born_ms:015d}-{quote(self.uid, safe='')}"
-        return f"{self.folder}/versions/{name}.{self.kind}.json"
+        return f"{self.folder}/versions/{name}-{self.nonce}.{self.kind}.json"
 
-    def files_key(self, nonce: str) -> str:
+    @property
+    def files_at(self) -> str:
         """The folder of its files, below the model's."""
-        return f"{self.folder}/data/{self.version:020d}-{quote(self.uid, safe='')}-{nonce}"
+        return f"{self.folder}/data/{self.version:020d}-{quote(self.uid, safe='')}-{self.nonce}"
 
 
 def kept(key: str) -> InBucket | None:
@@ -82,8 +86,9 @@ def kept(key: str) -> InBucket | None:
             number, _, text = run.partition("-")
             if not number.isdecimal():
                 return None
-            version, born_ms = int(found[1]), int(found[2])
-            return InBucket(int(number), unquote(text), version, born_ms, unquote(found[3]), "full")
+            numbers = int(number), unquote(text), int(found[1]), int(found[2])
+            made = InBucket(*numbers, unquote(found[3]), found[4])
+            return made if made.key == key and made.version <= MOST else None
     return None
 
 
@@ -140,7 +145,6 @@ class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str
     version: _Count
     uid: str
-    files_at: str  # the folder of its files, below the model's
     files: tuple[StoredFile, ...]
     left_out: tuple[str, ...]  # fqns of pickled objects
     by: str  # the replica that wrote it, for people
@@ -173,9 +177,6 @@ def decoded(content: bytes, model: str, of: InBucket) -> StoredVersion:
     said, named = (found.model, found.run, found.version, found.uid), (model, of.run, of.version)
     if said != (*named, of.uid):
         raise Mismatch(f"it is the manifest of {said}, expected {(*named, of.uid)}")
-    at, _, nonce = found.files_at.rpartition("-")
-    if not nonce.isalnum() or at != of.files_key("").removesuffix("-"):
-        raise Mismatch(f"its files are in {found.files_at!r}, which is no folder of its own")
     names = [tensor.fqn for file in found.files for tensor in file.tensors]
     for what, each in (("tensors", names), ("files", [file.name for file in found.files])):
         if len(set(each)) != len(each):
