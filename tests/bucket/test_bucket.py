@@ -531,8 +531,31 @@ def test_the_room_needs_no_etcd():
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_a_folder_may_have_any_name(tmp_path):
+    for url, name in (
+        (str(tmp_path / "run#1?x"), "run#1?x"),
+        (f"file://{tmp_path}/my%20dir", "my dir"),
+        (f"file://localhost{tmp_path}/a", "a"),
+    ):
+        torch_ros.bucket.open(url, "m").store.put("k", [b"x"])
+        assert (tmp_path / name / "k").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("grace", ["0", "-1", "nan", "inf", "soon"])
+def test_a_grace_is_a_time(capsys, grace):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["archive", "m", "memory://x", "--grace", grace])
+    assert "expected a number of seconds above 0" in capsys.readouterr().err
+
+
 def test_a_bad_url_or_model_is_named():
     for url, model in (("", "m"), ("memory://x", ""), (None, "m"), ("memory://x", 7)):
         with pytest.raises(UsageError):
             torch_ros.bucket.open(url, model)
+    for model in (".", ".."):
+        with pytest.raises(UsageError, match="no store has a folder of that name"):
+            torch_ros.bucket.open("memory://x", model)
+    for url in ("s3://b?x=y", "memory://x#1", "file://elsewhere/x", "ftp://x", "s3://", "file://"):
+        with pytest.raises(UsageError, match="names no store"):
+            torch_ros.bucket.open(url, "m")
     assert torch_ros.bucket.open(f"memory://{uuid.uuid4().hex}", "m").list() == {}

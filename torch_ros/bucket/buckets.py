@@ -12,7 +12,7 @@ from torch_ros.bucket import chain
 from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
-from torch_ros.errors import BucketError, VersionNotFound
+from torch_ros.errors import BucketError, UsageError, VersionNotFound
 
 TRIES = 3  # a version may be collected while it is looked for
 
@@ -26,6 +26,8 @@ class Bucket:
     def __init__(self, url: str, model: str) -> None:
         arguments.text("url", url)
         arguments.text("model", model)
+        if model in {".", ".."}:  # a folder would lose it
+            raise UsageError(f"model {model!r}: no store has a folder of that name")
         self.url, self.model = url, model
         self.root = quote(model, safe="")
         self.store = ObjectStore(url)
@@ -111,9 +113,10 @@ def open(url: str, model: str) -> Bucket:  # noqa: A001  # as torch_ros.open
     Neither etcd nor a replica is asked: all that this place has to share is the bucket.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://`, `az://`, a folder or `file:///folder`; `memory://name`
-            for tests. Credentials and endpoints are those of the environment, under the store's
-            own names, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL.
+        url: `s3://bucket/prefix`, `gs://`, `az://`, a folder or `file:///folder`, which is made if
+            it is not there; `memory://name` for tests. Credentials and endpoints are those of the
+            environment, under the store's own names, such as AWS_ACCESS_KEY_ID and
+            AWS_ENDPOINT_URL.
         model: As it was published.
 
     Raises:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from torch_ros.errors import BucketError, TorchRosError, UsageError
 
@@ -31,7 +31,6 @@ CONNECT_S = 10.0
 # For the next bytes; also for the first ones of a reply, while all parts of an upload share a link.
 READ_S = 120.0
 REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four threads
-KEYS_MAX = 1000  # of one request to delete
 
 _FORMS = "s3://bucket/prefix, gs://, az://, file:///folder, a folder, or memory://name"
 _ADVICE = {
@@ -191,13 +190,17 @@ def _first_line(error: BaseException) -> str:
 def _opened(url: str) -> Vendor:
     from obstore import store  # noqa: PLC0415
 
+    if url and "://" not in url:
+        return store.LocalStore(Path(url).absolute(), mkdir=True)
     parts = urlsplit(url)
-    if parts.scheme == "memory" and parts.netloc:
-        return _memories.setdefault(url, store.MemoryStore())
-    if parts.scheme == "file" or (not parts.scheme and url):
-        return store.LocalStore(Path(parts.path).absolute(), mkdir=True)
-    if parts.scheme not in {"s3", "gs", "az"}:
+    is_folder = parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path
+    is_other = parts.scheme in {"memory", "s3", "gs", "az"} and parts.netloc
+    if not (is_folder or is_other) or parts.query or parts.fragment:
         raise UsageError(f"{url!r} names no store: expected {_FORMS}")
+    if is_folder:
+        return store.LocalStore(Path(unquote(parts.path)), mkdir=True)
+    if parts.scheme == "memory":
+        return _memories.setdefault(url, store.MemoryStore())
     found: Vendor = store.from_url(
         url,
         client_options={

@@ -23,7 +23,8 @@ from torch_ros.errors import (
 )
 
 LOOK_S = 5.0  # between two looks at who has what, where etcd tells of no newer version
-RETRY_S, RETRY_MAX_S = 1.0, 60.0  # after a failure, then twice as long each time
+RETRY_S, RETRY_MAX_S = 2.0, 60.0  # after a failure, then twice as long each time
+DOUBLED_MAX = 6  # times
 MISSED_S = 0.2  # after a version that went while it was read: the next one may be there already
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,9 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
             except (BackendError, NotAvailable, PeerError, SeatLost) as error:
                 if isinstance(error, Fenced) or asked.once:
                     raise
-                failures += 1
                 is_missed = isinstance(error, NotAvailable | PeerError)
                 pause_s = MISSED_S if is_missed else min(RETRY_S * 2**failures, RETRY_MAX_S)
+                failures = failures if is_missed else min(failures + 1, DOUBLED_MAX)
                 log.warning("%s; it tries again in %g s", error, pause_s)
                 ends.wait(pause_s)
                 continue

@@ -105,6 +105,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
+    return found
+
+
 def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The commands that go on until they are ended."""
     drawn = commands.add_parser("top", help="a table of a model's replicas, as it changes")
@@ -156,7 +166,7 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     archived.add_argument("model")
     archived.add_argument("url", help="s3://bucket/prefix, gs://, az://, or a folder")
     archived.add_argument("--keep", type=_count, default=5, metavar="N", help="versions that stay")
-    archived.add_argument("--grace", type=float, default=3600.0, metavar="S", help=GRACE)
+    archived.add_argument("--grace", type=_seconds, default=3600.0, metavar="S", help=GRACE)
     archived.add_argument("--timeout", type=float, default=60.0, help="for the model to come")
     archived.add_argument("--once", action="store_true", help="the newest version, and end")
     archived.add_argument("--replica", default="archiver", help="one of a name works at a time")
