@@ -431,6 +431,30 @@ def test_files_that_another_archiver_collects_make_no_version(
 
 
 @memory_only
+@pytest.mark.parametrize("streams", [False, True])
+def test_nobody_is_read_while_a_version_is_uploaded_unless_it_streams(
+    bucket, opened, monkeypatch, streams
+):
+    trainer = opened("trainer")
+    tensors = {f"w{n}": torch.randn(1 << 16) for n in range(5)}
+    trainer.register(tensors)
+    trainer.publish(7)
+    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1, streams=streams)
+    put, are_readers = bucket.store.put, []
+
+    def watched(*given):
+        are_readers.append(any(each.readers for each in trainer.fleet().held))
+        put(*given)
+
+    monkeypatch.setattr(bucket.store, "put", watched)
+    assert archiver.archive(lambda *_: None).version == 7
+    assert are_readers == [streams]
+    found = zeros(tensors)
+    assert bucket.load(found) == 7
+    same(found, tensors)
+
+
+@memory_only
 def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
     archived, opened, monkeypatch
 ):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain as chain_of
 from secrets import token_hex
@@ -25,6 +27,7 @@ from torch_ros.bucket.files import (
     stored_tensors,
 )
 from torch_ros.checkpoints import framing
+from torch_ros.checkpoints.compared import Named
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, size_bytes
 from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
 
@@ -50,8 +53,8 @@ class Archived:
 class Archiver:
     """Copies the newest version of a fleet into a bucket, again and again. For one thread.
 
-    It streams as any reader does, through two buffers; it holds nothing, so no publisher takes it
-    for another copy, nor waits for it longer than for a reader.
+    It reads as any reader does, into memory for one version, and uploads when its source has been
+    let go, however slow the bucket is. It holds nothing, so no publisher takes it for another copy.
 
     Args:
         handle: An open handle of the model, with one rank.
@@ -60,6 +63,7 @@ class Archiver:
         grace_s: How long files stay after their manifest has gone, for who still reads them. An
             upload that takes half as long is given up: this is how a file that nobody will
             name is told from one that is being written.
+        streams: Upload while it reads, through two buffers; its source waits for the upload.
     """
 
     def __init__(
@@ -69,10 +73,11 @@ class Archiver:
         *,
         keep: int,
         grace_s: float = GRACE_S,
+        streams: bool = False,
         file_bytes: int = FILE_BYTES,
     ) -> None:
         self._handle, self._bucket, self._keep = handle, bucket, keep
-        self._grace_s, self._file_bytes = grace_s, file_bytes
+        self._grace_s, self._streams, self._file_bytes = grace_s, streams, file_bytes
         self.seen = -1  # the newest version's number, when it was looked for last
         self._unnamed_s: dict[str, float] = {}  # folders of files without a manifest; since when
 
@@ -129,14 +134,11 @@ class Archiver:
         about = {"format": "pt", "torch_ros.model": self._handle.model, "torch_ros.run": new.run}
         about["torch_ros.version"] = str(new.version)
         files, done = [], 0
-        with self._handle.stream(
-            new.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
-        ) as stream:
-            self._require_same(new)
+        with self._incoming(new, names) as incoming:
             for name, inside in by_file.items():
                 header, parts = framing.header(inside, about), Parts()
                 content: Iterator[bytes | memoryview] = chain_of(
-                    [header], framing.contents(inside, stream)
+                    [header], framing.contents(inside, incoming)
                 )
                 put = _told(parts.passing(content), progress, done, total)
                 self._bucket.store.put(f"{folder}/{name}", put)
@@ -152,6 +154,19 @@ class Archiver:
         return StoredVersion(
             FORMAT, self._handle.model, new.run, version, uid, tuple(files), left_out, by
         )
+
+    @contextmanager
+    def _incoming(self, new: InBucket, names: Sequence[str]) -> Iterator[Iterator[Named]]:
+        """The version's tensors, each until the next one comes."""
+        with self._handle.stream(
+            new.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
+        ) as stream:
+            self._require_same(new)
+            if self._streams:
+                yield stream
+                return
+            held = deque((name, tensor.clone()) for name, tensor in stream)
+        yield (held.popleft() for _ in range(len(held)))
 
     def _commit(self, new: InBucket, stored: StoredVersion) -> None:
         """Write the manifest, if it is in order and all files are there; and as long as they are.

@@ -41,7 +41,9 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
             "%s overwrites what it should create: versions are safe, by their names", asked.url
         )
     with opened(asked, asked.replica, "archive", spot=True) as handle, told_to_end() as ends:
-        archiver = Archiver(handle, bucket, keep=asked.keep, grace_s=asked.grace)
+        archiver = Archiver(
+            handle, bucket, keep=asked.keep, grace_s=asked.grace, streams=asked.stream
+        )
         failures = 0
         while not ends.is_set():
             try:
