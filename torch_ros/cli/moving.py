@@ -47,7 +47,7 @@ DRAIN_S = 20.0  # for readers, when it leaves
 def push(asked: argparse.Namespace, out: TextIO) -> int:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
-    with opened(asked, asked.replica, "push") as handle, told_to_end() as ends:
+    with opened(asked, asked.replica, "push", waits=False) as handle, told_to_end() as ends:
         handle.register(tensors)
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -156,12 +156,17 @@ def as_version(text: str) -> int | str:
 
 @contextmanager
 def opened(
-    asked: argparse.Namespace, replica: str | None, what: str, *, spot: bool = False
+    asked: argparse.Namespace,
+    replica: str | None,
+    what: str,
+    *,
+    spot: bool = False,
+    waits: bool = True,
 ) -> Iterator[torch_ros.ShardHandle]:
-    """A handle on an etcd that is there; none is started. All but `push` wait for the model."""
+    """A handle on an etcd that is there; none is started. Of a model that is there, if it waits."""
     name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
     where = located(asked.endpoint)
-    if what != "push":
+    if waits:
         _await_model(where, asked.model, asked.timeout)
     with torch_ros.open(
         asked.model,

@@ -34,7 +34,7 @@ def probe(asked: argparse.Namespace, hosts: Mapping[str, str]) -> Sequence[Link]
     Args:
         hosts: By replica.
     """
-    with opened(asked, None, PREFIX, spot=True) as handle:
+    with opened(asked, None, PREFIX, spot=True, waits=False) as handle:
         contents = handle.contents(timeout_s=PROBE_S)
         some, more = _names(contents, FIRST_BYTES), _names(contents, PROBE_BYTES)
         links = []
