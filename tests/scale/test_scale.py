@@ -47,6 +47,8 @@ from torch_ros.store.txn import (
 )
 from torch_ros.transfer import stall
 
+pytestmark = pytest.mark.timeout(600)  # they compute, and beside others slowly
+
 ROOT = Path(__file__).parents[2]
 
 
