@@ -42,13 +42,16 @@ def nested(among: Iterable[int]) -> tuple[int, ...]:
 
 
 def silence(epolls: Iterable[int], asked_s: float, where: bytes) -> int:
-    """End those connections to a peer on which nothing has come for `asked_s`, but was sent.
+    """End those connections to a peer on which nothing has come, although it was asked.
 
     All sockets that these epolls watch must be UCX's.
 
     Args:
+        asked_s: Since the last question to the peer. A stopped peer's last bytes may have come
+            after it: a connection to the peer is silent if nothing has come for half of that time.
         where: The peer's address, as UCX wrote it. Its port is in there; if no silent connection
-            goes to such a one, all that are silent are ended, except those of readers.
+            goes to such a one, all others are ended on which something was sent, and nothing has
+            come for `asked_s`, except those of readers.
 
     Returns:
         How many that were.
@@ -56,13 +59,11 @@ def silence(epolls: Iterable[int], asked_s: float, where: bytes) -> int:
     found = [_opened(fd, inode) for epoll in epolls for fd, inode in _watched(epoll)]
     opened = [connection for connection in found if connection is not None]
     own = {connection.getsockname() for connection in opened}
-    silent = [
-        connection
-        for connection in opened
-        if _is_silent(connection, asked_s) and connection.getpeername() not in own
+    others = [connection for connection in opened if connection.getpeername() not in own]
+    there = [each for each in others if each.getpeername()[1].to_bytes(2, "big") in where]
+    ended = [each for each in there if _is_silent(each, asked_s / 2)] or [
+        each for each in others if _is_silent(each, asked_s, needs_question=True)
     ]
-    there = [each for each in silent if each.getpeername()[1].to_bytes(2, "big") in where]
-    ended = there or silent
     for connection in opened:
         if connection in ended:
             connection.shutdown(socket.SHUT_RD)
@@ -107,13 +108,13 @@ def _info(connection: socket.socket) -> tuple[int, ...]:
     return _INFO.unpack(raw)
 
 
-def _is_silent(connection: socket.socket, asked_s: float) -> bool:
+def _is_silent(connection: socket.socket, quiet_s: float, *, needs_question: bool = False) -> bool:
     try:
         info = _info(connection)
     except (OSError, struct.error):
         return False
     sent_ms, received_ms = info[_LAST_SENT], info[_LAST_RECEIVED]
-    is_mute = sent_ms <= received_ms >= 1000 * asked_s
+    is_mute = received_ms >= 1000 * quiet_s and (sent_ms <= received_ms or not needs_question)
     is_reader = info[_SENT_BYTES] > info[_RECEIVED_BYTES] + _ANSWERS_BYTES
     return info[0] == _ESTABLISHED and is_mute and not is_reader
 
