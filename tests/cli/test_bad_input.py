@@ -14,6 +14,7 @@ import torch
 from crowd import Crowd
 from safetensors.torch import save_file
 
+from torch_ros import cli
 from torch_ros.cli import asking, main, moving
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
@@ -125,6 +126,32 @@ def test_ctrl_c_while_etcd_is_silent_is_an_exit_code(command, ask, ctrl_c, monke
         at.cancel()
         at.join()
     assert (code, "torch-ros:" in err, "Traceback" in err) == (130, False, False)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "extra"),
+    [
+        ("top", "textual", "top"),
+        ("top", "rich", "top"),
+        ("web", "starlette", "web"),
+        ("web", "uvicorn", "web"),
+        ("export", "prometheus_client", "metrics"),
+        ("push", "safetensors", "cli"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named(command, name, extra, ask, crowd, monkeypatch):
+    ours = ("torch_ros.cli.", "torch_ros.checkpoints", "torch_ros.metrics.")
+    for each in list(sys.modules):
+        if each.partition(".")[0] == name:
+            monkeypatch.setitem(sys.modules, each, None)
+        elif each.startswith(ours):
+            monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in ("top", "web", "moving"):  # where the package has them
+        monkeypatch.delattr(cli, module, raising=False)
+    code, err = ask(crowd[0], command, "policy")
+    assert (code, f"{command} takes {name}, which is not installed" in err) == (2, True)
+    assert err.endswith(f"install torch-ros with the extra {extra}\n")
 
 
 @pytest.fixture

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from crowd import Crowd
 
 from torch_ros.cli import asking, ls, main
 from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import SchemaRecord, VersionRef
+from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Delete, Put, Read, Txn, one
 
 ONE, TWO = VersionRef("run-a", 1, "u1", 1), VersionRef("run-a", 2, "u2", 1)
@@ -78,7 +80,7 @@ def test_a_version_is_a_line_for_each_holding():
     )
     assert rows == [
         ("2", "full", "3.0 GiB", "trainer", "2", "default", "original", "2 min", "(read by r0)"),
-        ("", "filling", "3.0 GiB", "r0", "2", "default", "relay", "2 min", "trainer"),
+        ("", "filling", "", "r0", "2", "default", "relay", "2 min", "trainer"),
         ("1", "gone", "3.0 GiB", "-", "-", "-", "-", "-", ""),
     ]
     assert ls.versions(fleet(held("trainer")), 1) == [rows[2]]
@@ -128,8 +130,7 @@ def test_tables_are_as_they_were(monkeypatch, capsys):
         for arguments in (["ls"], ["ls", "policy"]):
             assert main.main(["--endpoint", "memory://golden", *arguments]) == 0
         found.append(f"== {name}\n{capsys.readouterr().out}")
-    lines = [line.rstrip() for line in "".join(found).splitlines()]
-    assert lines == GOLDEN.read_text().splitlines()
+    assert "".join(found).splitlines() == GOLDEN.read_text().splitlines()
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
@@ -214,7 +215,7 @@ def test_it_shows_what_is_there_and_writes_nothing(opened, asked):
         "2",
     ]
     code, out, _ = asked("ls", trainer.model)
-    assert (code, [line.split()[:1] for line in out.splitlines()[1:]]) == (0, [["7"], ["full"]])
+    assert (code, [line.split()[:1] for line in out.splitlines()[2:]]) == (0, [["7"], ["full"]])
     assert asked("ls", trainer.model, "7")[1] == out
     code, out, _ = asked("--json", "ls", trainer.model)
     [found] = json.loads(out)["models"]
@@ -265,6 +266,38 @@ def unread(*arguments):
     found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     return found.returncode, found.stderr
+
+
+COUNTED = """
+import cProfile, sys
+from torch_ros.cli.main import main
+counted = cProfile.Profile()
+code = counted.runcall(main, sys.argv[1:])
+calls = sum(each.callcount for each in counted.getstats())
+print("counted", code, calls, {"rich", "torch", "nixl"} & {*sys.modules}, file=sys.stderr)
+"""
+
+
+def test_a_list_of_a_thousand_replicas_of_eight_ranks_is_little_work(etcd_server):
+    """Work, not time, which other tests take too: some 0.3 s of a processor, start included."""
+    there = Crowd(connect(f"etcd://{etcd_server.host}", timeout_s=10), "policy")
+    there.join("trainer")
+    there.publish("trainer", 42)
+    for number in range(1000):
+        there.join(f"rollout-{number}")
+        there.read(f"rollout-{number}", f"rollout-{number - 1}" if number else "trainer", 42)
+    there.commit()
+    there.kv.close()
+    sent = "etcd_network_client_grpc_sent_bytes_total"
+    before = etcd_server.metric(sent)
+    command = [sys.executable, "-c", COUNTED, "--endpoint", f"etcd://{etcd_server.host}"]
+    found = subprocess.run([*command, "ls", "policy"], capture_output=True, text=True, timeout=60)
+    _, code, calls, imported = found.stderr.split(maxsplit=3)
+    names = [line.split()[-1] for line in found.stdout.splitlines()]
+    assert {"rollout-998", "trainer"} <= {*names}
+    assert (code, imported.strip()) == ("0", "set()")
+    assert etcd_server.metric(sent) - before < 1 << 20
+    assert int(calls) < 600 * 1000  # rich took ten times that
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
-from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable, UsageError
+from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.store.kv import KV
 
@@ -19,14 +19,8 @@ def export(kv: KV, asked: argparse.Namespace, tell: Callable[[str], None]) -> No
     A scrape costs one read for each model, and one of all keys where no model was named. A watch
     instead would be told of each reader's record as it comes and goes, between two scrapes too.
     """
-    try:
-        from torch_ros.metrics.fleets import FleetCollector  # noqa: PLC0415  # an extra
-        from torch_ros.metrics.server import serving  # noqa: PLC0415
-    except ImportError as error:
-        raise UsageError(
-            "figures take prometheus-client, which is not installed: install torch-ros with the "
-            "extra metrics"
-        ) from error
+    from torch_ros.metrics.fleets import FleetCollector  # noqa: PLC0415  # an extra
+    from torch_ros.metrics.server import serving  # noqa: PLC0415
 
     for model in asked.models:
         asking.fleet_of(kv, model)

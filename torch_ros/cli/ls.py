@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch_ros.deadline import wall_ms
-from torch_ros.protocol.fleet import Fleet, Held, Published
+from torch_ros.protocol.fleet import Fleet, Held
 
 
 class Differs(Protocol):
@@ -21,7 +21,7 @@ class Differs(Protocol):
 
 
 Rows = list[Sequence[str]]
-MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD\nBY", "READING", "REPLICAS", "LAST\nPUBLISH", "")
+MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "LAST PUBLISH", "")
 VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "SINCE", "READS FROM")
 NAMES_MAX = 3  # in one cell
 DIFFERENCES = ("TENSOR", "CHANGED", "OF", "")
@@ -59,23 +59,23 @@ def versions(fleet: Fleet, only: int | None = None) -> Rows:
         if only is not None and published.ref.version != only:
             continue
         there = [each for each in fleet.held if each.ref == published.ref]
-        number = str(published.ref.version)
+        number, size_text = str(published.ref.version), size(published.size_bytes)
         if not there:
-            rows.append((number, "gone", size(published.size_bytes), *("-",) * 5, ""))
+            rows.append((number, "gone", size_text, *("-",) * 5, ""))
         for each in there:
-            rows.append((number, *_holding(published, each)))
-            number = ""
+            rows.append((number, *_holding(each, size_text)))
+            number = size_text = ""
     return rows
 
 
-def _holding(published: Published, each: Held) -> Sequence[str]:
+def _holding(each: Held, size_text: str) -> Sequence[str]:
     full = "full" if each.is_offered else "full, not offered"
     state = full if each.state == "full" else each.state
     ranks, sources = str(each.world_size), some(each.sources)
     reads = sources or (f"(read by {some(each.readers)})" if each.readers else "")
     kind = "relay" if each.state == "filling" and each.is_relay else each.kind
     how = f"{kind}, spot" if each.spot else kind
-    row = (state, size(published.size_bytes), each.replica, ranks, each.datacenter, how)
+    row = (state, size_text, each.replica, ranks, each.datacenter, how)
     return (*row, age(each.since_ms), reads)
 
 

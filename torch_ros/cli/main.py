@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import msgspec
 
 from torch_ros import environment
 from torch_ros.cli import asking, clearing, doctor, exporting, links, ls, trace, waiting
+from torch_ros.cli.table import table
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
@@ -31,6 +33,14 @@ from torch_ros.store.kv import KV
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 SCHEMA = 1  # of what --json prints
 WIDTH = 80  # of tables that are piped
+EXTRAS = {  # which brings a module
+    "prometheus_client": "metrics",
+    "rich": "top",
+    "safetensors": "cli",
+    "starlette": "web",
+    "textual": "top",
+    "uvicorn": "web",
+}
 PORT_MAX = 65_535
 GRACE = "seconds for readers of what is collected"
 CLEAR = "\x1b[H\x1b[2J"
@@ -49,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FINE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        return _say(_missing(asked.command, error), USAGE)
     except UsageError as error:
         return _say(error, USAGE)
     except (NotAvailable, BackendError) as error:
@@ -56,6 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TorchRosError as error:
         return _say(error, NOT_FINE)
     return code
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        raise error
+    found = f"{command} takes {name}, which is not installed"
+    return UsageError(f"{found}: install torch-ros with the extra {EXTRAS[name]}")
 
 
 def _say(error: Exception, code: int) -> int:
@@ -247,10 +267,7 @@ def _tell_where(
 def _top(asked: argparse.Namespace) -> int:
     if asked.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("top draws on a terminal; for programs: torch-ros --json ls MODEL")
-    try:
-        from torch_ros.cli import top  # noqa: PLC0415  # the extra top
-    except ImportError as error:
-        raise UsageError(_missing("top", "top", error)) from error
+    from torch_ros.cli import top  # noqa: PLC0415  # the extra top
 
     with closing(asking.connected(asked.endpoint)) as kv:
         top.show(kv, asked.model)
@@ -268,10 +285,7 @@ def _trace(asked: argparse.Namespace) -> int:
 
 
 def _web(asked: argparse.Namespace) -> int:
-    try:
-        from torch_ros.cli import web  # noqa: PLC0415  # the extra web
-    except ImportError as error:
-        raise UsageError(_missing("the page", "web", error)) from error
+    from torch_ros.cli import web  # noqa: PLC0415  # the extra web
 
     with closing(asking.connected(asked.endpoint)) as kv:
         web.serve(
@@ -283,11 +297,6 @@ def _web(asked: argparse.Namespace) -> int:
             token=asked.token,
         )
     return FINE
-
-
-def _missing(what: str, extra: str, error: ImportError) -> str:
-    found = f"{what} takes {error.name}, which is not installed"
-    return f"{found}: install torch-ros with the extra {extra}"
 
 
 def _doctor(asked: argparse.Namespace) -> int:
@@ -444,21 +453,10 @@ def _print_table(
     if not rows:
         out.write(f"{nothing}\n")
         return FINE
-    try:
-        from rich.console import Console  # noqa: PLC0415  # --json does without
-        from rich.table import Table  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
-    except ImportError as error:
-        found = "tables take rich, which is not installed"
-        raise UsageError(f"{found}: install torch-ros with the extra cli, or use --json") from error
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(ls.printable(cell)) for cell in row))
-    console = Console(file=out, width=None if out.isatty() else WIDTH, highlight=False)
-    with console.capture() as captured:  # rich would end the process where the pipe is broken
-        console.print(table)
-    out.write(captured.get())
+    width = get_terminal_size().columns if out.isatty() else WIDTH
+    out.writelines(f"{line}\n" for line in table(header, _printable(rows), width))
     return FINE
+
+
+def _printable(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [[ls.printable(cell) for cell in row] for row in rows]
