@@ -14,6 +14,7 @@ from users import limited
 
 import torch_ros
 from torch_ros.protocol.keys import EVERY_MODEL
+from torch_ros.shard import filling
 from torch_ros.store.txn import Read
 
 
@@ -44,6 +45,27 @@ def test_a_scrape_has_what_is_there_now_and_nothing_is_written(opened, endpoint)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
         assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_who_streams_is_counted_among_those_who_read(opened, endpoint, monkeypatch):
+    monkeypatch.setattr(filling, "IDLE_S", 60.0)  # for which a source waits for this consumer
+    trainer, rollout = opened("trainer"), opened("rollout")
+    trainer.register({str(number): torch.ones(4) for number in range(4)})
+    trainer.publish(1)
+    with exporting(endpoint) as (_, said):
+
+        def in_flight():
+            found = scrape(said)
+            names = [f"torch_ros_fleet_{kind}_in_flight" for kind in ("readers", "streams")]
+            return [found[name, trainer.model] for name in names]
+
+        assert in_flight() == [0, 0]
+        with rollout.stream(1, map(str, range(4)), buffer_bytes=16) as stream:
+            next(stream)
+            assert in_flight() == [1, 1]
+            assert trainer.fleet().held[0].streamers == ("rollout",)
+        assert in_flight() == [0, 0]
 
 
 def test_it_outlives_an_etcd_that_comes_and_goes(etcd_server, started):

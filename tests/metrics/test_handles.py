@@ -16,6 +16,7 @@ from puppets.servers import free_port
 from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
 from torch_ros.metrics import HandleCollector, serve
 from torch_ros.metrics.process import serve_as_told
+from torch_ros.shard import filling
 from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
 from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
 
@@ -110,6 +111,30 @@ def test_staged_bytes_are_those_beside_the_tensors(opened):
     assert found["staged_bytes", "trainer", "0", "copies"] == 0
     trainer.unpublish()  # the only one: it is copied
     assert figures(trainer)["staged_bytes", "trainer", "0", "copies"] == 4 << 16
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)  # one lends to itself there only
+def test_who_streams_and_who_borrows_is_told_while_it_does(opened, monkeypatch):
+    monkeypatch.setattr(filling, "IDLE_S", 60.0)  # for which a source waits for this consumer
+    trainer, rollout = opened("trainer", borrow_bytes=1 << 20), opened("rollout")
+    trainer.publish_copy(1, {str(number): torch.ones(4) for number in range(4)})
+
+    def shown():
+        found = figures(trainer)
+        return [
+            (found["streams", name, "0"], found["loans", name, "0"])
+            for name in ("trainer", "rollout")
+        ]
+
+    with rollout.stream(1, map(str, range(4)), buffer_bytes=16) as stream:
+        next(stream)
+        assert shown() == [(0, 0), (1, 0)]
+        with rollout.borrow(1), rollout.borrow("latest"):
+            assert shown() == [(0, 0), (1, 2)]
+        with pytest.raises(ZeroDivisionError), rollout.borrow(1):
+            assert shown() == [(0, 0), (1, 1)]
+            raise ZeroDivisionError
+    assert shown() == [(0, 0), (0, 0)]
 
 
 def test_reads_that_fail_are_counted_by_their_error(opened):

@@ -62,6 +62,10 @@ def _in_flight(fleet: Fleet) -> float:
     return sum(len(each.readers) for each in fleet.held)
 
 
+def _streams(fleet: Fleet) -> float:
+    return sum(len(each.streamers) for each in fleet.held)
+
+
 def _installs(fleet: Fleet) -> Mapping[str, int]:
     installs = (each.install for each in fleet.replicas.values())
     return Counter(_standing(install) for install in installs if install is not None)
@@ -135,6 +139,7 @@ FIGURES = (
         "Pairs of a replica and a source that it reads from now, or streams.",
         _in_flight,
     ),
+    _Figure("streams_in_flight", "Those of these pairs of which the replica streams.", _streams),
     _Figure(
         "suspected_replicas",
         "Replicas from which a transfer failed less than 10 s ago.",

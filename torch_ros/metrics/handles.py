@@ -44,6 +44,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[Shard], float]], ...] = (
         "How long the lease's last renewal took.",
         lambda shard: shard.group.session.round_trip_s,
     ),
+    (
+        "streams",
+        "Streams that have not read all yet.",
+        lambda shard: len(shard.observed.streams),
+    ),
+    (
+        "loans",
+        "Versions that are borrowed, until they are given back.",
+        lambda shard: len(shard.observed.loans),
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
     ("reroutes", "Sources that were lost within a read.", lambda tally: tally.reroutes),

@@ -6,7 +6,7 @@ than none: it says of no holding that it is offered which a reader would not be 
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -76,6 +76,7 @@ class Held:
         is_relay: While it fills, younger replicas read the part that is there.
         sources: Names of the replicas that it reads from, while it fills.
         readers: Names of the replicas that read from it, or stream.
+        streamers: Names of those among them that stream.
         since_ms: Since when it fills; of one that is full, or was, since when all of it is there.
             In ms since 1970, by the clock of a process of its replica; None: nobody knows.
     """
@@ -92,6 +93,7 @@ class Held:
     world_size: int
     sources: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
+    streamers: tuple[str, ...] = ()
     since_ms: int | None = None
 
 
@@ -243,7 +245,8 @@ def _held(
                 spot=holding.spot,
                 world_size=holding.world_size,
                 since_ms=holding.at_ms or None,
-                readers=tuple(sorted({k.replica_of(k.owner_of(reader)) for reader in readers})),
+                readers=_names(readers),
+                streamers=_names(filter(k.streams, readers)),
             )
         )
     found = [
@@ -252,6 +255,10 @@ def _held(
     ]
     found.sort(key=lambda each: (each.replica, each.inst))
     return sorted(found, key=lambda each: each.ref.order, reverse=True)
+
+
+def _names(readers: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({k.replica_of(k.owner_of(reader)) for reader in readers}))
 
 
 def _kind(inst: str, holding: Holding) -> Kind:

@@ -61,6 +61,10 @@ def lingers(inst: str) -> bool:
     return f"+{LINGERS}" in inst.partition("@")[0]
 
 
+def streams(inst: str) -> bool:
+    return f"+{STREAMS}" in inst.partition("@")[0]
+
+
 def owner_of(inst: str) -> str:
     """The incarnation that made this copy, or left it to linger; itself, if it is neither."""
     replica, _, nonce = inst.partition("@")

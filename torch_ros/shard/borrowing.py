@@ -98,6 +98,7 @@ def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iter
     """The tensors of a version, for as long as the block lasts."""
     loans = _borrow(shard, version, shard.deadline(f"borrow {version}", timeout_s))
     try:
+        shard.observed.loans.add(id(loans))
         yield loans.borrowed
     except Exception:
         loans.leave()  # an error of its own has the block's as its context
@@ -108,7 +109,10 @@ def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iter
         except LoanBroken as broken:
             error.add_note(str(broken))
         raise
-    loans.leave()
+    else:
+        loans.leave()
+    finally:
+        shard.observed.loans.discard(id(loans))
 
 
 def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:

@@ -1,6 +1,6 @@
 """The facts about one shard that collectors ask for, from any thread and at any time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import VersionRef
@@ -32,6 +32,9 @@ class Observed:
             "copies": lambda: copies.size_bytes,
             "staging": lambda: reading.staging_bytes,
         }
+
+        self.streams: Collection[object] = ()  # that have not read all yet
+        self.loans: set[int] = set()  # that have not ended, by a number that tells them apart
 
     def heard_of(self, ref: VersionRef | None) -> None:
         """Note a version that somebody has, if it is newer than what was heard of before."""

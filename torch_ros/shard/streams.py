@@ -124,6 +124,7 @@ class Streams:
         self._shard = shard
         self._numbers = itertools.count(1)
         self._open: set[Filling] = set()
+        shard.observed.streams = self._open
         self._spare: list[Lane] = []  # connected, and used by nobody
         shard.before_end.append(self.close)
 
