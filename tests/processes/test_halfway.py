@@ -157,7 +157,8 @@ def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(the
     r1.process.kill()
     killed_s = time.monotonic()
     heard = {actor: actor.hear() for actor in (r2, r3)}
-    if source.process.poll() is not None and UCX_ASSERTION in source.log():
+    print(f"the source, {source.process.poll()}: {source.log()[-2000:]}")
+    if UCX_ASSERTION in source.log():  # it may not have ended yet
         assert all("error" in said for said in heard.values()), "nobody had all of it"
         pytest.xfail("UCX aborted the source, whose TCP reader was killed")
     found = {actor.name: actor.answer_of(said) for actor, said in heard.items()}
