@@ -738,8 +738,9 @@ class Checks:
         for ref in self._keepers(self.holdings, where):
             lost.pop(ref, None)
         for (run, version, uid), keys in lost.items():
-            dropped = [key for key in keys if self._is_seated(k.parse_holding(key).inst)]
-            dropped += [key for key in keys if self._could_linger(k.parse_holding(key).inst, where)]
+            insts = {key: k.parse_holding(key).inst for key in keys}
+            dropped = [key for key, inst in insts.items() if self._would_stay(inst, where)]
+            dropped += [key for key, inst in insts.items() if self._could_linger(inst, where)]
             if not dropped:
                 continue  # its replica ended, or takes its seats again
             there = {(r, v) for r, v, _ in held}
@@ -773,6 +774,14 @@ class Checks:
         versions = sorted((v for r, v in there if r == run), reverse=True)
         return versions[spec.back] if spec.back < len(versions) else None
 
+    def _would_stay(self, inst: str, where: str | None) -> bool:
+        """Whether its replica has its seats, and does not leave while nobody could take it."""
+        if not self._is_seated(inst):
+            return False
+        start = self.starts[k.owner_of(inst)]
+        is_leaving = any(p.closing_s is not None for p in start.processes)
+        return not is_leaving or self._is_awaited(start, where)
+
     def _could_linger(self, inst: str, where: str | None) -> bool:
         """Whether nothing has ended yet that lingers, nor need it: somebody could take it."""
         start = self.starts[k.owner_of(inst)]
@@ -780,14 +789,17 @@ class Checks:
             return False
         shards = self.world.store.read(Read((self.world.keys.shards(inst),))).entries
         until_s = min((p.closing_s or 0.0) + start.linger_s for p in start.processes)
-        others = (
-            g for key, g in self.groups.items() if key != self.world.keys.group(start.replica)
-        )
-        is_awaited = any(
+        is_there = len(shards) == start.size and self.world.now_s < until_s
+        return is_there and self._is_awaited(start, where)
+
+    def _is_awaited(self, start: Start, where: str | None) -> bool:
+        """Whether there is somebody who could take what it has."""
+        own = self.world.keys.group(start.replica)
+        return any(
             where in (None, g.datacenter) and g.left is None and g.is_complete and not g.spot
-            for g in others
+            for key, g in self.groups.items()
+            if key != own
         )
-        return len(shards) == start.size and self.world.now_s < until_s and is_awaited
 
     def _keepers(self, holdings: dict[str, Holding], where: str | None) -> dict[tuple, list[str]]:
         found: dict[tuple, list[str]] = {}
