@@ -14,6 +14,7 @@ from torch_ros.errors import UsageError
 from torch_ros.shard.forerunner import STUCK_S
 
 POLL_S = 0.5
+SOON_S = 5.0  # for what is looked at every 2 s to be read; the world is a slow one
 AT_ONCE_S = 2.0  # what an update takes that finds nothing, or orders; the world is a slow one
 
 
@@ -129,6 +130,44 @@ def ordered_twice(scene: Scene) -> None:
 
     _play(scene, follow, count=2, size=1)
     demand(crossings(scene) == 2, f"I15: {crossings(scene)} replicas read from afar")
+
+
+def idle_again(scene: Scene) -> None:
+    """I6: who looks out orders what is newest when its forerunner has ended without anything."""
+    ended_s = [0.0]
+
+    def ends() -> bool:
+        ended_s[0] = ended_s[0] or ("3" in scene.reached and scene.now_s + 1.0)
+        return bool(ended_s[0]) and scene.now_s > ended_s[0]
+
+    def follow(me: Process, names) -> None:
+        _first(me)
+        if not me.rank:
+            scene.hold("fills", me, _fills_ahead, ends)
+        demand(me.handle.update(wait_s=300.0, timeout_s=100), f"I6: {me} waited in vain")
+        demand(me.handle.version == 3, f"{me} is at {me.handle.version}, which was gone")
+        took_s = scene.now_s - ended_s[0]
+        demand(took_s < SOON_S, f"I6: {me} has it {took_s:.1f} s after its forerunner was idle")
+        scene.reach(f"{me.start.replica} has 3")
+        _stay(me, names)
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.reach("1")
+        scene.until("r0 has 1")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.reach("2")
+        scene.until("fills")
+        unpublish(me)
+        publish(me, 3, 3)
+        scene.reach("3")
+        scene.until("r0")
+
+    scene.start("t", train, size=1, datacenter="west")
+    options = {"datacenter": "east", "seeding": "host"}
+    scene.start("r0", partial(follow, names=("r0",)), size=1, **options)
+    scene.play()
 
 
 def _fills_ahead(what: object) -> bool:
@@ -295,5 +334,6 @@ SCENES |= {
     "seed ahead dies": partial(seed_fails, is_killed=True),
     "seed ahead is stuck": partial(seed_fails, is_killed=False),
     "no memory ahead": no_memory,
+    "idle again": idle_again,
     "newest here": newest_here,
 }

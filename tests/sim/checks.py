@@ -39,6 +39,7 @@ from torch_ros.transfer.card import ALL_BLOCKS, Word
 
 SLACK_S = 25.0  # what a call may take beyond its deadline: see docs/PROTOCOL.md
 SLOW = {"idle", "stream", "install"}  # tasks of several calls
+MOMENT_S = 0.5  # what is there for less, and gone again, a watch may not show
 SETTLED_S = 3.0  # until whoever watches has noticed that a lease has ended
 OF_A_RANK_ALONE = (SeatLost, StoreUnavailable, ClosedError)
 
@@ -213,6 +214,8 @@ class Checks:
         own = there.get(seat.holding(ref))
         if own is None or source.datacenter == seat.datacenter:
             return
+        if Holding.decode(own.value, seat.holding(ref)).call != call.number:
+            return  # a peer has ended the call, and begun the next one
         self.world.saw("attached to a far source")
         within = seat.keys.holdings_of(ref.run, ref.version)
         for key, where, holding, entry in readable(
@@ -550,11 +553,20 @@ class Checks:
             is_it = any(ref and ref.run == run and ref.version >= version for ref in used)
             demand(is_it, f"I10: {process} hears that {name} uses {version}; it used {used}")
         for name in found.gone:
-            left_s = [s for s, each in self.installs[name] if each is None][-1]
-            back_s = [s for s, each in self.installs[name] if each and s > left_s][:1]
-            lasted_s = (*back_s, self.world.now_s)[0] - left_s
+            lasted_s = self._last_gone_s(name)
             demand(lasted_s > 2 * TTL_S - 2, f"I10: {name} is gone after {lasted_s:.1f} s")
             self.world.saw("gone")
+
+    def _last_gone_s(self, name: str) -> float:
+        """For how long it had no record, the last time; one for a moment is not seen by all."""
+        came_s, left_s, is_there = -math.inf, math.inf, False
+        for s, each in self.installs[name]:
+            if each is not None and not is_there:
+                came_s = s
+            elif each is None and is_there and s - came_s >= MOMENT_S:
+                left_s = s
+            is_there = each is not None
+        return (came_s if is_there else self.world.now_s) - left_s
 
     def _stayed(self, name: str, since_s: float) -> bool:
         """Whether a replica had a record all the time."""

@@ -832,6 +832,11 @@ def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
 
 
+fault(
+    "who looks out does not ask its forerunner",
+    (following._Search, "_until"),
+    scenario="idle again",
+)(lambda _: lambda self, is_idle: None)
 fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passed by")(
     lambda rule: lambda holding: False
 )

@@ -315,8 +315,7 @@ class _Search:
         is_idle = forerunner.is_idle if forerunner else None
         skipping = Skipping(is_idle, shard.intake.has_waited) if self.skips else None
         if self._lookout is not None:
-            until = self._lookout.is_told if self._lookout.stop is not None else None
-            found, wait = look_out(view, seat, self._spec, held, skipping, until)
+            found, wait = look_out(view, seat, self._spec, held, skipping, self._until(is_idle))
         else:
             assert held is not None
             found, wait = next_version(view, seat, self._spec, held, skipping), None
@@ -325,3 +324,15 @@ class _Search:
         if wait is None:
             return end(found)
         return WaitAtMost(wait, self._left_s, end(found))
+
+    def _until(self, is_idle: bool | None) -> Callable[[], bool] | None:
+        """What ends a wait and no record says: to be told, and a forerunner that is idle again.
+
+        Args:
+            is_idle: Whether it was when the wait was decided; None: there is none.
+        """
+        lookout, forerunner = self._lookout, self.shard.forerunner
+        assert lookout is not None
+        if forerunner is None or is_idle:
+            return lookout.is_told if lookout.stop is not None else None
+        return lambda: lookout.is_told() or forerunner.is_idle
