@@ -271,7 +271,7 @@ def test_a_user_without_a_role_is_told_so(running_etcd, tmp_path):
     with running_etcd(tmp_path / "etcd") as server:
         environment = with_users(server, tmp_path / "password")
         code, bad, _ = run("--endpoint", f"etcd://{server.host}", "doctor", env=environment)
-        assert (code, named(bad, "may not use all keys")) == (3, ["FAIL"])
+        assert (code, named(bad, "may not read all keys")) == (3, ["FAIL"])
         environment.pop("TORCH_ROS_ETCD_USER")
         assert run("--endpoint", f"etcd://{server.host}", "doctor", env=environment)[:2] == (2, [])
         environment.pop("TORCH_ROS_ETCD_PASSWORD_FILE")

@@ -95,7 +95,7 @@ def test_a_role_that_may_read_one_model_is_enough_for_that_one(running_etcd, tmp
             published(trainer, 1)
             environment = limited(server, "/torch-ros/policy/", tmp_path / "password")
             code, err = failed("--endpoint", endpoint, "export", "--port", "0", **environment)
-            assert (code, "user 'reads' may not use all keys" in err) == (3, True)
+            assert (code, "user 'reads' may not read all keys" in err) == (3, True)
             with exporting(endpoint, "policy", **environment) as (_, said):
                 assert scrape(said)["torch_ros_fleet_latest_version", "policy"] == 1
 

@@ -126,7 +126,8 @@ def test_what_writes_is_refused_with_a_line(command, users, revision, ask):  # n
     before = revision()
     code, err = ask(users[0], command, "policy")
     assert (code, err.count("torch-ros:")) == (3, 1)
-    assert "user 'reads' may not" in err
+    assert "user 'reads' may not write all keys that begin with '/torch-ros/" in err
+    assert "grant-permission ROLE --prefix=true readwrite /torch-ros/" in err
     assert revision() == before
 
 

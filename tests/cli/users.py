@@ -4,8 +4,8 @@ import grpc
 from pyetcd import etcdrpc as rpc
 
 
-def limited(server, prefix, password_file):
-    """Switch users on in an etcd; the environment of one who may read what begins so.
+def limited(server, prefix, password_file, *, writes=False):
+    """Switch users on in an etcd; the environment of one who may read, or write, what begins so.
 
     Another one, "nobody", has the same password and may do nothing.
     """
@@ -17,7 +17,8 @@ def limited(server, prefix, password_file):
             auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="secret"))
             auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name))
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        may = rpc.Permission(permType=0, key=prefix.encode(), range_end=end.encode())
+        kind = 2 if writes else 0
+        may = rpc.Permission(permType=kind, key=prefix.encode(), range_end=end.encode())
         auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="reads", perm=may))
         auth.AuthEnable(rpc.AuthEnableRequest())
     return {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from torch_ros.cli.ls import some
-from torch_ros.errors import UsageError
+from torch_ros.errors import AccessDenied, UsageError
 from torch_ros.protocol import waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (
@@ -21,7 +21,7 @@ from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.waits import Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Get, Read, Txn, Watch, whole
+from torch_ros.store.txn import Count, Get, Read, Txn, Watch, whole
 
 ANSWER_S = 10.0
 WATCH_S = 60.0  # a stream of etcd, then another
@@ -33,8 +33,16 @@ def connected(endpoint: str) -> KV:
 
 
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
-    """The names under which there are records. Keys alone are read."""
-    reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=timeout_s)
+    """The names under which there are records. Keys alone are read.
+
+    Raises:
+        AccessDenied: This user may not read all models; it may still name one.
+    """
+    try:
+        reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=timeout_s)
+    except AccessDenied as denied:
+        advice = f"{denied.advice}, or name a model that it may read"
+        raise AccessDenied(denied.endpoint, denied.what, denied.reason, advice) from denied
     [found] = reply.results
     assert not isinstance(found, int)
     return sorted({name for key in found if (name := parse_model(key)) is not None})
@@ -98,12 +106,22 @@ def fleet_of(kv: KV, model: str) -> Fleet:
 
 def require(kv: KV, model: str) -> None:
     """Raises: UsageError: The model has no record; names the one that may be meant."""
-    there = models(kv)
-    if model not in there:
-        raise UsageError(f"no model {model!r} in {kv.endpoint}{meant(model, there)}")
+    reply = kv.commit(Txn(ops=(Count(Keys(model).all()),)), timeout_s=ANSWER_S)
+    if reply.results == (0,):
+        raise UsageError(f"no model {model!r} in {kv.endpoint}{meant(model, others(kv, model))}")
 
 
-def meant(model: str, there: Sequence[str]) -> str:
+def others(kv: KV, model: str) -> Sequence[str] | None:
+    """The other models; None: this user may not list them."""
+    try:
+        return [each for each in models(kv) if each != model]
+    except AccessDenied:
+        return None
+
+
+def meant(model: str, there: Sequence[str] | None) -> str:
+    if there is None:
+        return "; this user may not list the others"
     if near := get_close_matches(model, there, 1):
         return f"; did you mean {near[0]!r}?"
     return f"; there are {', '.join(map(repr, there))}" if there else ", and no other model either"

@@ -68,7 +68,7 @@ class Facts:
     """All that is looked at.
 
     Attributes:
-        silence: Why etcd does not answer; "": it does.
+        silence, advice: Why etcd does not answer, and what to do; "": it does.
         ways: Those by which processes of this host read each other, and what closes each.
         ptrace_scope: The value of `yama.ptrace_scope`; "": this kernel has none.
         devices: Network interfaces.
@@ -79,6 +79,7 @@ class Facts:
 
     endpoint: str = "local"
     silence: str = ""
+    advice: str = ""
     etcd: EtcdHealth = field(default_factory=EtcdHealth)
     models: Sequence[Examined] = ()
     processes: Sequence[Surroundings] = ()
@@ -119,8 +120,7 @@ def lines(found: Iterable[Finding]) -> Iterator[str]:
 
 def _etcd(facts: Facts) -> Iterator[Finding]:
     if facts.silence:
-        way_out = "is it running, and is the name right? docs/OPERATIONS.md, Endpoints"
-        yield Finding("FAIL", facts.silence, "an etcd that answers", way_out)
+        yield Finding("FAIL", facts.silence, "an etcd that answers this user", facts.advice)
     elif not facts.etcd.members:
         yield Finding("ok", f"{facts.endpoint}: a store within one process")
     if any(not each.problem for each in facts.etcd.members):

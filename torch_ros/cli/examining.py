@@ -40,7 +40,8 @@ def examine(endpoint: str, model: str | None) -> Facts:
     Raises:
         UsageError: There is no such model, or the endpoint is none.
     """
-    silence, etcd, models = "", EtcdHealth(), list[Examined]()
+    silence = advice = ""
+    etcd, models = EtcdHealth(), list[Examined]()
     processes = [Surroundings(HERE, os.environ, _locked("self"))]
     try:
         etcd = health(endpoint, timeout_s=ANSWER_S)
@@ -49,11 +50,15 @@ def examine(endpoint: str, model: str | None) -> Facts:
                 examined, there = _examine(kv, name)
                 models.append(examined)
                 processes += there
-    except (StoreUnavailable, AccessDenied) as error:
+    except StoreUnavailable as error:
         silence = str(error)
+        advice = "is it running, and is the name right? docs/OPERATIONS.md, Endpoints"
+    except AccessDenied as error:
+        silence, advice = f"no access to etcd: {error.what}: {error.reason}", error.advice
     return Facts(
         endpoint=endpoint,
         silence=silence,
+        advice=advice,
         etcd=etcd,
         models=models,
         processes=processes,

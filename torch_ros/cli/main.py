@@ -233,12 +233,12 @@ def _ls(asked: argparse.Namespace) -> int:
 def _why(asked: argparse.Namespace) -> int:
     with closing(asking.connected(asked.endpoint)) as kv:
         found = asking.why(kv, asked.model, asked.replica, asked.number)
-        there = asking.models(kv) if found.kind == "version" else ()
+        others = asking.others(kv, asked.model) if found.kind == "version" else ()
     if asked.json:
         _print_json(asdict(found), sys.stdout)
     else:
         _print_lines(waiting.lines(found), sys.stdout)
-        if others := sorted({*there} - {asked.model}):
+        if others:
             sys.stdout.write(f"  model {asked.model!r}{asking.meant(asked.model, others)}\n")
     return FINE if found.kind == "nothing" else NOT_FINE
 

@@ -127,6 +127,9 @@ class Keys:
     def root(self) -> str:
         return f"{ROOT}/{_name(self.model)}"
 
+    def all(self) -> Range:
+        return under(f"{self.root}/")
+
     def schema(self) -> str:
         return f"{self.root}/schema"
 

@@ -9,7 +9,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import nobody
 from torch_ros.protocol.records import GroupRecord, RunRecord, VersionRecord
 from torch_ros.protocol.schema import require_own
-from torch_ros.store.txn import Delete, Empty, Guard, NoneNewer, Ranges, Txn, View, one, under
+from torch_ros.store.txn import Delete, Empty, Guard, NoneNewer, Ranges, Txn, View, one
 
 CLEARED_MAX = 30  # keys in one transaction, which has up to four guards for each: etcd takes 128
 
@@ -24,7 +24,7 @@ class Leftover:
 
 
 def leftover_ranges(keys: Keys) -> Ranges:
-    return (under(f"{keys.root}/"),)
+    return (keys.all(),)
 
 
 def leftovers(view: View, keys: Keys) -> Sequence[Leftover]:

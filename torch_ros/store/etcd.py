@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import ssl
 import threading
 import time
@@ -22,7 +23,7 @@ import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.store.aside import Aside
-from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys
+from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys, writes
 from torch_ros.store.txn import (
     Changes,
     Entry,
@@ -382,9 +383,12 @@ class EtcdKV:
 
     def _role_denied(self, request: Any) -> AccessDenied:
         who = f"user {self._user.name!r}" if self._user else "the user that the certificate names"
-        prefix = os.path.commonprefix(keys(request))  # noqa: RUF071  # keys are not paths
-        reason = f"{who} may not use all keys that begin with {prefix!r}"
-        advice = "grant it a role with readwrite on that prefix (docs/SECURITY.md)"
+        common = os.path.commonprefix(keys(request))  # noqa: RUF071  # keys are not paths
+        prefix = common[: common.rfind("/") + 1]
+        does, may = ("write", "readwrite") if writes(request) else ("read", "read")
+        reason = f"{who} may not {does} all keys that begin with {prefix!r}"
+        grant = f"etcdctl role grant-permission ROLE --prefix=true {may} {shlex.quote(prefix)}"
+        advice = f"{grant} (readwrite, to publish or replicate; docs/SECURITY.md)"
         return AccessDenied(self.endpoint, "role", reason, advice)
 
     def _user_denied(self, error: Any) -> AccessDenied:

@@ -130,6 +130,10 @@ def keys(request: object) -> list[str]:
     return [_text(one.key) for one in (*sent.compare, *ops)]
 
 
+def writes(request: object) -> bool:
+    return isinstance(request, Txn) and any(isinstance(op, Put | Delete) for op in request.ops)
+
+
 def changed(event: Any) -> tuple[str, int, Entry | None]:
     """The key that an event of a watch is about, its revision, and its entry; None: deleted."""
     entry = None if event.type == event.DELETE else _entry(event.kv)
