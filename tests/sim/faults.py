@@ -1910,6 +1910,13 @@ fault("serve: the version's record is not guarded", (serving, "serve"), scenario
 )
 
 
+fault(
+    "serve: a publication is not told that the number is held",
+    (serving, "serve"),
+    scenario="served meanwhile",
+)(edited(ops=lambda op: None if isinstance(op, Put) and "/versions/" in op.key else op))
+
+
 # Streams
 
 

@@ -1153,6 +1153,38 @@ def served_anew(scene: Scene) -> None:
     scene.play()
 
 
+def _is_of_r(key: str) -> bool:
+    return "/holdings/" in key and "/r@" in key
+
+
+def served_meanwhile(scene: Scene) -> None:
+    """I1: a number is not published anew while somebody begins to offer what it meant."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("read")
+        unpublish(me)
+        there = scene.store._entries
+        scene.hold("decides", me, puts("/versions/"), lambda: any(map(_is_of_r, there)))
+        try:
+            publish(me, 1, 8)
+        except VersionConflict:
+            scene.reach("refused")
+        else:
+            demand(holds=False, why=f"I1: {me} has published other content under a number held")
+
+    def infer(me: Process) -> None:
+        me.read(1, 100)
+        scene.reach("read")
+        scene.until("decides")
+        me.handle.serve(timeout_s=100)
+        scene.until("refused")
+
+    scene.start("t", train, size=1)
+    scene.start("r", infer, size=1)
+    scene.play()
+
+
 def _train_until(me: Process, *wheres: str) -> None:
     """Publish; unpublish once these are reached, soon, and write."""
     publish(me, 1)
@@ -2571,6 +2603,7 @@ SCENES = {
     "published again": published_again,
     "serves": serves,
     "served anew": served_anew,
+    "served meanwhile": served_meanwhile,
     "sleeping consumer": sleeping_consumer,
     "streamed beside a write": streamed_beside_a_write,
     "streamed from another": streamed_from_another,

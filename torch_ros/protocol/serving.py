@@ -5,7 +5,7 @@ from torch_ros.protocol.calls import filling, refuse_second
 from torch_ros.protocol.records import Call, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, holding_put, recorded
 from torch_ros.store.loops import Step
-from torch_ros.store.txn import Ranges, View, one, sample
+from torch_ros.store.txn import Put, Ranges, View, one, sample
 
 
 def serve_ranges(seat: Seat, ref: VersionRef) -> Ranges:
@@ -37,4 +37,6 @@ def serve(view: View, seat: Seat, call: Call, ref: VersionRef) -> Step[Call]:
     held = holding_put(view, seat, ref, filling(seat, call, ref))
     guards = (view.unchanged(key), view.unchanged(run))
     decided = record.brought_by(call, ref)
-    return recorded(view, seat, decided, guards, (held,))
+    # A publication that has seen nobody hold the number looks again.
+    again = Put(key, record.encode())
+    return recorded(view, seat, decided, guards, (again, held))
