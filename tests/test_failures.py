@@ -61,6 +61,7 @@ def opened(endpoint):
         handle.close(linger_s=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["local"])
 def test_handles_go_on_when_the_local_etcd_was_killed(opened, tmp_path, monkeypatch):
     directory = tmp_path / "local"

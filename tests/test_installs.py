@@ -260,6 +260,7 @@ def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, 
     assert says(trainer) == (1, None, None)
 
 
+@pytest.mark.long
 def test_a_rejection_is_told_when_etcd_is_back_without_another_call(etcd_server):
     options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": 5}
     trainer = torch_ros.open("untold", replica="trainer", **options)

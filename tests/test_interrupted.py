@@ -18,6 +18,7 @@ SEED = os.environ.get("FIRST_SEED", "1")
 CLOSE_S = 5.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + COUNT)
 def test_ctrl_c_at_any_moment_costs_neither_the_replica_nor_an_end(etcd_server, started):
     endpoint = f"etcd://{etcd_server.host}"

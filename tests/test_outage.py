@@ -169,6 +169,7 @@ def well(job, steps, waited_s, caplog):
     assert any("has its seat again" in line and "after" in line for line in lines(caplog))
 
 
+@pytest.mark.long
 def test_a_trainer_steps_on_while_etcd_is_away_and_everybody_follows_afterwards(
     etcd_server, caplog
 ):

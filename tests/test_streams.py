@@ -206,6 +206,7 @@ def tensors_in(prefix, count, *others):
 # Beside the handle's other work
 
 
+@pytest.mark.long
 def test_a_stream_leaves_what_is_held_and_served_alone(opened):
     trainer, engine = publisher(opened, rows(6)), opened("engine")
     mine = {fqn: torch.zeros_like(tensor) for fqn, tensor in rows(6).items()}

@@ -68,6 +68,7 @@ def test_who_streams_is_counted_among_those_who_read(opened, endpoint, monkeypat
         assert in_flight() == [0, 0]
 
 
+@pytest.mark.long
 def test_it_outlives_an_etcd_that_comes_and_goes(etcd_server, started):
     endpoint = f"etcd://{etcd_server.host}"
     with torch_ros.open("policy", endpoint=endpoint, replica="trainer", ttl_s=5) as trainer:
@@ -110,6 +111,7 @@ def failed(*arguments, **environment):
     return found.returncode, found.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 def test_what_cannot_be_served_is_said(opened, endpoint):
     trainer = opened("trainer")

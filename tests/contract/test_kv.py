@@ -420,6 +420,7 @@ def test_a_lease_that_nobody_renews_ends_and_wakes_who_waits(store):
     assert store.kv.keep_alive(lease_id, timeout_s=TIMEOUT_S) == 0
 
 
+@pytest.mark.long
 def test_keep_alive_keeps_a_lease(store):
     lease_id, granted_s = store.kv.grant(4, timeout_s=TIMEOUT_S)  # outlasts a pause of the machine
     rev = store.put("a", b"", lease_id)

@@ -261,6 +261,7 @@ def test_a_rank_that_never_began_a_save_is_in_step_with_its_next(replicas, first
     assert trainer.each(do) == [3, 3]
 
 
+@pytest.mark.long
 def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
     """One left a try out: what it finds next is always the try before, unless it skips that."""
     trainer, _ = replicas

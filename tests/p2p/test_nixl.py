@@ -168,6 +168,7 @@ def test_a_source_killed_during_a_read_is_a_failed_transfer(spawn):
     assert reader.ask("wait")[::2] == ["done", "True"]
 
 
+@pytest.mark.long
 def test_a_reader_killed_during_a_read_does_not_harm_its_source(spawn, environment):
     source = spawn(SOURCE, 64 << 20, environment=environment)
     where = source.hear()
@@ -239,6 +240,7 @@ def test_a_read_that_is_slow_to_end_is_waited_for_by_close(spawn):
     assert reader.ask("register") == ["registered"]
 
 
+@pytest.mark.long
 def test_an_idle_transport_costs_nothing(spawn):
     source, reader = spawn(SOURCE, 4096), spawn(READER)
     where = source.hear()

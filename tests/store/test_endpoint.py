@@ -167,6 +167,7 @@ def test_the_name_is_not_known():
     assert unavailable(both, within_s=8) == "the host name is not known"
 
 
+@pytest.mark.long
 def test_something_else_listens():
     other = "something answered, but it is not etcd v3"
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:

@@ -101,6 +101,7 @@ def test_an_etcd_that_hangs_is_unavailable_in_time(kv, etcd_server):
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.long
 def test_an_etcd_that_restarts_is_found_again_with_its_records(kv, etcd_server):
     rev = put(kv, value=b"kept")
     etcd_server.kill()
@@ -127,6 +128,7 @@ def test_who_waits_wakes_when_the_connection_breaks(kv, etcd_server, threads):
     assert not wait(kv, rev, timeout_s=0.2)
 
 
+@pytest.mark.long
 def test_who_waits_wakes_when_the_host_vanishes(kv, etcd_server, threads):
     """Nothing closes the connection then: only pings tell."""
     rev = put(kv)

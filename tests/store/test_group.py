@@ -583,6 +583,7 @@ def anchor_first(store, group):
     return sorted(group, key=lambda rank: rank.session.lease_id != record.lease_id)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dies", ["the anchor", "another"])
 def test_a_dead_rank_takes_its_replica_out(store, dies):
     trainer = store.replica("trainer", 3, ttl_s=2)
@@ -905,6 +906,7 @@ def test_a_failed_read_leaves_no_record_even_if_a_request_is_lost(store):
     unpublish(trainer, ref, timeout_s=2)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_a_read_does_not_hold_its_source_up(store):
     trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
     ref = publish(trainer, 7)

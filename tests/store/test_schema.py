@@ -44,6 +44,7 @@ def test_a_model_of_another_release_is_refused_by_name_and_left_as_it_is(opened,
         handle.fleet()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_who_comes_back_to_an_empty_store_puts_it_again(opened):
     handle = opened("here", ttl_s=2)

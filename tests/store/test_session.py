@@ -255,6 +255,7 @@ def kv(etcd_server):
     kv.close()
 
 
+@pytest.mark.long
 def test_a_real_lease_lives_as_long_as_its_session(kv, open_session):
     session = open_session(kv, ttl_s=5, clock=boot_time)
     hold(kv, session)
@@ -267,6 +268,7 @@ def test_a_real_lease_lives_as_long_as_its_session(kv, open_session):
     assert names(kv) == []
 
 
+@pytest.mark.long
 def test_a_restart_of_etcd_is_survived(kv, etcd_server, open_session):
     session = open_session(kv, ttl_s=5, clock=boot_time)
     hold(kv, session)
@@ -278,6 +280,7 @@ def test_a_restart_of_etcd_is_survived(kv, etcd_server, open_session):
     assert names(kv) == ["t/key"]
 
 
+@pytest.mark.long
 def test_an_etcd_that_stays_away_is_noticed_by_the_deadline(kv, etcd_server, open_session):
     session = open_session(kv, ttl_s=4, clock=boot_time)
     etcd_server.kill()

@@ -730,6 +730,7 @@ def test_a_large_value_is_replaced_as_a_whole(etcd_endpoint, opened):
     writing.result()
 
 
+@pytest.mark.long
 def test_keys_outlive_their_writer_while_another_client_is_there(etcd_endpoint, opened):
     name = unique()
     first, second = opened(etcd_endpoint, name, ttl_s=4), opened(etcd_endpoint, name, ttl_s=4)
@@ -742,6 +743,7 @@ def test_keys_outlive_their_writer_while_another_client_is_there(etcd_endpoint, 
     assert second.get("k") == b"w"
 
 
+@pytest.mark.long
 def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
     name = unique()
     mortal = opened(etcd_endpoint, name, ttl_s=4)
