@@ -20,7 +20,7 @@ ROWS ?= 3.11:2.13.0 3.11:lowest
 .PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --durations=10
 # Tests that need cores, or an environment, of their own.
 NOT_BESIDE := $(addprefix --ignore=tests/,processes history wan engines)
@@ -50,7 +50,7 @@ help:
 	@echo "            a policy learns by GRPO from vLLM engines that follow it; three minutes, and the"
 	@echo "            first time some more to install them in $(VLLM), 3 GB"
 	@echo "make test   what to run before each commit: real etcd and NIXL, ranks with FSDP2; some minutes"
-	@echo "make test-all WORKERS=3"
+	@echo "make test-all WORKERS=4"
 	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
 	@echo "make test-engines"
 	@echo "            real vLLM engines on CPUs, verl itself, and the seams of TRL and SGLang; 3 GB more,"
