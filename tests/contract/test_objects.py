@@ -137,6 +137,27 @@ def test_content_that_fails_leaves_no_object_and_its_error_is_raised(store):
         assert keys(store) == []
 
 
+def test_a_folder_shows_what_a_killed_writer_left_until_it_is_deleted(tmp_path):
+    store, seen = objects.ObjectStore(str(tmp_path)), []
+
+    def content():
+        yield b"x" * (objects.PART_BYTES + 1)
+        yield b"y"
+        with ThreadPoolExecutor(1) as pool:  # this thread is obstore's
+            seen.extend(pool.submit(keys, store).result())
+
+    store.put("v/a%2Fb.json", content())
+    assert seen == ["v/a%2Fb.json#1"]
+    assert keys(store) == ["v/a%2Fb.json"]
+    left = [tmp_path / "v/file#1", tmp_path / "v/other/file#12"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    assert keys(store)[1:] == ["v/file#1", "v/other/file#12"]
+    store.delete(["v/file#1", "v/other/file#12", "v/none#1"])
+    assert keys(store) == ["v/a%2Fb.json"]
+
+
 def test_one_of_many_creates_wins_or_the_probe_says_that_none_does(store, url, request):
     is_kept = store.probe("v")
     assert is_kept == (request.node.callspec.params["url"] != "overwrites")

@@ -15,6 +15,7 @@ from torch_ros.bucket import chain
 from torch_ros.bucket.buckets import Bucket
 from torch_ros.bucket.files import (
     FORMAT,
+    PROBES,
     InBucket,
     Mismatch,
     Parts,
@@ -79,7 +80,7 @@ class Archiver:
         self._handle, self._bucket, self._keep = handle, bucket, keep
         self._grace_s, self._streams, self._file_bytes = grace_s, streams, file_bytes
         self.seen = -1  # the newest version's number, when it was looked for last
-        self._unnamed_s: dict[str, float] = {}  # folders of files without a manifest; since when
+        self._unnamed_s: dict[str, float] = {}  # files without a manifest; since when
 
     def archive(self, progress: OnBytes) -> Archived | None:
         """Write the newest version, unless the bucket has it, or there is none.
@@ -227,11 +228,11 @@ class Archiver:
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in old)
         mine = [each for each in there if each.run in known]
         named = {each.files_at for each in mine if each not in old}
-        folder = {key: key.rpartition("/")[0] for key in keys if run_of_file(key) in known}
-        unnamed = {*folder.values()} - named
+        files = [key for key in keys if run_of_file(key) in known]
+        unnamed = [key for key in files if key.rpartition("/")[0] not in named]
+        unnamed += [key for key in keys if key.startswith(f"{PROBES}/")]
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
-        over = {at for at, since_s in self._unnamed_s.items() if now_s - since_s > self._grace_s}
-        gone = [key for key in keys if folder.get(key) in over]
+        gone = [key for key in unnamed if now_s - self._unnamed_s[key] > self._grace_s]
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
         return len(old) + len(gone)
 

@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import torch
 
+from torch_ros.bucket.objects import UNFINISHED
 from torch_ros.checkpoints.framing import NAMES, Tensors
 from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import (
@@ -36,6 +37,7 @@ from torch_ros.weights.manifest import (
 FORMAT: Literal[1] = 1
 PART_BYTES = 4 << 20  # of a file, with one digest: no reader needs all of a file to check its own
 DIGEST_BYTES = 16
+PROBES = "probe"  # the folder where an archiver tries a store
 NAMED = re.compile(r"([0-9]{20})-([0-9]{15})-([^/]+)-([0-9a-z]+)\.full\.json")
 MOST = 2**62  # of elements and bytes: sums of two such numbers fit in 64 bits
 
@@ -93,9 +95,14 @@ def kept(key: str) -> InBucket | None:
 
 
 def run_of_file(key: str) -> str | None:
-    """The run of a key of a version's file; None: it is the key of something else."""
+    """The run of a key of a version's file, or of a manifest that is not finished.
+
+    None: it is the key of something else.
+    """
     match key.split("/"):
         case [run, "data", _, _] if run.partition("-")[0].isdecimal():
+            return unquote(run.partition("-")[2])
+        case [run, "versions", name] if UNFINISHED.fullmatch(name) and kept(key.rpartition("#")[0]):
             return unquote(run.partition("-")[2])
     return None
 

@@ -7,8 +7,9 @@ Stores differ in two ways that matter here. Some ignore the condition of a creat
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,9 @@ CONNECT_S = 10.0
 # For the next bytes; also for the first ones of a reply, while all parts of an upload share a link.
 READ_S = 120.0
 REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four threads
+
+# How a folder's store names a file that it is writing. It neither lists one nor deletes it.
+UNFINISHED = re.compile(r".*#[0-9]+")
 
 _FORMS = "s3://bucket/prefix, gs://, az://, file:///folder, a folder, or memory://name"
 _ADVICE = {
@@ -73,6 +77,8 @@ class ObjectStore:
         self._obs, self._failure = obstore, BaseError
         with self._errors(""):
             self._store = _opened(url)
+        folder = getattr(self._store, "prefix", None)
+        self._folder = folder if isinstance(folder, Path) else None
 
     def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
         """Write an object of any size as its bytes come; takes some 40 MiB of memory.
@@ -129,23 +135,35 @@ class ObjectStore:
         return views
 
     def list(self, prefix: str) -> Iterator[Listed]:
-        """The objects below a prefix, in the order of their keys. A prefix ends between slashes."""
+        """The objects below a prefix, in the order of their keys. A prefix ends between slashes.
+
+        In a folder also what is being written, or was when its writer was killed: `UNFINISHED`.
+        """
         with self._errors(prefix):
             found = [
                 Listed(each["path"], each["size"])
                 for page in self._obs.list(self._store, prefix)
                 for each in page
             ]
+            found += self._unfinished(prefix)
         return iter(sorted(found, key=lambda each: each.key))
+
+    def _unfinished(self, prefix: str) -> Iterator[Listed]:
+        if self._folder is None:
+            return
+        for path in (self._folder / prefix).rglob("*#*"):
+            if UNFINISHED.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # it is finished
+                    yield Listed(path.relative_to(self._folder).as_posix(), path.stat().st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; what is not there is fine."""
         for key in keys:
-            with self._errors(key):
-                try:
+            with self._errors(key), suppress(FileNotFoundError):
+                if self._folder and UNFINISHED.fullmatch(key):
+                    (self._folder / key).unlink()
+                else:
                     self._obs.delete(self._store, key)
-                except FileNotFoundError:
-                    continue
 
     def probe(self, prefix: str) -> bool:
         """Whether this store refuses to create what is there. Leaves nothing behind.

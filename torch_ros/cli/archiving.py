@@ -9,6 +9,7 @@ from typing import TextIO
 import torch_ros
 import torch_ros.bucket
 from torch_ros.bucket.archive import Archived, Archiver
+from torch_ros.bucket.files import PROBES
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
 from torch_ros.cli.moving import FINE, bar, opened
@@ -36,7 +37,7 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
     cannot be written to when this begins, and another archiver of the same name end it.
     """
     bucket = torch_ros.bucket.open(asked.url, asked.model)
-    if not bucket.store.probe(f"{bucket.root}/probe"):
+    if not bucket.store.probe(f"{bucket.root}/{PROBES}"):
         log.warning(
             "%s overwrites what it should create: versions are safe, by their names", asked.url
         )
