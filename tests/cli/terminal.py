@@ -7,11 +7,11 @@ import sys
 import termios
 
 
-def drawn(endpoint, model, words, **environment):
+def drawn(endpoint, model, words, *options, **environment):
     """Its exit code, after it has drawn `words` and heard `q`."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (24, 80))
-    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "top", model]
+    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "top", model, *options]
     environment = {**os.environ, "TERM": "xterm", **environment}
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment

@@ -9,6 +9,7 @@ from terminal import drawn
 from test_ls import ONE, TWO, fleet, held
 
 from torch_ros.cli import lines, main, screen, top
+from torch_ros.cli.headway import Headway
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import StoreUnavailable
 from torch_ros.store.endpoint import connect
@@ -61,6 +62,25 @@ def test_a_series_of_fleets_is_drawn():
         await show(NEW)
         assert "▓" not in seen(app)[1]
         assert "draining" in "".join(seen(app))
+
+    piloted(script)
+
+
+def test_how_far_reads_are_is_drawn_until_they_have_ended():
+    async def script(app, pilot, show):
+        async def tell(made):
+            app.post_message(top.Headways(made))
+            await pilot.pause()
+            return "\n".join(seen(app))
+
+        [reading] = [each.inst for each in SPREADS.held if each.state == "filling"]
+        assert "GB/s" not in await tell({reading: Headway(1, 2, 5e9)})  # of whom, is not known yet
+        await show(SPREADS)
+        assert " 61% 4.90 GB/s" in await tell({reading: Headway(61, 100, 4.9e9)})
+        await show(SPREADS)
+        assert " 61% 4.90 GB/s" in "\n".join(seen(app))
+        assert "filling ? " in await tell({reading: Headway(problem="it is stopped")})
+        assert "filling  " in await tell({})
 
     piloted(script)
 

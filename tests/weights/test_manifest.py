@@ -198,3 +198,20 @@ def test_the_logical_digest_ignores_order_and_sharding_but_not_content():
         other = logical([Layout((tensor(**changes), *TENSORS[1:]), ())])
         assert other.digest != digest
     assert logical([Layout(TENSORS[:3], ())]).digest != digest
+
+
+def test_the_bytes_before_a_block_are_those_of_the_blocks_before_it():
+    blocks = Layout(
+        (TensorRecord("w", "int8", (9 << 20,)), TensorRecord("s", "int16", (2, 3))),
+        (
+            ChunkRecord(0, (0,), (9 << 20,), (1,), spread=False),
+            ChunkRecord(1, (0, 0), (2, 3), (4, 1), spread=False),  # with gaps: one block
+            ChunkRecord(1, (0, 0), (0, 3), (3, 1), spread=False),
+        ),
+    ).blocks
+    sizes = [4 << 20, 4 << 20, 1 << 20, 12, 0]
+    assert blocks.total == len(sizes)
+    there = [blocks.bytes_before(position) for position in range(len(sizes) + 1)]
+    assert there == [sum(sizes[:position]) for position in range(len(sizes) + 1)]
+    assert blocks.bytes_before(2**32 - 1) == sum(sizes)
+    assert Layout((), ()).blocks.bytes_before(0) == 0

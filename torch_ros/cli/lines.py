@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_ros.cli.headway import Headway
 from torch_ros.protocol.fleet import Fleet, Held, Replica
 from torch_ros.protocol.records import VersionRef
 
@@ -20,6 +21,7 @@ class Line:
         sources, readers: Names of the replicas that it reads from, and that read from it.
         since_ms: Since when it reads, or has, what stands there first; by its own clock.
         behind: How many versions are newer than what it holds, up to the newest that is offered.
+        headway: How far its read is; None: nobody has asked.
     """
 
     replica: str
@@ -36,6 +38,7 @@ class Line:
     is_suspected: bool
     behind: int
     since_ms: int | None
+    headway: Headway | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,14 @@ class Spread:
     total: int
 
 
-def lines(fleet: Fleet) -> list[Line]:
-    """By name of the replica."""
+def lines(fleet: Fleet, made: Mapping[str, Headway] | None = None) -> list[Line]:
+    """By name of the replica; `made` by `inst`."""
     held: dict[str, list[Held]] = {name: [] for name in fleet.replicas}
     for each in fleet.held:
         held[each.replica].append(each)
     newer = _newer(fleet)
-    return [_line(replica, held[name], newer) for name, replica in fleet.replicas.items()]
+    found = made or {}
+    return [_line(replica, held[name], newer, found) for name, replica in fleet.replicas.items()]
 
 
 def _newer(fleet: Fleet) -> Mapping[VersionRef, int]:
@@ -64,7 +68,12 @@ def _newer(fleet: Fleet) -> Mapping[VersionRef, int]:
     return {ref: place for place, ref in enumerate(upto)}
 
 
-def _line(replica: Replica, there: Sequence[Held], newer: Mapping[VersionRef, int]) -> Line:
+def _line(
+    replica: Replica,
+    there: Sequence[Held],
+    newer: Mapping[VersionRef, int],
+    made: Mapping[str, Headway],
+) -> Line:
     """`there`: its holdings, newest versions first."""
     fills = next((each for each in there if each.state == "filling"), None)
     rest = [each for each in there if each.state != "filling"]
@@ -86,6 +95,7 @@ def _line(replica: Replica, there: Sequence[Held], newer: Mapping[VersionRef, in
         is_suspected=replica.is_suspected,
         behind=newer.get(holds.ref, 0) if holds else 0,
         since_ms=now.since_ms if (now := fills or holds) else None,
+        headway=made.get(fills.inst) if fills else None,
     )
 
 

@@ -1,8 +1,10 @@
 """`torch-ros ls`: who has which version. Pure: rows of text out of fleets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from torch_ros.cli import headway
+from torch_ros.cli.headway import Headway
 from torch_ros.deadline import wall_ms
 from torch_ros.protocol.fleet import Fleet, Held
 
@@ -52,8 +54,14 @@ def _alive(fleet: Fleet) -> str:
     return str(sum(each.state == "complete" for each in fleet.replicas.values()))
 
 
-def versions(fleet: Fleet, only: int | None = None) -> Rows:
-    """A line for each holding, newest versions first; and one for a version that nobody holds."""
+def versions(
+    fleet: Fleet, only: int | None = None, made: Mapping[str, Headway] | None = None
+) -> Rows:
+    """A line for each holding, newest versions first; and one for a version that nobody holds.
+
+    Args:
+        made: How far those are that fill, by `inst`.
+    """
     rows: Rows = []
     for published in fleet.versions:
         if only is not None and published.ref.version != only:
@@ -63,14 +71,15 @@ def versions(fleet: Fleet, only: int | None = None) -> Rows:
         if not there:
             rows.append((number, "gone", size_text, *("-",) * 5, ""))
         for each in there:
-            rows.append((number, *_holding(each, size_text)))
+            rows.append((number, *_holding(each, size_text, (made or {}).get(each.inst))))
             number = size_text = ""
     return rows
 
 
-def _holding(each: Held, size_text: str) -> Sequence[str]:
+def _holding(each: Held, size_text: str, made: Headway | None) -> Sequence[str]:
     full = "full" if each.is_offered else "full, not offered"
     state = full if each.state == "full" else each.state
+    state = headway.text(made) if made else state
     ranks, sources = str(each.world_size), some(each.sources)
     reads = sources or (f"(read by {some(each.readers)})" if each.readers else "")
     kind = "relay" if each.state == "filling" and each.is_relay else each.kind

@@ -5,8 +5,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_ros import environment
-from torch_ros.cli import asking, clearing, doctor, exporting, links, ls, trace, waiting
+from torch_ros.cli import asking, clearing, doctor, exporting, headway, links, ls, trace, waiting
+from torch_ros.cli.headway import Headway
 from torch_ros.cli.table import table
 from torch_ros.errors import (
     AccessDenied,
@@ -27,6 +28,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.protocol.fleet import Fleet
 from torch_ros.release import RELEASE
 from torch_ros.store.kv import KV
 
@@ -42,6 +44,7 @@ EXTRAS = {  # which brings a module
     "uvicorn": "web",
 }
 PORT_MAX = 65_535
+DEEP = "how far those are that read: asks their memory, over NIXL"
 GRACE = "seconds for readers of what is collected"
 CLEAR = "\x1b[H\x1b[2J"
 REDRAW_S = 0.3  # at least
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=int, metavar="version")
     listed.add_argument("--watch", action="store_true", help="again at each change, until Ctrl-C")
+    listed.add_argument("--deep", action="store_true", help=DEEP)
     listed.set_defaults(run=_ls)
     exported = commands.add_parser("export", help="figures of fleets, for Prometheus")
     exported.add_argument("models", nargs="*", metavar="model", help="by default all")
@@ -139,6 +143,7 @@ def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """The commands that go on until they are ended."""
     drawn = commands.add_parser("top", help="a table of a model's replicas, as it changes")
     drawn.add_argument("model")
+    drawn.add_argument("--deep", action="store_true", help=DEEP)
     drawn.set_defaults(run=_top)
     traced = commands.add_parser("trace", help="a file for Perfetto: who read what when, from whom")
     traced.add_argument("model", nargs="?", help="to watch; with --merge by default all")
@@ -225,9 +230,29 @@ def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     verified.set_defaults(run=_verify)
 
 
+Look = Callable[[Fleet], Mapping[str, Headway]]
+
+
 def _ls(asked: argparse.Namespace) -> int:
-    with closing(asking.connected(asked.endpoint)) as kv:
-        return _watch(kv, asked, sys.stdout) if asked.watch else _list(kv, asked, sys.stdout)
+    if asked.deep and asked.model is None:
+        raise UsageError("ls --deep takes a model")
+    with closing(asking.connected(asked.endpoint)) as kv, _looking(kv, asked) as look:
+        if asked.watch:
+            return _watch(kv, asked, sys.stdout, look)
+        return _list(kv, asked, sys.stdout, look)
+
+
+@contextmanager
+def _looking(kv: KV, asked: argparse.Namespace) -> Iterator[Look]:
+    """Says how far reads are; without --deep, nothing."""
+    if not asked.deep:
+        yield lambda _: {}
+        return
+    asking.fleet_of(kv, asked.model)
+    from torch_ros.cli.deep import Depths  # noqa: PLC0415  # it takes torch and NIXL, for seconds
+
+    with closing(Depths(kv, asked.model)) as depths:
+        yield depths.look
 
 
 def _why(asked: argparse.Namespace) -> int:
@@ -269,8 +294,8 @@ def _top(asked: argparse.Namespace) -> int:
         raise UsageError("top draws on a terminal; for programs: torch-ros --json ls MODEL")
     from torch_ros.cli import top  # noqa: PLC0415  # the extra top
 
-    with closing(asking.connected(asked.endpoint)) as kv:
-        top.show(kv, asked.model)
+    with closing(asking.connected(asked.endpoint)) as kv, _looking(kv, asked) as look:
+        top.show(kv, asked.model, look if asked.deep else None)
     return FINE
 
 
@@ -355,13 +380,13 @@ def _diff(asked: argparse.Namespace) -> int:
     return NOT_FINE if found.differences else FINE
 
 
-def _watch(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
+def _watch(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look) -> int:
     """The list at each change: on a terminal in the same place, else one after the other."""
     while True:
         rev = asking.revision(kv)
         if out.isatty() and not asked.json:
             out.write(CLEAR)
-        code = _list(kv, asked, out)
+        code = _list(kv, asked, out, look)
         if not out.isatty() and not asked.json:
             out.write("\n")
         out.flush()
@@ -404,13 +429,15 @@ def _verify(asked: argparse.Namespace) -> int:
     return FINE if found.is_same else NOT_FINE
 
 
-def _list(kv: KV, asked: argparse.Namespace, out: TextIO) -> int:
+def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look) -> int:
     if asked.model is None:
         return _list_models(kv, out, is_json=asked.json)
     fleet = asking.fleet_of(kv, asked.model)
+    made = look(fleet)
     if asked.json:
-        return _print_json({"models": [asdict(fleet)]}, out)
-    rows = ls.versions(fleet, asked.number)
+        reads = {"reads": headway.listed(made)} if asked.deep else {}
+        return _print_json({"models": [asdict(fleet)], **reads}, out)
+    rows = ls.versions(fleet, asked.number, made)
     if asked.number is not None and not rows:
         there = ", ".join(str(each.ref.version) for each in fleet.versions) or "none"
         raise UsageError(f"model {asked.model!r} has no version {asked.number}; it has {there}")

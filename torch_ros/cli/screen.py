@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch_ros.cli import ls
+from torch_ros.cli import headway, ls
 from torch_ros.cli.lines import Line, Spread
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.records import VersionRef
@@ -32,10 +32,9 @@ def version(line: Line) -> str:
 
 
 def state(line: Line) -> str:
+    shown = headway.text(line.headway) if line.headway else line.state
     more = ", suspected" if line.is_suspected else ""
-    return f"{line.state}{more}" + (
-        f", {line.behind} behind" if line.behind and not line.fills else ""
-    )
+    return f"{shown}{more}" + (f", {line.behind} behind" if line.behind and not line.fills else "")
 
 
 def reads(line: Line) -> str:

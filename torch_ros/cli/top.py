@@ -1,7 +1,7 @@
 """`torch-ros top`: a table of replicas in a terminal, as it changes."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.cells import set_cell_size
@@ -18,6 +18,7 @@ from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
 from torch_ros.cli import asking, lines, ls, screen, waiting
+from torch_ros.cli.headway import Headway
 from torch_ros.cli.lines import Line
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError
@@ -27,8 +28,15 @@ from torch_ros.store.kv import KV
 BAD, WARNS = {"gone", "refused", "not offered"}, {"draining", "joining", "left", "lingering"}
 
 
-def show(kv: KV, model: str) -> None:
+END_S = 10.0  # for the look that is under way
+LOOK_S = 0.5  # between two looks at how far reads are
+
+
+def show(kv: KV, model: str, look: Callable[[Fleet], Mapping[str, Headway]] | None = None) -> None:
     """Draw until somebody quits.
+
+    Args:
+        look: Says how far those are that fill, by `inst`. It is asked in a thread of its own.
 
     Raises:
         UsageError: There is no such model.
@@ -41,11 +49,23 @@ def show(kv: KV, model: str) -> None:
         for found in fleets(kv, model, over):
             top.post_message(Seen(found))
 
-    threading.Thread(target=watch, daemon=True).start()
+    def ask() -> None:
+        while look is not None and not over.wait(LOOK_S):
+            if top.fleet is None:
+                continue
+            try:
+                top.post_message(Headways(look(top.fleet)))
+            except BackendError:
+                continue  # the watch says so
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (watch, ask)]
+    for thread in threads:
+        thread.start()
     try:
         top.run()
     finally:
         over.set()
+        threads[1].join(END_S)  # what it asks with is closed after this
 
 
 class Seen(Message):
@@ -55,6 +75,14 @@ class Seen(Message):
         super().__init__()
         self.found = found
         self.lines = lines.lines(found) if isinstance(found, Fleet) else []
+
+
+class Headways(Message):
+    """How far those are that fill, by `inst`."""
+
+    def __init__(self, found: Mapping[str, Headway]) -> None:
+        super().__init__()
+        self.found = found
 
 
 class Rows(ScrollView, can_focus=True):
@@ -178,7 +206,8 @@ class Top(App[None]):
     def __init__(self, endpoint: str, why: Callable[[str], Iterable[str]]) -> None:
         super().__init__()
         self._endpoint, self._why = endpoint, why
-        self._fleet: Fleet | None = None
+        self.fleet: Fleet | None = None
+        self._made: Mapping[str, Headway] = {}
         self._lines: Sequence[Line] = ()
         self._order, self._is_turned = 0, False
 
@@ -200,23 +229,32 @@ class Top(App[None]):
         trouble = self.query_one("#trouble", Static)
         trouble.set_class(not isinstance(seen.found, Fleet), "is-there")
         if isinstance(seen.found, Fleet):
-            self._fleet, self._lines = seen.found, seen.lines
+            self.fleet, self._lines = seen.found, seen.lines
+            if self._made:
+                self._lines = lines.lines(seen.found, self._made)
             self._draw()
         else:
             trouble.update(f"{seen.found}")
 
+    @on(Headways)
+    def tell(self, made: Headways) -> None:
+        if self.fleet is not None and (made.found or self._made):
+            self._made = made.found
+            self._lines = lines.lines(self.fleet, self._made)
+            self._draw()
+
     @on(events.Resize)
     @on(Input.Changed)
     def _draw(self) -> None:
-        if self._fleet is None:
+        if self.fleet is None:
             return
         name, key = screen.ORDERS[self._order]
         found = screen.chosen(self._lines, self.query_one(Input).value)
         found.sort(key=key, reverse=self._is_turned)
         self.query_one(Rows).put(found, name)
-        title = screen.title(self._fleet, self._endpoint)
+        title = screen.title(self.fleet, self._endpoint)
         self.query_one("#title", Static).update(ls.printable(title))
-        self.query_one("#newest", Static).update(self._spread(self._fleet))
+        self.query_one("#newest", Static).update(self._spread(self.fleet))
 
     def _spread(self, fleet: Fleet) -> Text:
         spread = lines.spread(self._lines, fleet.latest)

@@ -16,7 +16,7 @@ from torch_ros.p2p.copying import thread_count
 from torch_ros.p2p.huge_pages import HugePages, obstacle
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
-from torch_ros.p2p.transport import Transport
+from torch_ros.p2p.transport import CONNECT_S, Transport
 from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Network:
 
     fabric: str = DEFAULT_FABRIC  # within it UCX takes whatever it finds
     wan_devices: Sequence[str] = ()  # for TCP to other fabrics; none: all that there are
+    connect_s: float = CONNECT_S  # for a peer's first answer
 
 
 def choose_transport(
@@ -71,7 +72,7 @@ def choose_transport(
     with ExitStack() as undo:
         named = environment.value("UCX_NET_DEVICES")
         tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
-        nixl = NixlTransport(agent, interfaces=tcp)
+        nixl = NixlTransport(agent, interfaces=tcp, connect_s=network.connect_s)
         undo.callback(nixl.close)
         # Both ends can talk, whether they copy or not, and also where one end has one way only.
         near = NearTransport(nixl, is_used=name == "auto", threads=thread_count())
@@ -80,7 +81,7 @@ def choose_transport(
         if network.wan_devices or network.fabric != DEFAULT_FABRIC:
             wan = interfaces_for(network.wan_devices, named)
             how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
-            beyond = NixlTransport(agent, interfaces=wan)
+            beyond = NixlTransport(agent, interfaces=wan, connect_s=network.connect_s)
             ways.append((EVERYBODY, NearTransport(beyond, is_used=False)))
         undo.pop_all()
     log.info("transport: NIXL over UCX%s (%s)", how, reason)

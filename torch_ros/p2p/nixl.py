@@ -30,6 +30,7 @@ from torch_ros.costs import NIXL_COSTS, TCP_COSTS
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
 from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
+from torch_ros.p2p.transport import CONNECT_S
 from torch_ros.p2p.voucher import Neighbour, Unproven
 from torch_ros.spans import HOST, Region, Spans
 
@@ -55,7 +56,6 @@ _UCX_CONFIG = "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m,USE_MT_MUTEX=y"
 # descriptors that did not wake it. Costs 0.05 % of a core.
 _PROGRESS_DELAY_US = 100_000
 
-_CONNECT_TIMEOUT_S = 8.0
 _PINGS = 8  # a busy core delays some; the first one makes the connection
 _POLL_S = 0.0002
 
@@ -255,10 +255,10 @@ class _Link:
         read = self.create(self._ping, HOST, HOST, frozenset())
         try:
             read.post()
-            deadline = read.posted_s + _CONNECT_TIMEOUT_S
+            deadline = read.posted_s + self.transport.connect_s
             while not read.is_done():
                 if time.monotonic() > deadline:
-                    reason = f"it did not answer within {_CONNECT_TIMEOUT_S:g} s"
+                    reason = f"it did not answer within {self.transport.connect_s:g} s"
                     raise TransferFailed(self.agent, reason)
                 time.sleep(_POLL_S)
             self.pings += 1
@@ -394,20 +394,27 @@ class NixlTransport:
     Args:
         interfaces: Leave UCX nothing but TCP over these network interfaces, whatever
             UCX_NET_DEVICES says. None: all ways that it has.
+        connect_s: For the first answer of a peer.
 
     Raises:
         UsageError: This process was forked from one that had an open transport; or UCX can use
             none of the interfaces.
     """
 
-    def __init__(self, agent: str | None = None, *, interfaces: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        agent: str | None = None,
+        *,
+        interfaces: Sequence[str] = (),
+        connect_s: float = CONNECT_S,
+    ) -> None:
         if _inherited:
             raise UsageError(
                 "this process was forked while its parent had a torch_ros handle open, and peers "
                 "could not read from it: the threads of UCX are not in the child; close the handle "
                 "before the fork, or start this process with spawn or forkserver"
             )
-        self.agent = agent or str(uuid.uuid4())
+        self.agent, self.connect_s = agent or str(uuid.uuid4()), connect_s
         self.costs = TCP_COSTS if interfaces else NIXL_COSTS
         self.way = f"ucx tcp {','.join(interfaces)}" if interfaces else "ucx"
         self.lock = threading.RLock()

@@ -7,6 +7,8 @@ from torch_ros.costs import Costs
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.spans import HOST, Region, Spans
 
+CONNECT_S = 8.0  # for a peer's first answer
+
 
 class Registration(Protocol):
     """Regions that peers may read, and reads may land in, until `close`.

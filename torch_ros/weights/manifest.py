@@ -110,6 +110,13 @@ class Blocks:
 
     counts: Ints  # of each chunk, at least 1
     starts: Ints  # the number of each chunk's first one
+    sizes: Ints  # of each chunk, in bytes
+
+    def bytes_before(self, position: int) -> int:
+        """The bytes of the first `position` blocks."""
+        blocks = np.clip(position - self.starts, 0, self.counts)
+        cut = np.minimum(blocks * BLOCK_BYTES, self.sizes)
+        return int(np.where(blocks == self.counts, self.sizes, cut).sum())
 
     @property
     def total(self) -> int:
@@ -175,7 +182,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         reach = (np.maximum(boxes.sizes - 1, 0) * boxes.strides).sum(1) + 1
         is_dense = reach == boxes.sizes.prod(1)
         counts = np.where(is_dense, np.maximum(-(-sizes // BLOCK_BYTES), 1), 1)
-        return Blocks(counts, sum_before(counts))
+        return Blocks(counts, sum_before(counts), sizes)
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

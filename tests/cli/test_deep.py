@@ -1,0 +1,241 @@
+"""`--deep`: how far a read is, of readers in this process, and of processes that stand still."""
+
+import json
+import signal
+import threading
+import time
+import uuid
+from contextlib import closing
+
+import numpy as np
+import pytest
+from crowd import Crowd, inst
+from terminal import drawn
+
+from puppets import Actor
+from torch_ros.cli import asking, deep, headway, ls, main
+from torch_ros.cli.deep import Depths
+from torch_ros.cli.headway import Headway, Position
+from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.protocol.fleet import Fleet, fleet_ranges
+from torch_ros.protocol.keys import Keys, parse_reader, replica_of
+from torch_ros.protocol.records import ShardRecord
+from torch_ros.spans import HOST
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Put, Read, Txn
+from torch_ros.transfer.mailbox import Mailbox, region_of
+from torch_ros.weights.manifest import BLOCK_BYTES, ChunkRecord, Layout, TensorRecord
+
+BLOCKS = 50
+LAYOUT = Layout(
+    (TensorRecord("w", "uint8", (BLOCKS * BLOCK_BYTES,)),),
+    (ChunkRecord(0, (0,), (BLOCKS * BLOCK_BYTES,), (1,), spread=False),),
+)
+TOTAL = BLOCKS * BLOCK_BYTES
+
+
+class Rank:
+    """A rank's mailbox in this process, in front of one page of memory that stands for all."""
+
+    def __init__(self):
+        self.transport, self.memory = MemoryTransport(), np.zeros(4096, np.uint8)
+        self.mailbox = Mailbox(self.transport)
+        region = region_of(self.memory)
+        self.mailbox.show(LAYOUT, [region.address], [HOST], [region])
+
+    def record(self):
+        return ShardRecord("here", 1, self.mailbox.card)
+
+    def close(self):
+        self.mailbox.close()
+        self.transport.close()
+
+
+@pytest.fixture
+def rank():
+    made = Rank()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def kv():
+    with closing(connect(f"memory://{uuid.uuid4().hex}", timeout_s=5)) as there:
+        yield there
+
+
+@pytest.fixture
+def crowd(kv):
+    """A trainer, and a rollout that reads version 1 from it."""
+    there = Crowd(kv, "policy")
+    for name in ("trainer", "rollout"):
+        there.join(name)
+    there.publish("trainer", 1)
+    there.read("rollout", "trainer", 1)
+    there.commit()
+    return there
+
+
+def seat(crowd, name, *ranks):
+    puts = (Put(crowd.keys.shard(inst(name), n), each.encode()) for n, each in enumerate(ranks))
+    crowd.kv.commit(Txn((), tuple(puts)), timeout_s=5)
+
+
+def fleet_of(crowd):
+    view = crowd.kv.read(Read(fleet_ranges(crowd.keys)), timeout_s=5)
+    return Fleet.of(view, crowd.keys)
+
+
+def looked(crowd):
+    with closing(Depths(crowd.kv, "policy", MemoryTransport())) as depths:
+        return depths.look(fleet_of(crowd))
+
+
+def test_a_read_that_goes_on_has_a_share_and_a_rate(crowd, rank):
+    seat(crowd, "rollout", rank.record())
+    over = threading.Event()
+
+    def read():
+        for position in range(1, BLOCKS):
+            rank.mailbox.serve(7, position)
+            if over.wait(0.02):
+                return
+
+    with closing(Depths(crowd.kv, "policy", MemoryTransport())) as depths:
+        reading = threading.Thread(target=read)
+        rank.mailbox.serve(7, 0)
+        reading.start()
+        try:
+            found = depths.look(fleet_of(crowd))[inst("rollout")]
+        finally:
+            over.set()
+            reading.join()
+    assert 0 < found.bytes_done < found.bytes_total == TOTAL
+    assert found.bytes_done % BLOCK_BYTES == 0
+    # A block in 20 ms, or in more where the processors are busy.
+    assert 0 < found.bytes_per_s <= 1.5 * BLOCK_BYTES / 0.02
+    assert headway.text(found) == (
+        f"{found.bytes_done / TOTAL:.0%} {found.bytes_per_s / 1e9:.2f} GB/s"
+    )
+
+
+def test_ranks_are_summed_up_and_one_without_a_position_hides_the_others():
+    first, later = Position(10.0, 7, 100, 1000), Position(12.0, 7, 300, 1000)
+    anew = Position(12.0, 8, 50, 1000)
+    assert headway.summed([(first, later), (first, later)]) == Headway(600, 2000, 200.0)
+    assert headway.summed([(first, anew)]) == Headway(50, 1000, 0.0), "another read has begun"
+    silent = headway.summed([(first, later), (first, Position(12.0, 0, 0, 0))])
+    assert silent.bytes_done is None
+    assert headway.text(silent) == "filling ?"
+
+
+def test_who_cannot_be_asked_is_a_question_mark_and_is_left_alone_for_a_while(
+    crowd, rank, monkeypatch
+):
+    gone = Rank()
+    crowd.join("lost")
+    crowd.read("lost", "trainer", 1)
+    crowd.commit()
+    seat(crowd, "rollout", rank.record())
+    seat(crowd, "lost", gone.record())
+    rank.mailbox.serve(7, 25)
+    gone.close()
+    asked, state = [], deep.Peers.state
+    monkeypatch.setattr(
+        deep.Peers, "state", lambda *args, **more: asked.append(1) or state(*args, **more)
+    )
+    with closing(Depths(crowd.kv, "policy", MemoryTransport())) as depths:
+        for times in (2, 3):
+            found = depths.look(fleet_of(crowd))
+            assert found[inst("rollout")] == Headway(TOTAL // 2, TOTAL, 0.0)
+            assert found[inst("lost")].bytes_done is None
+            assert found[inst("lost")].problem
+            assert len(asked) == times
+    rows = ls.versions(fleet_of(crowd), None, found)
+    assert [row[2] for row in rows] != []
+    assert {row[3]: row[1] for row in rows} == {
+        "trainer": "full",
+        "rollout": "50% 0.00 GB/s",
+        "lost": "filling ?",
+    }
+
+
+def test_a_card_that_is_none_is_a_question_mark(crowd):
+    seat(crowd, "rollout", ShardRecord("here", 1, b"no card"))
+    assert "its card" in looked(crowd)[inst("rollout")].problem
+
+
+def test_nobody_is_asked_where_nobody_reads(crowd):
+    crowd.arrive("rollout", "trainer", 1)
+    crowd.commit()
+    assert looked(crowd) == {}
+
+
+def test_it_takes_a_model(crowd, capsys):
+    assert main.main(["--endpoint", crowd.kv.endpoint, "ls", "--deep"]) == main.USAGE
+    assert "--deep takes a model" in capsys.readouterr().err
+
+
+def readers_of(kv, model):
+    view = kv.read(Read((Keys(model).readers(),)), timeout_s=5)
+    return {replica_of(parse_reader(key)[1]) for key in view.entries}
+
+
+def until(holds, limit_s=20.0):
+    until_s = time.monotonic() + limit_s
+    while not (found := holds()):
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+    return found
+
+
+@pytest.mark.long
+def test_a_process_that_waits_is_told_and_one_that_is_stopped_is_a_question_mark(
+    etcd_endpoint, started, capsys
+):
+    """The source is stopped in the middle, so `waits` waits for it; `stopped` is itself."""
+    model = "m-" + uuid.uuid4().hex[:8]
+    options = {"model": model, "transport": "ucx-tcp", "timeout_s": 100}
+    environment = {"TORCH_ROS_ENDPOINT": etcd_endpoint}
+    source, waits, stopped = (
+        Actor(started, name, environment, **options) for name in ("source", "waits", "stopped")
+    )
+    for actor in (source, waits, stopped):
+        actor.hear()
+
+    def look():
+        """Of each reader, what is told of it."""
+        argv = ["--endpoint", etcd_endpoint, "--json", "ls", model, "--deep"]
+        assert main.main(argv) == main.FINE
+        reads = json.loads(capsys.readouterr().out)["reads"]
+        return {replica_of(each["inst"]): each for each in reads}
+
+    def a_slice():
+        source.resume()
+        time.sleep(0.02)
+        source.process.signal(signal.SIGSTOP)
+        there = look()["waits"]
+        return there if there["bytes_done"] else None
+
+    source.ask("publish", version=1)
+    with closing(connect(etcd_endpoint, timeout_s=5)) as kv:
+        waits.tell("replicate")
+        until(lambda: "waits" in readers_of(kv, model))
+        source.process.signal(signal.SIGSTOP)
+        there = until(a_slice, 60)
+        assert 0 < there["bytes_done"] < there["bytes_total"] == 1 << 30
+        assert there["bytes_per_s"] == 0
+        assert drawn(etcd_endpoint, model, b"% 0.00 GB/s", "--deep") == 0
+        stopped.tell("replicate")
+        until(lambda: "stopped" in readers_of(kv, model))
+        stopped.process.signal(signal.SIGSTOP)
+        began_s, before = time.monotonic(), asking.revision(kv)
+        found = look()
+        assert time.monotonic() - began_s < 10
+        assert asking.revision(kv) == before, "it has written"
+    assert found["waits"]["bytes_done"] == there["bytes_done"]
+    assert found["stopped"]["bytes_done"] is None
+    assert "did not answer" in found["stopped"]["problem"]
+    for actor in (stopped, source):
+        actor.resume()
+    assert [actor.hear().get("error") for actor in (waits, stopped)] == [None, None]
