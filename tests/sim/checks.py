@@ -563,7 +563,7 @@ class Checks:
         for s, each in self.installs[name]:
             if each is not None and not is_there:
                 came_s = s
-            elif each is None and is_there and s - came_s >= MOMENT_S:
+            elif each is None and is_there and (s - came_s >= MOMENT_S or left_s == math.inf):
                 left_s = s
             is_there = each is not None
         return (came_s if is_there else self.world.now_s) - left_s
