@@ -72,6 +72,12 @@ def test_a_source_that_leaves_in_the_middle_keeps_what_was_measured():
     assert "it left" in probed(lambda mib: mib / 4, fails_at=0)[0].problem
 
 
+def test_a_probe_is_at_most_4_percent_of_a_gib_that_is_read_beside_it():
+    reads = probed(lambda _: 1e-4)[1]
+    most = {8: probing.FIRST_BYTES, 64: probing.PROBE_BYTES}
+    assert sum(most[each] for each in reads) <= 0.04 * (1 << 30)
+
+
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_each_replica_that_has_all_of_it_is_probed_and_nothing_stays(opened, endpoint, capsys):
     trainer, rollout, idle = (opened(name) for name in ("trainer", "rollout", "idle"))

@@ -20,7 +20,7 @@ from torch_ros.cli.links import Link
 from torch_ros.cli.moving import opened
 from torch_ros.errors import NotAvailable, SourceLost
 
-FIRST_BYTES, PROBE_BYTES = 8 << 20, 64 << 20
+FIRST_BYTES, PROBE_BYTES = 8 << 20, 16 << 20  # in all 4 % of a GiB that is read beside it
 QUICK_S = 0.1  # a link on which the first bytes take longer is measured with as few again
 TIMES = 3  # of which the best counts: a new connection begins slowly
 PROBE_S = 60.0  # for one of them
@@ -29,20 +29,24 @@ PREFIX = "doctor"
 
 
 def probe(asked: argparse.Namespace, hosts: Mapping[str, str]) -> Sequence[Link]:
-    """Read 64 MiB of each replica that holds the newest version whole, one after the other.
+    with opened(asked, None, PREFIX, spot=True, waits=False) as handle:
+        return links(handle, hosts)
+
+
+def links(handle: torch_ros.ShardHandle, hosts: Mapping[str, str]) -> Sequence[Link]:
+    """Read some MiB of each replica that holds the newest version whole, one after the other.
 
     Args:
         hosts: By replica.
     """
-    with opened(asked, None, PREFIX, spot=True, waits=False) as handle:
-        contents = handle.contents(timeout_s=PROBE_S)
-        some, more = _names(contents, FIRST_BYTES), _names(contents, PROBE_BYTES)
-        links = []
-        for replica in _holders(handle, contents):
-            _await_turn(handle)
-            read = partial(_read, handle, contents.version, source=replica)
-            links.append(_link(read, some, more, Link(replica, hosts.get(replica, "?"))))
-    return links
+    contents = handle.contents(timeout_s=PROBE_S)
+    some, more = _names(contents, FIRST_BYTES), _names(contents, PROBE_BYTES)
+    found = []
+    for replica in _holders(handle, contents):
+        _await_turn(handle)
+        read = partial(_read, handle, contents.version, source=replica)
+        found.append(_link(read, some, more, Link(replica, hosts.get(replica, "?"))))
+    return found
 
 
 def _names(contents: torch_ros.Contents, bytes_max: int) -> Sequence[str]:
