@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from itertools import chain
 
 import pytest
 import torch
@@ -436,22 +437,27 @@ def test_files_that_another_archiver_collects_make_no_version(
 @memory_only
 @pytest.mark.parametrize("streams", [False, True])
 def test_nobody_is_read_while_a_version_is_uploaded_unless_it_streams(
-    bucket, opened, monkeypatch, streams
+    bucket, opened, monkeypatch, tmp_path, streams
 ):
     trainer = opened("trainer")
     tensors = {f"w{n}": torch.randn(1 << 16) for n in range(5)}
     trainer.register(tensors)
     trainer.publish(7)
+    monkeypatch.setattr(archive, "BUFFER_BYTES", 1 << 18)  # two of five tensors
     archiver = Archiver(opened("archiver", spot=True), bucket, keep=1, streams=streams)
-    put, are_readers = bucket.store.put, []
+    put, is_read, sizes = bucket.store.put, [], []
 
-    def watched(*given):
-        are_readers.append(any(each.readers for each in trainer.fleet().held))
-        put(*given)
+    def watched(key, content, **options):
+        pieces = iter(content)
+        first = [next(pieces) for _ in range(3)]  # the header, and two: the third cannot be there
+        is_read.append(any(each.readers for each in trainer.fleet().held))
+        sizes.append(options["size_bytes"])
+        put(key, chain(first, pieces), **options)
 
     monkeypatch.setattr(bucket.store, "put", watched)
     assert archiver.archive(lambda *_: None).version == 7
-    assert are_readers == [streams]
+    assert is_read == [streams]
+    assert sizes == [file.stat().st_size for file in (tmp_path / "bucket").rglob("*.safetensors")]
     found = zeros(tensors)
     assert bucket.load(found) == 7
     same(found, tensors)

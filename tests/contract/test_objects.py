@@ -206,6 +206,101 @@ def test_a_create_that_lost_its_reply_and_then_a_race_says_who_has_won(server):
     assert not store.create("v/two", b"mine")
 
 
+def test_a_create_that_meets_another_one_under_way_says_who_has_won(server):
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = ["409"]  # S3: two creates of a key at the same time
+    server.objects["p/v/one"] = b"theirs"
+    assert not store.create("v/one", b"mine")
+    server.faults[:] = ["409"]
+    assert store.create("v/two", b"mine")
+    assert server.objects["p/v/two"] == b"mine"
+    server.faults[:] = ["409", None] * 9
+    with pytest.raises(BucketError, match="cannot be created, 5 times"):
+        store.create("v/three", b"mine")
+
+
+@pytest.mark.parametrize("ask", ["get", "get_ranges", "list"])
+def test_a_reply_that_is_cut_short_is_never_taken_for_all_of_it(server, ask):
+    store = objects.ObjectStore("s3://weights/p")
+    store.put("v/file", [bytes(range(250)) * 9])
+    do = {
+        "get": lambda: store.get("v/file") == bytes(range(250)) * 9,
+        "get_ranges": lambda: bytes(store.get_ranges("v/file", [1], [9])[0]) == bytes(range(1, 9)),
+        "list": lambda: keys(store) == ["v/file"],
+    }[ask]
+    if ask != "list":  # the archiver lists again
+        server.faults[:] = ["truncated"]
+        assert do()
+    server.faults[:] = ["truncated"] * 30
+    with pytest.raises(BucketError):
+        do()
+
+
+def test_an_upload_whose_last_reply_was_lost_is_an_object(server):
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = [None, None, None, "lost"]  # begin, two parts, end
+    store.put("v/file", [b"1" * (9 << 20)])
+    assert len(server.objects["p/v/file"]) == 9 << 20
+
+
+@pytest.mark.parametrize("at", ["part", "end"])
+def test_an_upload_that_the_store_has_lost_is_no_object_and_the_next_one_is(server, at):
+    store = objects.ObjectStore("s3://weights/p")
+
+    def content():
+        yield b"1" * (9 << 20)
+        server.uploads.clear()
+        yield b"2" * (9 << 20 if at == "part" else 1)
+
+    with pytest.raises(BucketError, match="v/file"):
+        store.put("v/file", content())
+    assert keys(store) == []
+    store.put("v/file", [b"1" * (9 << 20)])
+    assert keys(store) == ["v/file"]
+
+
+def test_an_end_of_an_upload_that_fails_after_a_good_status_is_made_again(server):
+    store = objects.ObjectStore("s3://weights/p")
+    server.faults[:] = [None, None, None, "200 error"]
+    store.put("v/file", [b"1" * (9 << 20)])
+    assert keys(store) == ["v/file"]
+
+
+def test_an_object_has_no_more_parts_than_a_store_takes(server, monkeypatch):
+    store, size_bytes = objects.ObjectStore("s3://weights/p"), (26 << 20) + 1
+    monkeypatch.setattr(objects, "PARTS_MAX", 2)
+    store.put("v/file", (b"x" * (1 << 20) for _ in range(26)), size_bytes=size_bytes)
+    assert server.asked.count("PUT p/v/file") == 2
+    assert len(server.objects["p/v/file"]) == 26 << 20
+
+
+def test_parts_grow_with_their_object():
+    gib, mib = 1 << 30, 1 << 20
+    for size_bytes, found in ((0, 8), (78 * gib, 8), (80 * gib, 9), (5 << 40, 525)):
+        assert objects.part_bytes(size_bytes) == found * mib
+    for size_bytes in (objects.PART_BYTES * 10_000 + extra for extra in (-1, 0, 1)):
+        part = objects.part_bytes(size_bytes)
+        assert -(-size_bytes // part) <= 10_000
+        assert part % mib == 0
+    assert objects.part_bytes(objects.PART_BYTES * 10_000 + 1) == 9 * mib
+
+
+def test_a_store_that_dribbles_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(objects, "REQUEST_S", 1.0)
+    monkeypatch.setattr(objects, "RETRY_S", 0.1)
+    store = objects.ObjectStore("s3://weights/p")
+    store.put("v/file", [b"x" * 100_000])
+    server.faults[:] = ["dribbles"] * 20
+    began_s = time.monotonic()
+    try:
+        for ask in (lambda: store.get("v/file"), lambda: store.get_ranges("v/file", [0], [90_000])):
+            with pytest.raises(BucketError, match="check that the store answers"):
+                ask()
+    finally:
+        server.resumed.set()
+    assert time.monotonic() - began_s < 30
+
+
 def test_a_store_that_never_answers_is_given_up_with_a_way_out(server, monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", 1)
     store = objects.ObjectStore("s3://weights/p")

@@ -18,13 +18,17 @@ class ObjectServer:
         keeps_creates: Whether `If-None-Match` is obeyed; else it is ignored, and overwrites.
         page: How many keys a page of a list has.
         faults: For the next requests: "503", "409", "deny"; "lost": it is done, and not answered;
-            "stalls": likewise, and the connection stays until `resumed` is set.
+            "stalls": likewise, and the connection stays until `resumed` is set; "truncated": half
+            of the content is sent; "dribbles": a byte at a time is, until `resumed` is set;
+            "200 error": an error of S3 that comes after it has said that all is well.
+        is_away: Each connection is closed.
         asked: The requests, as "METHOD key".
+        uploads: Parts by number, by upload. A test that clears it loses them.
     """
 
     def __init__(self, *, keeps_creates=True, page=1000):
         self.objects, self.uploads, self.faults, self.asked = {}, {}, [], []
-        self.resumed = threading.Event()
+        self.resumed, self.is_away = threading.Event(), False
         self.keeps_creates, self.page, self.lock = keeps_creates, page, threading.Lock()
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -53,6 +57,8 @@ class ObjectServer:
                 key = urllib.parse.unquote(parts.path).split("/", 2)[2:]
                 query = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
                 body = self._body()
+                if outer.is_away:
+                    return self._hang_up()
                 with outer.lock:
                     key = key[0] if key else ""
                     outer.asked.append(f"{self.command} {key}")
@@ -60,17 +66,21 @@ class ObjectServer:
                     if fault in {"503", "409", "deny"}:
                         code = {"503": 503, "409": 409, "deny": 403}[fault]
                         reply = code, b"<Error><Code>Fault</Code></Error>", {}
+                    elif fault == "200 error":
+                        reply = 200, b"<Error><Code>InternalError</Code></Error>", {}
                     else:
                         reply = outer.reply(self.command, key, query, body, self.headers)
                 if fault == "stalls":
                     outer.resumed.wait(60)
                 if fault in {"lost", "stalls"}:
-                    self.close_connection = True
-                    self.connection.close()
-                    return
-                self._send(*reply)
+                    return self._hang_up()
+                return self._send(*reply, fault)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815
+
+            def _hang_up(self):
+                self.close_connection = True
+                self.connection.close()
 
             def _body(self):
                 if self.headers.get("Transfer-Encoding") != "chunked":
@@ -82,13 +92,19 @@ class ObjectServer:
                 self.rfile.readline()
                 return b"".join(pieces)
 
-            def _send(self, code, content, headers):
+            def _send(self, code, content, headers, fault):
                 with contextlib.suppress(BrokenPipeError, ConnectionError):
                     self.send_response(code)
                     for name, value in headers.items():
                         self.send_header(name, value)
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
+                    if fault == "truncated":
+                        content = content[: len(content) // 2]
+                        self.close_connection = True
+                    while fault == "dribbles" and content and not outer.resumed.wait(0.05):
+                        self.wfile.write(content[:1])
+                        content = content[1:]
                     if self.command != "HEAD":
                         self.wfile.write(content)
 
@@ -100,6 +116,8 @@ class ObjectServer:
     def reply(self, method, key, query, body, headers):
         """Status, content and headers of a request."""
         match method:
+            case "PUT" | "POST" if query.get("uploadId", "") not in {"", *self.uploads}:
+                return 404, b"<Error><Code>NoSuchUpload</Code></Error>", {}
             case "PUT" if "partNumber" in query:
                 self.uploads[query["uploadId"]][int(query["partNumber"])] = body
                 return 200, b"", {"ETag": f'"{query["partNumber"]}"'}
@@ -109,7 +127,7 @@ class ObjectServer:
                 self.objects[key] = body
                 return 200, b"", {"ETag": tag(body)}
             case "POST" if "uploads" in query:
-                upload = str(len(self.uploads))
+                upload = str(len(self.asked))
                 self.uploads[upload] = {}
                 return 200, started(key, upload), {}
             case "POST" if "uploadId" in query:
@@ -123,8 +141,8 @@ class ObjectServer:
                 rows = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys)
                 return 200, f"<DeleteResult>{rows}</DeleteResult>".encode(), {}
             case "DELETE":
-                self.uploads.pop(query.get("uploadId"), None)
-                self.objects.pop(key, None)
+                of = self.uploads if "uploadId" in query else self.objects
+                of.pop(query.get("uploadId", key), None)
                 return 204, b"", {}
             case _ if not key:
                 return 200, self.listed(query), {}

@@ -142,7 +142,8 @@ class Archiver:
                     [header], framing.contents(inside, incoming)
                 )
                 put = _told(parts.passing(content), progress, done, total)
-                self._bucket.store.put(f"{folder}/{name}", put)
+                whole = len(header) + sum(map(size_bytes, inside.values()))
+                self._bucket.store.put(f"{folder}/{name}", put, size_bytes=whole)
                 stored = stored_tensors(inside, contents.tensors)
                 files.append(
                     StoredFile(name, parts.size_bytes, len(header), stored, parts.digests())

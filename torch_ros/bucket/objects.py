@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 8 << 20  # of an upload: S3 takes 10,000 parts, therefore files of up to 78 GiB
+PART_BYTES = 8 << 20  # of an upload, at least
+PARTS_MAX = 10_000  # of an object, in S3
+CREATES_MAX = 5  # of a key, while others create it and fail
 UPLOADS = 4  # parts of a file that are under way at a time, each with its memory
 RETRY_S, RETRIES = 60.0, 10  # a store that says "slow down", or does not answer
 CONNECT_S = 10.0
@@ -54,6 +56,11 @@ class Listed:
     size_bytes: int
 
 
+def part_bytes(size_bytes: int) -> int:
+    """The size of the parts by which an object of this size is uploaded, in whole MiB."""
+    return max(PART_BYTES, -(-size_bytes // (PARTS_MAX << 20)) << 20)
+
+
 class ObjectStore:
     """The objects below a URL. Any thread may call it.
 
@@ -80,21 +87,38 @@ class ObjectStore:
         folder = getattr(self._store, "prefix", None)
         self._folder = folder if isinstance(folder, Path) else None
 
-    def put(self, key: str, content: Iterable[bytes | memoryview]) -> None:
-        """Write an object of any size as its bytes come; takes some 40 MiB of memory.
+    def put(self, key: str, content: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> None:
+        """Write an object as its bytes come, under a key that nobody else writes.
 
         The pieces of `content` must stay as they are until this returns: nothing is copied. The
         object is there when all of it is. Nothing is, if `content` raises, which is raised here.
+
+        Args:
+            size_bytes: Of all of it, where that may be more than 78 GiB; see `part_bytes`.
+
+        Cost: Five parts of memory, which are 40 MiB up to 78 GiB.
         """
+        sent_bytes = 0
+
+        def counted() -> Iterator[bytes | memoryview]:
+            nonlocal sent_bytes
+            for piece in content:
+                sent_bytes += memoryview(piece).nbytes
+                yield piece
+
         with self._errors(key):
-            self._obs.put(
-                self._store,
-                key,
-                iter(content),
-                use_multipart=True,
-                chunk_size=PART_BYTES,
-                max_concurrency=UPLOADS,
-            )
+            try:
+                self._obs.put(
+                    self._store,
+                    key,
+                    counted(),
+                    use_multipart=True,
+                    chunk_size=part_bytes(size_bytes),
+                    max_concurrency=UPLOADS,
+                )
+            except FileNotFoundError:  # the upload: perhaps it is complete, and that reply was lost
+                if Listed(key, sent_bytes) not in self.list(key.rpartition("/")[0]):
+                    raise
 
     def create(self, key: str, content: bytes) -> bool:
         """Write a small object if there is none; whether this content is there.
@@ -103,13 +127,19 @@ class ObjectStore:
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
-        with self._errors(key):
-            try:
-                self._obs.put(self._store, key, content, mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError):
-                # Perhaps by this very call, whose first reply was lost.
-                return self.get(key) == content
-        return True
+        for _ in range(CREATES_MAX):
+            with self._errors(key):
+                try:
+                    self._obs.put(self._store, key, content, mode="create", use_multipart=False)
+                except (AlreadyExistsError, PreconditionError):
+                    # Perhaps by this very call, whose first reply was lost. If nothing is there, by
+                    # another one that was under way, and may have failed.
+                    if (there := self.get(key)) is not None:
+                        return there == content
+                else:
+                    return True
+        reason = f"it is not there, and cannot be created, {CREATES_MAX} times"
+        raise BucketError(self.url, key, reason, "archive this version again")
 
     def get(self, key: str) -> bytes | None:
         """A small object; None: there is none."""
