@@ -170,6 +170,42 @@ def fleet(opened, endpoint):
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize("command", ["pull", "verify", "diff"])
+def test_a_version_that_is_gone_is_usage_and_one_that_does_not_come_is_not_fine(
+    command, fleet, monkeypatch, tmp_path, capsys
+):
+    more = {"pull": [str(tmp_path / "o")], "verify": [], "diff": ["latest"]}[command]
+    said = []
+    for number in ("0", "9"):
+        arguments = [command, fleet[1], number, *more, "--timeout", "0.2"]
+        said.append((main.main(["--endpoint", fleet[0], *arguments]), capsys.readouterr().err))
+    assert [code for code, _ in said] == [2, 1]
+    assert "no readable version 0" in said[0][1]
+    assert "version 9 is not published yet" in said[1][1]
+
+
+def test_files_that_are_not_there_are_said_before_a_version_is_waited_for(crowd, capsys, tmp_path):
+    arguments = ["verify", "policy", "9", "--against", str(tmp_path / "none")]
+    assert main.main(["--endpoint", crowd[0], *arguments]) == 2
+    assert "found neither" in capsys.readouterr().err
+
+
+def test_of_many_names_some_are_told(crowd, capsys):
+    endpoint, there = crowd
+    for number in range(100):
+        there.join(f"rollout-{number}")
+    there.commit()
+    for number in range(100):
+        other = Crowd(there.kv, f"other-{number}")
+        other.join("trainer")
+        other.commit()
+    assert main.main(["--endpoint", endpoint, "why", "policy", "x"]) == 2
+    assert capsys.readouterr().err.endswith("'rollout-0', 'rollout-1' and 99 more\n")
+    assert main.main(["--endpoint", endpoint, "ls", "x"]) == 2
+    assert capsys.readouterr().err.endswith("'other-0', 'other-1', 'other-10' and 98 more\n")
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each != "top"])
 def test_output_that_nobody_reads_is_no_error(command, ask, fleet, monkeypatch):
     """As behind `| head`."""

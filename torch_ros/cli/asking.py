@@ -85,7 +85,7 @@ def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
     names, keys = list(fleet_of(kv, model).replicas), Keys(model)
     if replica not in names:
         near = get_close_matches(replica, names, 1) or names
-        found = ", ".join(map(repr, near)) or "none"
+        found = some(list(map(repr, near))) or "none"
         raise UsageError(f"no replica {replica!r} of model {model!r}; there is {found}")
     view = kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S)
     return waits.why(view, keys, replica, version)
@@ -124,4 +124,4 @@ def meant(model: str, there: Sequence[str] | None) -> str:
         return "; this user may not list the others"
     if near := get_close_matches(model, there, 1):
         return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(map(repr, there))}" if there else ", and no other model either"
+    return f"; there are {some(list(map(repr, there)))}" if there else ", and no other model either"

@@ -23,10 +23,10 @@ from torch_ros.cli.table import table
 from torch_ros.errors import (
     AccessDenied,
     BackendError,
-    NotAvailable,
     StoreUnavailable,
     TorchRosError,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.release import RELEASE
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except ModuleNotFoundError as error:
         return _say(_missing(asked.command, error), USAGE)
-    except UsageError as error:
+    except (UsageError, VersionNotFound) as error:
         return _say(error, USAGE)
-    except (NotAvailable, BackendError) as error:
+    except BackendError as error:
         return _say(error, UNREACHABLE)
     except TorchRosError as error:
         return _say(error, NOT_FINE)

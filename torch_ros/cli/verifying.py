@@ -65,12 +65,13 @@ def verify(asked: argparse.Namespace) -> Verified:
         UsageError: There is nobody to read from, or nothing to compare with.
     """
     disk = str(asked.against) if asked.against else ""
+    if disk:
+        mapped(asked.against)  # a folder that is none is said before a version is waited for
     with opened(asked, None, "verify", spot=True) as handle:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
         holders = _holders(handle, contents, asked.replica, is_alone=bool(disk))
         names = _sample(list(contents.tensors), is_full=asked.full)
-        odd: list[Difference] = []
-        found: dict[str, Digests] = {}
+        odd, found = list[Difference](), dict[str, Digests]()
         if disk:
             found[disk], odd = _on_disk(asked.against, contents, names)
         left, published = dict[str, str](), dict[str, int]()
