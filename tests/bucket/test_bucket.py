@@ -1,5 +1,6 @@
 """A version goes into a bucket and comes back, bit for bit, in any sharding; or it is refused."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -492,6 +493,54 @@ def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
         same(found, tensors)
     finally:
         server.close()
+
+
+def foreign(bucket, of, content, **changes):
+    """A manifest by the name of another version."""
+    key = dataclasses.replace(of, nonce="ffffffff", **changes).key
+    bucket.store.create(f"{bucket.root}/{key}", content)
+    return key
+
+
+@memory_only
+def test_a_manifest_that_cannot_be_read_is_replaced_if_it_is_the_newest(
+    archived, bucket, opened, tmp_path, caplog
+):
+    archived(7, {"a": torch.ones(5)}, close=False)
+    [path] = (tmp_path / "bucket").rglob("*.json")
+    spoil(path, "truncated")
+    with pytest.raises(BucketError):
+        bucket.load({"a": torch.zeros(5)})
+    assert Archiver(opened("next", spot=True), bucket, keep=5).archive(lambda *_: None).version == 7
+    assert "it does not count, and is replaced if it is the newest" in caplog.text
+    assert not path.exists()
+    assert bucket.load({"a": torch.zeros(5)}) == 7
+
+
+@memory_only
+def test_a_manifest_of_somebody_else_stops_nobody_and_goes_when_it_is_old(
+    archived, bucket, opened, caplog
+):
+    for version in (5, 6, 7):
+        archived(version, {"a": torch.full((5,), float(version))}, close=version < 7)
+    [seven, *_] = bucket.kept()[::-1]
+    later = {"version": 100, "born_ms": seven.born_ms + 10**6}
+    newest = foreign(bucket, seven, b"none", **later)
+    oldest = foreign(bucket, seven, b"{}", version=5, born_ms=1, uid="u")
+    trainer, archiver = opened("other"), Archiver(opened("next", spot=True), bucket, keep=2)
+    for version in (8, 9):
+        trainer.register({"a": torch.full((5,), float(version))})
+        trainer.publish(version)
+        assert archiver.archive(lambda *_: None).version == version
+        archiver.collect()
+        trainer.unpublish()
+        trainer.unregister()
+    assert caplog.text.count("it does not count") == 2
+    assert {each.version for each in bucket.kept()} == {8, 9, 100}
+    assert {newest} == {each.key for each in bucket.kept() if each.version == 100}
+    assert bucket.store.get(f"{bucket.root}/{oldest}") is None
+    found = {"a": torch.zeros(5)}
+    assert bucket.load(found, 9) == 9 == found["a"][0]
 
 
 @pytest.fixture

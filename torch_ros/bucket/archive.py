@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain as chain_of
@@ -34,7 +36,10 @@ from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
+LOOK_S = 600.0  # between two looks at a bucket for which the fleet has nothing new
 GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
+
+log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]  # told how many are uploaded, and of how many
 
@@ -79,11 +84,27 @@ class Archiver:
     ) -> None:
         self._handle, self._bucket, self._keep = handle, bucket, keep
         self._grace_s, self._streams, self._file_bytes = grace_s, streams, file_bytes
-        self.seen = -1  # the newest version's number, when it was looked for last
+        # Run, version and uid of what the bucket has, or needs not have.
+        self._seen: tuple[str, int, str] | None = None
+        self._looked_s = -math.inf  # when the bucket was collected last
         self._unnamed_s: dict[str, float] = {}  # files without a manifest; since when
+        self._legible: dict[str, bool] = {}  # keys of manifests
+
+    @property
+    def seen(self) -> int | None:
+        """The newest version, when the fleet was asked last. The bucket has it, or a newer one."""
+        return self._seen and self._seen[1]
+
+    @property
+    def due_s(self) -> float:
+        """In how many seconds there is something to do, if the fleet has nothing new."""
+        over_s = min(self._unnamed_s.values(), default=math.inf) + self._grace_s
+        return max(0.0, min(over_s, self._looked_s + LOOK_S) - monotonic())
 
     def archive(self, progress: OnBytes) -> Archived | None:
         """Write the newest version, unless the bucket has it, or there is none.
+
+        The bucket is not asked about a version that it had when it was asked last, until `due_s`.
 
         Raises:
             BucketError: The store refuses, or does not answer. No manifest was written.
@@ -93,9 +114,13 @@ class Archiver:
         fleet = handle.fleet()
         if (ref := fleet.latest) is None:
             return None
-        self.seen = ref.version
-        there = bucket.kept()
-        if any((e.run, e.version, e.uid) == (ref.run, ref.version, ref.uid) for e in there):
+        mine = (ref.run, ref.version, ref.uid)
+        if mine == self._seen and self.due_s > 0:
+            return None
+        kept_ = bucket.kept()
+        there = self._counted(kept_, fleet.runs.keys())
+        if any((e.run, e.version, e.uid) == mine for e in there):
+            self._seen = mine
             return None
         began_s = monotonic()
         contents = handle.contents(ref.version)
@@ -109,6 +134,7 @@ class Archiver:
             token_hex(4),
         )
         if new in chain.to_collect([*there, new], self._keep, fleet.runs.keys()):
+            self._seen = mine
             return None  # an older one, whose newer ones have left the fleet and not the bucket
         try:
             stored = self._written(new, contents, progress)
@@ -118,9 +144,27 @@ class Archiver:
             why = f"writing it took longer than {self._grace_s / 2:g} s, half of the grace"
             bucket.store.refuse(f"{bucket.root}/{new.key}", why)
         self._commit(new, stored)
+        odd = [e for e in kept_ if e not in there and (e.run, e.version, e.uid) == mine]
+        bucket.store.delete(f"{bucket.root}/{each.key}" for each in odd)
+        self._seen = mine
         count = sum(len(file.tensors) for file in stored.files)
         took_s = monotonic() - began_s
         return Archived(ref.version, ref.run, count, stored.size_bytes, took_s, contents.objects)
+
+    def _counted(self, found: Sequence[InBucket], known: Collection[str]) -> list[InBucket]:
+        """Those of runs that etcd does not know, and those whose manifests can be read."""
+        for each in found:
+            if each.run in known and each.key not in self._legible:
+                try:
+                    self._bucket.manifest(each)
+                    self._legible[each.key] = True
+                except BucketError as error:
+                    if not isinstance(error.__cause__, Mismatch):
+                        raise
+                    self._legible[each.key] = False
+                    log.warning("%s; it does not count, and is replaced if it is the newest", error)
+        self._legible = {e.key: self._legible[e.key] for e in found if e.key in self._legible}
+        return [each for each in found if self._legible.get(each.key, True)]
 
     def _written(
         self, new: InBucket, contents: torch_ros.Contents, progress: OnBytes
@@ -224,17 +268,23 @@ class Archiver:
         bucket, now_s = self._bucket, monotonic()
         known = self._handle.fleet().runs.keys()
         keys = bucket.keys()
-        there = [found for key in keys if (found := kept(key))]
+        found = [each for key in keys if (each := kept(key))]
+        there = self._counted(found, known)
         old = chain.to_collect(there, self._keep, known)
+        for odd in (each for each in found if each not in there):
+            newer = [e for e in there if e.run == odd.run and e.version > odd.version]
+            old += [odd] if len(newer) >= self._keep else []
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in old)
-        mine = [each for each in there if each.run in known]
+        mine = [each for each in found if each.run in known]
         named = {each.files_at for each in mine if each not in old}
         files = [key for key in keys if run_of_file(key) in known]
         unnamed = [key for key in files if key.rpartition("/")[0] not in named]
         unnamed += [key for key in keys if key.startswith(f"{PROBES}/")]
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
-        gone = [key for key in unnamed if now_s - self._unnamed_s[key] > self._grace_s]
+        gone = [key for key in unnamed if now_s - self._unnamed_s[key] >= self._grace_s]
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
+        self._unnamed_s = {key: at for key, at in self._unnamed_s.items() if key not in set(gone)}
+        self._looked_s = now_s
         return len(old) + len(gone)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import threading
+import time
+from collections.abc import Mapping
 from typing import TextIO
 
 import torch_ros
@@ -23,7 +26,8 @@ from torch_ros.errors import (
     UsageError,
 )
 
-LOOK_S = 5.0  # between two looks at who has what, where etcd tells of no newer version
+LOOK_S = 5.0  # of a wait for another version: so much later it hears that it is told to end
+FLEET_S = 30.0  # between two looks at the fleet: the same number may be published anew, in a moment
 RETRY_S, RETRY_MAX_S = 2.0, 60.0  # after a failure, then twice as long each time
 DOUBLED_MAX = 6  # times
 MISSED_S = 0.2  # after a version that went while it was read: the next one may be there already
@@ -64,11 +68,12 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
                     raise UsageError(f"model {asked.model!r} has no version to archive")
                 break
             if written is None:
-                _await_newer(handle, archiver.seen)
+                _await_work(handle, archiver, ends)
     return FINE
 
 
 def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Archived | None:
+    is_due = archiver.due_s == 0
     with bar(f"archive {handle.model}") as progress:
         written = archiver.archive(progress)
     if written is not None:
@@ -77,13 +82,24 @@ def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Arc
         if written.left_out:
             out.write(f"left out, since only dcp.load reads pickles: {some(written.left_out)}\n")
         out.flush()
-    archiver.collect()
+    if written is not None or is_due:
+        archiver.collect()
     return written
 
 
-def _await_newer(handle: torch_ros.ShardHandle, seen: int) -> None:
-    """Returns at another version, or after a while: the same number may be published anew."""
-    try:
-        handle.wait(lambda there: max(there, default=seen) != seen, timeout_s=LOOK_S)
-    except DeadlineExceeded:
+def _await_work(handle: torch_ros.ShardHandle, archiver: Archiver, ends: threading.Event) -> None:
+    """Returns when there may be something to do: mostly at the watch of another version."""
+    seen, is_gone = archiver.seen, False
+
+    def is_other(there: Mapping[int, object]) -> bool:
+        nonlocal is_gone
+        is_gone = is_gone or seen not in there  # and may come back with another content
+        return bool(there) and (is_gone or max(there) != seen)
+
+    until_s = time.monotonic() + min(FLEET_S, archiver.due_s)
+    while not ends.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            handle.wait(is_other, timeout_s=min(LOOK_S, left_s))
+        except DeadlineExceeded:
+            continue
         return

@@ -1,0 +1,96 @@
+"""An archiver that has nothing to do asks nobody, and hears at once when it has."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torch_ros.bucket
+from puppets.objects import ObjectServer
+from torch_ros.bucket.archive import Archiver
+from torch_ros.cli import archiving, main
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = ObjectServer()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
+
+
+class Counts:
+    """What the archiver of this process asks etcd, and how often it has waited."""
+
+    def __init__(self):
+        self.read_count = self.wait_count = 0
+
+    def archiver(self, handle, bucket, **options):
+        kv, wait = handle._shard.group.kv, handle.wait
+
+        def counted(ask):
+            def asking(request, *, timeout_s):
+                self.read_count += 1
+                return ask(request, timeout_s=timeout_s)
+
+            return asking
+
+        def waiting(predicate, *, timeout_s):
+            self.wait_count += 1
+            return wait(predicate, timeout_s=timeout_s)
+
+        kv.read, kv.commit, handle.wait = counted(kv.read), counted(kv.commit), waiting
+        return Archiver(handle, bucket, **options)
+
+
+def until(is_so):
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_an_archiver_with_nothing_to_do_asks_nobody_and_hears_of_the_next_version(
+    opened, endpoint, server, monkeypatch
+):
+    counts, trainer = Counts(), opened("trainer")
+    monkeypatch.setattr(archiving, "Archiver", counts.archiver)
+    monkeypatch.setattr(archiving, "LOOK_S", 0.1)
+    monkeypatch.setattr(archiving, "FLEET_S", 0.2)
+    tensors = {"w": torch.zeros(1000)}
+    trainer.register(tensors)
+    trainer.publish(7)
+    bucket = torch_ros.bucket.open("s3://weights/p", trainer.model)
+
+    def look_on():
+        try:
+            until(lambda: counts.wait_count > 1)
+            assert bucket.list() == {7: "full"}
+            before = counts.wait_count, counts.read_count, len(server.asked)
+            until(lambda: counts.wait_count > before[0] + 5)
+            assert len(server.asked) == before[2]
+            # When a wait begins, when it ends, and the fleet.
+            assert counts.read_count - before[1] <= 3 * (counts.wait_count - before[0])
+            monkeypatch.setattr(archiving, "FLEET_S", 1000)
+            for version, look_s in ((8, 1000), (9, 0.1)):
+                monkeypatch.setattr(archiving, "LOOK_S", look_s)
+                waited = counts.wait_count
+                until(lambda waited=waited: counts.wait_count > waited)  # for that long
+                trainer.unpublish()
+                trainer.publish(version)
+                until(lambda version=version: version in bucket.list())
+        finally:
+            monkeypatch.setattr(archiving, "LOOK_S", 0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look_on)
+        assert main.main(["--endpoint", endpoint, "archive", trainer.model, bucket.url]) == 0
+        looking.result()
