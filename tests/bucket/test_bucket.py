@@ -591,7 +591,7 @@ def test_a_folder_may_have_any_name(tmp_path):
 def test_a_grace_is_a_time(capsys, grace):
     with pytest.raises(SystemExit, match="2"):
         main.main(["archive", "m", "memory://x", "--grace", grace])
-    assert "expected a number of seconds above 0" in capsys.readouterr().err
+    assert "is no time: expected 90, 60s" in capsys.readouterr().err
 
 
 def test_a_bad_url_or_model_is_named():

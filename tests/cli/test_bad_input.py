@@ -29,7 +29,7 @@ ARGUMENTS = {  # of those that take more than a model
     "pull": ["MODEL", "latest", "FOLDER/out", "--timeout", "0.2"],
     "diff": ["MODEL", "latest", "latest-1", "--timeout", "0.2"],
     "archive": ["MODEL", "FOLDER/out", "--timeout", "0.2", "--once"],
-    "push": ["FOLDER", "--model", "MODEL", "--version", "9", "--hold", "0"],
+    "push": ["FOLDER", "--model", "MODEL", "--version", "9", "--hold", "0.1"],
     "trace": ["MODEL", "--for", "0.1"],
     "web": ["MODEL", "--port", "0"],
     "export": ["MODEL", "--port", "0"],
@@ -182,6 +182,24 @@ def test_a_version_that_is_gone_is_usage_and_one_that_does_not_come_is_not_fine(
     assert [code for code, _ in said] == [2, 1]
     assert "no readable version 0" in said[0][1]
     assert "version 9 is not published yet" in said[1][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["push", "x", "--model", "m", "--version", "1", "--hold", "nan"], "is no time"),
+        (["push", "x", "--model", "m", "--version", "1", "--hold", "-1"], "is no time"),
+        (["push", "x", "--model", "m", "--version", "1", "--until-held", "0"], "whole number"),
+        (["pull", "m", "1", "x", "--timeout", "nan"], "is no time"),
+        (["verify", "m", "1", "--timeout", "inf"], "is no time"),
+        (["diff", "m", "1", "2", "--timeout", "-1"], "is no time"),
+        (["archive", "m", "x", "--timeout", "0"], "is no time"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.main(arguments)
+    assert said in capsys.readouterr().err
 
 
 def test_files_that_are_not_there_are_said_before_a_version_is_waited_for(crowd, capsys, tmp_path):

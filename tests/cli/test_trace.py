@@ -392,7 +392,7 @@ def test_what_is_asked_wrongly_is_an_exit_code(tmp_path, told):
         with pytest.raises(SystemExit) as ended:
             told("trace", "policy", *wrong)
         assert ended.value.code == 2
-    assert [trace.seconds(text) for text in ("90", "60s", "1.5m", "1h")] == [90, 60, 90, 3600]
+    assert [main._seconds(text) for text in ("90", "60s", "1.5m", "1h")] == [90, 60, 90, 3600]
 
 
 # A watch

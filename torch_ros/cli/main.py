@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +45,9 @@ EXTRAS = {  # which brings a module
     "uvicorn": "web",
 }
 PORT_MAX = 65_535
+TIME_MAX_S, UNITS_S = 7 * 86_400.0, {"": 1, "s": 1, "m": 60, "h": 3600}
 DEEP = "how far those are that read: asks their memory, over NIXL"
-GRACE = "seconds for readers of what is collected"
+GRACE = "for readers of what is collected; by default 1h"
 CLEAR = "\x1b[H\x1b[2J"
 REDRAW_S = 0.3  # at least
 AGES_S = 5.0  # after which ages on a screen are too old
@@ -130,13 +132,17 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
-    return found
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?", text)
+    time_s = float(found[1]) * UNITS_S[found[2] or ""] if found else 0.0
+    if not 0 < time_s <= TIME_MAX_S:
+        expected = "expected 90, 60s, 5m or 1h, up to 168h"
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: {expected}")
+    return time_s
+
+
+def _add_timeout(command: argparse.ArgumentParser) -> None:
+    text = "for the version to come; by default 60s"
+    command.add_argument("--timeout", type=_seconds, default=60.0, metavar="TIME", help=text)
 
 
 def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -148,9 +154,7 @@ def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     traced = commands.add_parser("trace", help="a file for Perfetto: who read what when, from whom")
     traced.add_argument("model", nargs="?", help="to watch; with --merge by default all")
     until = traced.add_mutually_exclusive_group()
-    until.add_argument(
-        "--for", type=trace.seconds, dest="for_s", metavar="TIME", help="by default 60s"
-    )
+    until.add_argument("--for", type=_seconds, dest="for_s", metavar="TIME", help="by default 60s")
     until.add_argument(
         "--version", type=int, dest="number", help="until all have it, or a newer one"
     )
@@ -176,8 +180,10 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     pushed.add_argument("--model", required=True)
     pushed.add_argument("--version", required=True, type=int, dest="number")
     pushed.add_argument("--replica", help="by default push-HOST-PID")
-    pushed.add_argument("--until-held", type=int, metavar="N", help="leave when N others have it")
-    pushed.add_argument("--hold", type=float, metavar="S", help="leave after so many seconds")
+    pushed.add_argument(
+        "--until-held", type=_count, metavar="N", help="leave when N others have it"
+    )
+    pushed.add_argument("--hold", type=_seconds, metavar="TIME", help="leave then: 90, 60s, 5m, 1h")
     pushed.set_defaults(run=_push)
     pulled = commands.add_parser("pull", help="write a version to disk")
     pulled.add_argument("model")
@@ -185,14 +191,14 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     pulled.add_argument("folder", type=Path)
     pulled.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
     pulled.add_argument("--select", action="append", default=[], metavar="PATTERN")
-    pulled.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
+    _add_timeout(pulled)
     pulled.set_defaults(run=_pull)
     archived = commands.add_parser("archive", help="write versions to a bucket, as they come")
     archived.add_argument("model")
     archived.add_argument("url", help="s3://bucket/prefix, gs://, az://, or a folder")
     archived.add_argument("--keep", type=_count, default=5, metavar="N", help="versions that stay")
-    archived.add_argument("--grace", type=_seconds, default=3600.0, metavar="S", help=GRACE)
-    archived.add_argument("--timeout", type=float, default=60.0, help="for the model to come")
+    archived.add_argument("--grace", type=_seconds, default=3600.0, metavar="TIME", help=GRACE)
+    _add_timeout(archived)
     archived.add_argument("--stream", action="store_true", help="without memory for a version")
     archived.add_argument("--once", action="store_true", help="the newest version, and end")
     archived.add_argument("--replica", default="archiver", help="one of a name works at a time")
@@ -202,7 +208,7 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     compared.add_argument("one", metavar="version", help='a number, "latest" or "latest-<k>"')
     compared.add_argument("other", metavar="version-or-folder", help="or a checkpoint on disk")
     compared.add_argument("--select", action="append", default=[], metavar="PATTERN")
-    compared.add_argument("--timeout", type=float, default=60.0, help="for a version to come")
+    _add_timeout(compared)
     compared.set_defaults(run=_diff)
 
 
@@ -226,7 +232,7 @@ def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     verified.add_argument("--against", type=Path, metavar="FOLDER", help="of safetensors")
     verified.add_argument("--replica", help="only this one, and one to compare it with")
     verified.add_argument("--full", action="store_true", help="all tensors, not one of 64")
-    verified.add_argument("--timeout", type=float, default=60.0, help="for the version to come")
+    _add_timeout(verified)
     verified.set_defaults(run=_verify)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import secrets
 import sys
 import threading
@@ -24,21 +23,10 @@ from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.journal import SUFFIX, Journal, parsed
 from torch_ros.store.kv import KV
 
-FOR_S, FOR_MAX_S = 60.0, 7 * 86_400.0
+FOR_S = 60.0
 PERIOD_S = 0.01  # between two fleets
 SLICES_MAX = 500_000  # some 300 MB of memory; then it ends
-UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 Told = Mapping[str, Any]
-
-
-def seconds(text: str) -> float:
-    """The argument of `--for`."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?", text)
-    for_s = float(found[1]) * UNITS_S[found[2] or ""] if found else 0.0
-    if not 0 < for_s <= FOR_MAX_S:
-        expected = "expected 90, 60s, 5m or 1h, up to 168h"
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: {expected}")
-    return for_s
 
 
 def trace(asked: argparse.Namespace) -> Told:
