@@ -1,5 +1,6 @@
-"""The promises of every object store: S3 of moto, one that overwrites, a directory, memory."""
+"""The promises of every object store: S3 of moto, one that overwrites, the Hub, a directory."""
 
+import functools
 import http.client
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import torch_ros.bucket
 from puppets import free_port
 from puppets.objects import ObjectServer
-from torch_ros.bucket import objects
+from torch_ros.bucket import hub, objects
 from torch_ros.errors import BucketError, UsageError
 
 pytest.importorskip("obstore")
 MOTO = pytest.param("moto", marks=[pytest.mark.long, pytest.mark.xdist_group("moto")])
-KINDS = (MOTO, "strict", "overwrites", "directory", "memory")
+KINDS = (MOTO, "strict", "overwrites", "hub", "directory", "memory")
+KEEPS = {"moto", "strict", "directory", "memory"}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,13 @@ def url(request, monkeypatch, tmp_path):
                 monkeypatch.setenv(name, value)
         case "strict" | "overwrites" as kind:
             request.getfixturevalue("server").keeps_creates = kind == "strict"
+        case "hub":
+            huggingface_hub = pytest.importorskip("huggingface_hub")
+            from puppets.hub import FakeHub
+
+            api = functools.partial(FakeHub, request.getfixturevalue("server"))
+            monkeypatch.setattr(huggingface_hub, "HfApi", api)
+            return f"hf://buckets/owner/name/{uuid.uuid4().hex}"
         case "directory":
             return str(tmp_path / "there")
         case "memory":
@@ -86,7 +96,7 @@ def url(request, monkeypatch, tmp_path):
 
 @pytest.fixture
 def store(url):
-    return objects.ObjectStore(url)
+    return hub.opened(url)
 
 
 def keys(store, prefix="v"):
@@ -160,13 +170,13 @@ def test_a_folder_shows_what_a_killed_writer_left_until_it_is_deleted(tmp_path):
 
 def test_one_of_many_creates_wins_or_the_probe_says_that_none_does(store, url, request):
     is_kept = store.probe("v")
-    assert is_kept == (request.node.callspec.params["url"] != "overwrites")
+    assert is_kept == (request.node.callspec.params["url"] in KEEPS)
     assert keys(store) == []
     start = threading.Barrier(8)
 
     def create(number):
         start.wait()
-        return objects.ObjectStore(url).create("v/one", b"%d" % number)
+        return hub.opened(url).create("v/one", b"%d" % number)
 
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(create, range(8)))
@@ -347,6 +357,36 @@ def test_a_store_that_cannot_be_listed_is_found_by_the_probe(server, monkeypatch
 def test_a_url_of_no_store_is_refused(url):
     with pytest.raises(UsageError, match="names no store"):
         objects.ObjectStore(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["hf://", "hf://owner/name", "hf://buckets/owner", "hf://buckets//n"]
+)
+def test_a_url_of_no_bucket_of_the_hub_is_refused(url):
+    with pytest.raises(UsageError, match="expected hf://buckets/owner/name"):
+        hub.opened(url)
+
+
+def test_prefixes_of_the_hub_are_folders_and_its_failures_are_of_the_bucket(server, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from puppets.hub import FakeHub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(server))
+    one, other = (hub.opened(f"hf://buckets/owner/name{prefix}") for prefix in ("", "/v"))
+    one.create("v/1", b"1")
+    one.create("vv/1", b"22")
+    assert keys(one) == ["v/1"]
+    assert other.get("1") == b"1"
+    server.faults[:] = ["503"]
+    assert bytes(one.get_ranges("v/1", [0], [1])[0]) == b"1"  # it asks again
+    server.faults[:] = ["deny"]
+    with pytest.raises(BucketError, match="HF_TOKEN") as caught:
+        one.get_ranges("v/1", [0], [1])
+    assert (caught.value.url, caught.value.key) == ("hf://buckets/owner/name", "v/1")
+    assert torch_ros.bucket.open("hf://buckets/owner/name", "m").list() == {}
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match="extra hub"):
+        hub.opened("hf://buckets/owner/name")
 
 
 def test_without_the_extra_it_says_so(monkeypatch):

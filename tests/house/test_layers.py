@@ -46,6 +46,7 @@ LAZY = {  # what a file starts when it is asked to, and does not stand on
 DOORS = {
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
+    "huggingface_hub": "bucket/hub.py",
     "nixl": "p2p/nixl.py",
     "obstore": "bucket/objects.py",
     "opentelemetry": "shard/tracing.py",

@@ -8,9 +8,8 @@ from urllib.parse import quote
 import torch
 
 from torch_ros import arguments
-from torch_ros.bucket import chain
+from torch_ros.bucket import chain, hub
 from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
-from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
 from torch_ros.errors import BucketError, UsageError, VersionNotFound
 
@@ -30,7 +29,7 @@ class Bucket:
             raise UsageError(f"model {model!r}: no store has a folder of that name")
         self.url, self.model = url, model
         self.root = quote(model, safe="")
-        self.store = ObjectStore(url)
+        self.store = hub.opened(url)
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r}, {self.model!r})"
@@ -113,9 +112,10 @@ def open(url: str, model: str) -> Bucket:  # noqa: A001  # as torch_ros.open
     Neither etcd nor a replica is asked: all that this place has to share is the bucket.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://`, `az://`, a folder or `file:///folder`, which is made if
-            it is not there; `memory://name` for tests. Credentials and endpoints are those of the
-            environment, under the store's own names, such as AWS_ACCESS_KEY_ID and
+        url: `s3://bucket/prefix`, `gs://`, `az://`, `hf://buckets/owner/name` (with the extra
+            `hub`; never tried against the Hub itself), a folder or `file:///folder`, which is made
+            if it is not there; `memory://name` for tests. Credentials and endpoints are those of
+            the environment, under the store's own names, such as AWS_ACCESS_KEY_ID and
             AWS_ENDPOINT_URL.
         model: As it was published.
 

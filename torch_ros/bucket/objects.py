@@ -38,7 +38,7 @@ REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four 
 # How a folder's store names a file that it is writing. It neither lists one nor deletes it.
 UNFINISHED = re.compile(r".*#[0-9]+")
 
-_FORMS = "s3://bucket/prefix, gs://, az://, file:///folder, a folder, or memory://name"
+_FORMS = "s3://bucket/prefix, gs://, az://, hf://buckets/owner/name, file:///folder, a folder, or memory://name"
 _ADVICE = {
     "NotFoundError": "check the name of the bucket; of an object, whether it was collected",
     "PermissionDeniedError": "give this process's credentials the right to do that",
@@ -70,6 +70,9 @@ class ObjectStore:
         UsageError: It is no URL of a store, or the extra `bucket` is not installed.
         BucketError: In each call, where the store refuses, or does not answer for a while.
     """
+
+    _failure: type[Exception] | tuple[type[Exception], ...]
+    _advices = _ADVICE
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -159,10 +162,15 @@ class ObjectStore:
         with self._errors(key):
             found = self._obs.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
         views = [memoryview(each) for each in found]
+        self._check_ranges(key, views, starts, ends)
+        return views
+
+    def _check_ranges(
+        self, key: str, views: Sequence[memoryview], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
         for view, start, end in zip(views, starts, ends, strict=True):
             if view.nbytes != end - start:
                 self.refuse(key, f"it has {start + view.nbytes} bytes, and not {end}")
-        return views
 
     def list(self, prefix: str) -> Iterator[Listed]:
         """The objects below a prefix, in the order of their keys. A prefix ends between slashes.
@@ -224,7 +232,7 @@ class ObjectStore:
             raise
         except self._failure as error:
             kind = type(error).__name__
-            advice = _ADVICE.get(kind, "check that the store answers, and its URL")
+            advice = self._advices.get(kind, "check that the store answers, and its URL")
             raise BucketError(self.url, key, _first_line(error), advice) from error
         except (OSError, ValueError) as error:
             advice = "check that the store is there, and its URL"
