@@ -18,7 +18,7 @@ import torch_ros
 import torch_ros.bucket
 from puppets.objects import ObjectServer
 from torch_ros.bucket import archive, files, reading
-from torch_ros.bucket.archive import Archiver
+from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
@@ -105,7 +105,7 @@ def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, buck
 @pytest.mark.parametrize("file_bytes", [1, 700, 10**9])
 def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_bytes):
     tensors = everything()
-    archived(7, tensors, file_bytes=file_bytes)
+    archived(7, tensors, form=Form(file_bytes=file_bytes))
     [folder] = {path.parent for path in (tmp_path / "bucket").rglob("*.safetensors")}
     plain = mapped(folder)
     odd = plain.pop("complex128")
@@ -132,7 +132,7 @@ def test_any_sharding_is_filled(archived, bucket, monkeypatch, part_bytes):
     monkeypatch.setattr(reading, "WINDOW_BYTES", 4 * part_bytes)
     whole = torch.randn(60, 40, 3)
     tensors = {"w": whole, "before": torch.zeros(3, dtype=torch.int8), "x": torch.randn(50)}
-    archived(7, tensors, file_bytes=600)
+    archived(7, tensors, form=Form(file_bytes=600))
     for cut in ("rows", "columns", "odd", "transposed", "inside"):
         if cut == "rows":
             chunks = {(n, 0, 0): torch.zeros(15, 40, 3) for n in range(0, 60, 15)}
@@ -195,7 +195,7 @@ def test_transformers_loads_an_archived_version(archived, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = transformers.Qwen3ForCausalLM(config)
-    archived(7, dict(model.state_dict()), file_bytes=9000)
+    archived(7, dict(model.state_dict()), form=Form(file_bytes=9000))
     [folder] = {path.parent for path in (tmp_path / "bucket").rglob("*.safetensors")}
     config.save_pretrained(folder)
     found = transformers.Qwen3ForCausalLM.from_pretrained(folder)
@@ -229,7 +229,7 @@ def spoil(path, how):
 @memory_only
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "swapped"])
 def test_a_file_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_path, how):
-    archived(7, {"a": torch.ones(500), "b": torch.zeros(500)}, file_bytes=2000)
+    archived(7, {"a": torch.ones(500), "b": torch.zeros(500)}, form=Form(file_bytes=2000))
     one, other = sorted((tmp_path / "bucket").rglob("*.safetensors"))
     if how == "gone":
         other.unlink()
@@ -445,7 +445,7 @@ def test_nobody_is_read_while_a_version_is_uploaded_unless_it_streams(
     trainer.register(tensors)
     trainer.publish(7)
     monkeypatch.setattr(archive, "BUFFER_BYTES", 1 << 18)  # two of five tensors
-    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1, streams=streams)
+    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1, form=Form(streams=streams))
     put, is_read, sizes = bucket.store.put, [], []
 
     def watched(key, content, **options):
@@ -478,7 +478,9 @@ def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
         trainer.register(tensors)
         trainer.publish(7)
         bucket = torch_ros.bucket.open("s3://weights/p", model)
-        archiver = Archiver(opened("archiver", spot=True), bucket, keep=5, file_bytes=5 << 20)
+        archiver = Archiver(
+            opened("archiver", spot=True), bucket, keep=5, form=Form(file_bytes=5 << 20)
+        )
         for number in range(1, 4):  # the first requests are a list and the beginning of a file
             server.faults[:] = ["503"] * 0 + [None] * number + ["deny"]
             with pytest.raises(BucketError):

@@ -25,7 +25,7 @@ START_S = 60  # until an archiver writes, on a busy machine
 ARCHIVER = """
 import functools, sys
 from torch_ros.cli import archiving, main
-archiving.Archiver = functools.partial(archiving.Archiver, file_bytes=2 << 20)
+archiving.Form = functools.partial(archiving.Form, file_bytes=2 << 20)
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain as chain_of
 from secrets import token_hex
 from time import monotonic
 
+import msgspec
+import torch
+
 import torch_ros
 from torch_ros.bucket import chain
 from torch_ros.bucket.buckets import Bucket
+from torch_ros.bucket.deltas import Encoded, difference
 from torch_ros.bucket.files import (
     FORMAT,
     PROBES,
+    Encoding,
     InBucket,
     Mismatch,
     Parts,
+    StoredBase,
     StoredFile,
     StoredVersion,
     decoded,
@@ -42,11 +48,12 @@ GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
 log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]  # told how many are uploaded, and of how many
+Held = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """A version that is in the bucket now."""
+    """A version that is in the bucket now; `base`: the one that it is a delta of."""
 
     version: int
     run: str
@@ -54,13 +61,45 @@ class Archived:
     size_bytes: int
     seconds: float
     left_out: tuple[str, ...]
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How versions are written.
+
+    Attributes:
+        streams: Upload while reading, through two buffers; the source waits for the upload. All
+            versions are full then.
+        deltas: At most so many behind a full one; 0: none. Where there may be some, the last
+            version stays in memory.
+        encoding: Of deltas.
+        file_bytes: Of a file, unless one tensor is larger.
+    """
+
+    streams: bool = False
+    deltas: int = 0
+    encoding: Encoding = "gaps"
+    file_bytes: int = FILE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The version that was written last, and is in memory: what the next one may be a delta of."""
+
+    version: InBucket
+    tensors: Held
+    full_bytes: int
+    delta_bytes: tuple[int, ...] = ()  # of each delta since the full one
 
 
 class Archiver:
     """Copies the newest version of a fleet into a bucket, again and again. For one thread.
 
-    It reads as any reader does, into memory for one version, and uploads when its source has been
-    let go, however slow the bucket is. It holds nothing, so no publisher takes it for another copy.
+    It reads as any reader does, into memory, and uploads when its source has been let go, however
+    slow the bucket is. It holds nothing, so no publisher takes it for another copy. A delta is of
+    the version that it wrote before: it says what lies between two versions that were both read,
+    however many were published in between.
 
     Args:
         handle: An open handle of the model, with one rank.
@@ -69,7 +108,7 @@ class Archiver:
         grace_s: How long files stay after their manifest has gone, for who still reads them. An
             upload that takes half as long is given up: this is how a file that nobody will
             name is told from one that is being written.
-        streams: Upload while it reads, through two buffers; its source waits for the upload.
+        form: How versions are written.
     """
 
     def __init__(
@@ -79,11 +118,11 @@ class Archiver:
         *,
         keep: int,
         grace_s: float = GRACE_S,
-        streams: bool = False,
-        file_bytes: int = FILE_BYTES,
+        form: Form = Form(),
     ) -> None:
         self._handle, self._bucket, self._keep = handle, bucket, keep
-        self._grace_s, self._streams, self._file_bytes = grace_s, streams, file_bytes
+        self._grace_s, self._form = grace_s, form
+        self._before: _Written | None = None
         # Run, version and uid of what the bucket has, or needs not have.
         self._seen: tuple[str, int, str] | None = None
         self._looked_s = -math.inf  # when the bucket was collected last
@@ -124,20 +163,15 @@ class Archiver:
             return None
         began_s = monotonic()
         contents = handle.contents(ref.version)
-        at_ms = next((each.at_ms for each in fleet.versions if each.ref == ref), None)
-        new = InBucket(
-            chain.run_number(there, ref.run, fleet.runs),
-            ref.run,
-            ref.version,
-            chain.born_ms(there, ref.run, ref.version, ref.uid, at_ms or 0),
-            ref.uid,
-            token_hex(4),
-        )
+        [published] = [each for each in fleet.versions if each.ref == ref]
+        new = _named(fleet, published, there)
         if new in chain.to_collect([*there, new], self._keep, fleet.runs.keys()):
             self._seen = mine
             return None  # an older one, whose newer ones have left the fleet and not the bucket
+        before, self._before = self._before, None  # until this one is there
         try:
-            stored = self._written(new, contents, progress)
+            with self._incoming(new, list(contents.tensors)) as incoming:
+                new, stored, after = self._written(new, contents, incoming, before, progress)
         except ManifestMismatch as error:  # it has other tensors by now
             raise self._published_anew(new) from error
         if monotonic() - began_s > self._grace_s / 2:
@@ -146,10 +180,10 @@ class Archiver:
         self._commit(new, stored)
         odd = [e for e in kept_ if e not in there and (e.run, e.version, e.uid) == mine]
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in odd)
-        self._seen = mine
-        count = sum(len(file.tensors) for file in stored.files)
-        took_s = monotonic() - began_s
-        return Archived(ref.version, ref.run, count, stored.size_bytes, took_s, contents.objects)
+        self._seen, self._before = mine, after
+        took_s, base = monotonic() - began_s, new.base and new.base[0]
+        sizes = len(contents.tensors), stored.size_bytes
+        return Archived(ref.version, ref.run, *sizes, took_s, contents.objects, base)
 
     def _counted(self, found: Sequence[InBucket], known: Collection[str]) -> list[InBucket]:
         """Those of runs that etcd does not know, and those whose manifests can be read."""
@@ -167,39 +201,107 @@ class Archiver:
         return [each for each in found if self._legible.get(each.key, True)]
 
     def _written(
-        self, new: InBucket, contents: torch_ros.Contents, progress: OnBytes
-    ) -> StoredVersion:
-        """Its files are in the bucket, and the manifest is not."""
-        tensors, names = storable(contents.tensors), list(contents.tensors)
-        by_file = framing.files(tensors, self._file_bytes)
-        total, folder = (
-            sum(map(size_bytes, tensors.values())),
-            f"{self._bucket.root}/{new.files_at}",
+        self,
+        new: InBucket,
+        contents: torch_ros.Contents,
+        incoming: Iterator[Named],
+        before: _Written | None,
+        progress: OnBytes,
+    ) -> tuple[InBucket, StoredVersion, _Written | None]:
+        """Its files are in the bucket, and the manifest is not. And what the next one begins with.
+
+        Args:
+            before: The version that was written last, if it is in memory.
+        """
+        plain = StoredVersion(
+            FORMAT,
+            self._handle.model,
+            new.run,
+            new.version,
+            new.uid,
+            (),
+            contents.objects,
+            self._handle.replica,
         )
+        if self._form.streams or not self._form.deltas:
+            return new, self._full(new, plain, contents, incoming, progress), None
+        held = dict(incoming)
+        made = self._made(before, new, held)
+        if made is None or before is None:
+            stored = self._full(new, plain, contents, iter(held.items()), progress)
+            return new, stored, _Written(new, held, stored.size_bytes)
+        base = before.version
+        new = replace(new, base=(base.version, base.nonce))
+        by_file = framing.files(made.shapes, self._form.file_bytes)
+        by_file = {name.replace("model", "delta", 1): each for name, each in by_file.items()}
+        stored = msgspec.structs.replace(
+            plain,
+            files=self._files(new, by_file, made.shapes, iter(made.arrays.items()), progress)
+            if made.arrays
+            else (),
+            base=StoredBase(base.version, base.uid, base.nonce),
+            changes=made.changes,
+            encoding=self._form.encoding,
+        )
+        sizes = (*before.delta_bytes, stored.size_bytes)
+        return new, stored, _Written(new, held, before.full_bytes, sizes)
+
+    def _made(self, before: _Written | None, new: InBucket, held: Held) -> Encoded | None:
+        """What has changed since the version before; None: this one is to be full."""
+        if before is None or len(before.delta_bytes) >= self._form.deltas:
+            return None
+        base = before.version
+        is_next = (base.run_number, base.run) == (new.run_number, new.run)
+        if not is_next or base.version >= new.version or self._bucket.manifest(base) is None:
+            return None
+        if _layout(before.tensors) != _layout(held):
+            return None
+        made = difference(before.tensors, held, self._form.encoding)
+        sizes = (*before.delta_bytes, made.size_bytes)
+        return made if chain.is_short(sizes, before.full_bytes, self._form.deltas) else None
+
+    def _full(
+        self,
+        new: InBucket,
+        plain: StoredVersion,
+        contents: torch_ros.Contents,
+        incoming: Iterator[Named],
+        progress: OnBytes,
+    ) -> StoredVersion:
+        tensors = storable(contents.tensors)
+        by_file = framing.files(tensors, self._form.file_bytes)
+        files = self._files(new, by_file, contents.tensors, incoming, progress)
+        if len(files) > 1:
+            index = framing.index(by_file, sum(map(size_bytes, tensors.values())))
+            self._bucket.store.put(f"{self._bucket.root}/{new.files_at}/{INDEX}", [index])
+        return msgspec.structs.replace(plain, files=files)
+
+    def _files(
+        self,
+        new: InBucket,
+        by_file: Mapping[str, framing.Tensors],
+        tensors: framing.Tensors,
+        incoming: Iterator[Named],
+        progress: OnBytes,
+    ) -> tuple[StoredFile, ...]:
+        """Write files, of tensors as they come. `tensors`: as the manifest writes them."""
+        folder = f"{self._bucket.root}/{new.files_at}"
+        total = sum(size_bytes(each) for inside in by_file.values() for each in inside.values())
         about = {"format": "pt", "torch_ros.model": self._handle.model, "torch_ros.run": new.run}
         about["torch_ros.version"] = str(new.version)
         files, done = [], 0
-        with self._incoming(new, names) as incoming:
-            for name, inside in by_file.items():
-                header, parts = framing.header(inside, about), Parts()
-                content: Iterator[bytes | memoryview] = chain_of(
-                    [header], framing.contents(inside, incoming)
-                )
-                put = _told(parts.passing(content), progress, done, total)
-                whole = len(header) + sum(map(size_bytes, inside.values()))
-                self._bucket.store.put(f"{folder}/{name}", put, size_bytes=whole)
-                stored = stored_tensors(inside, contents.tensors)
-                files.append(
-                    StoredFile(name, parts.size_bytes, len(header), stored, parts.digests())
-                )
-                done += parts.size_bytes - len(header)
-        if len(files) > 1:
-            self._bucket.store.put(f"{folder}/{INDEX}", [framing.index(by_file, total)])
-        by, left_out = self._handle.replica, contents.objects
-        version, uid = new.version, new.uid
-        return StoredVersion(
-            FORMAT, self._handle.model, new.run, version, uid, tuple(files), left_out, by
-        )
+        for name, inside in by_file.items():
+            header, parts = framing.header(inside, about), Parts()
+            content: Iterator[bytes | memoryview] = chain_of(
+                [header], framing.contents(inside, incoming)
+            )
+            put = _told(parts.passing(content), progress, done, total)
+            whole = len(header) + sum(map(size_bytes, inside.values()))
+            self._bucket.store.put(f"{folder}/{name}", put, size_bytes=whole)
+            stored = stored_tensors(inside, tensors)
+            files.append(StoredFile(name, parts.size_bytes, len(header), stored, parts.digests()))
+            done += parts.size_bytes - len(header)
+        return tuple(files)
 
     @contextmanager
     def _incoming(self, new: InBucket, names: Sequence[str]) -> Iterator[Iterator[Named]]:
@@ -208,7 +310,7 @@ class Archiver:
             new.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
         ) as stream:
             self._require_same(new)
-            if self._streams:
+            if self._form.streams:
                 yield stream
                 return
             held = deque((name, tensor.clone()) for name, tensor in stream)
@@ -286,6 +388,25 @@ class Archiver:
         self._unnamed_s = {key: at for key, at in self._unnamed_s.items() if key not in set(gone)}
         self._looked_s = now_s
         return len(old) + len(gone)
+
+
+def _named(
+    fleet: torch_ros.Fleet, published: torch_ros.Published, there: Sequence[InBucket]
+) -> InBucket:
+    """How a version is called in a bucket, beside those that are there."""
+    ref = published.ref
+    return InBucket(
+        chain.run_number(there, ref.run, fleet.runs),
+        ref.run,
+        ref.version,
+        chain.born_ms(there, ref.run, ref.version, ref.uid, published.at_ms or 0),
+        ref.uid,
+        token_hex(4),
+    )
+
+
+def _layout(tensors: Held) -> Mapping[str, object]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from urllib.parse import quote
 
 import torch
 
 from torch_ros import arguments
 from torch_ros.bucket import chain, hub
+from torch_ros.bucket.deltas import Filled, InPlace
 from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
 from torch_ros.bucket.reading import fill
 from torch_ros.errors import BucketError, UsageError, VersionNotFound
+
+log = logging.getLogger(__name__)
 
 TRIES = 3  # a version may be collected while it is looked for
 
@@ -30,12 +35,13 @@ class Bucket:
         self.url, self.model = url, model
         self.root = quote(model, safe="")
         self.store = hub.opened(url)
+        self._filled: Filled | None = None  # by the last load
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r}, {self.model!r})"
 
     def list(self) -> dict[int, Kind]:
-        """The versions of the newest run, ascending, and how each is stored: "full".
+        """The versions of the newest run, ascending, and how each is stored: "full" or "delta".
 
         A version whose trainer died, and started again with a lower number, is none.
 
@@ -48,6 +54,11 @@ class Bucket:
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int | str = "latest") -> int:
         """Read a version into these tensors, in place.
+
+        A version that is stored as a delta takes the full one before it, and the deltas since. If
+        the last load has filled these very tensors, and nobody has written to them since, it takes
+        the deltas since that version: about 3 % of the bytes where 1 % of bfloat16 has changed.
+        Where a tensor that is whole here turns out not to have had that version, all is read anew.
 
         Each process by itself: it reads what its own shards need. Ranks that must have the same
         version ask `list` on one of them, and load that number. Each byte that is used was checked
@@ -75,12 +86,71 @@ class Bucket:
         memory at most.
         """
         for _ in range(TRIES):
-            found = chain.chosen(self.kept(), self.model, version)
-            stored = self.manifest(found)
-            if stored is not None:
-                fill(self.store, f"{self.root}/{found.files_at}", stored, tensors)
+            there = self.kept()
+            found = chain.chosen(there, self.model, version)
+            links = chain.needed(there, found)
+            assert isinstance(links, list)
+            if self._update(links, tensors) or self._read(links, tensors):
+                self._filled = Filled.of(found, tensors)
                 return found.version
         raise VersionNotFound(self.model, str(version), "each is collected before it is read")
+
+    def _update(self, links: Sequence[InBucket], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Make the last version of `links` of one of them that is in the tensors, if one is."""
+        filled, self._filled = self._filled, None  # whatever comes, until all is well
+        if filled is None or filled.version not in links or not filled.is_in(tensors):
+            return False
+        since = links[links.index(filled.version) + 1 :]
+        stored = self._manifests(since)
+        if stored is None or any(
+            s.base is None or s.base.uid != filled.version.uid for s in stored[:1]
+        ):
+            return False
+        if (unlike := self._apply(since, stored, tensors)) is None:
+            return True
+        log.warning("%r did not have version %d; reading all", unlike, filled.version.version)
+        return False
+
+    def _read(self, links: Sequence[InBucket], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Read a full version, and the deltas behind it; False: one is gone, nothing was read."""
+        stored = self._manifests(links)
+        if stored is None:
+            return False
+        fill(self.store, f"{self.root}/{links[0].files_at}", stored[0], tensors)
+        if (unlike := self._apply(links[1:], stored[1:], tensors)) is not None:
+            reason = f"a delta of {unlike!r} is of other content than that of its base"
+            self.store.refuse(f"{self.root}/{links[-1].key}", reason)
+        return True
+
+    def _apply(
+        self,
+        links: Sequence[InBucket],
+        stored: Sequence[StoredVersion],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> str | None:
+        """Returns the name of a tensor that did not have what a delta is of."""
+        target = InPlace(tensors) if links else None
+        for link, each in zip(links, stored, strict=True):
+            assert target is not None
+            unlike = target.apply(self.store, f"{self.root}/{link.files_at}", each)
+            if unlike is not None:
+                return unlike
+        if target is not None:
+            target.end()
+        return None
+
+    def _manifests(self, links: Sequence[InBucket]) -> Sequence[StoredVersion] | None:
+        """None: one was collected meanwhile."""
+        found = []
+        for link in links:
+            if (stored := self.manifest(link)) is None:
+                return None
+            found.append(stored)
+        for base, stored in pairwise(found):
+            if stored.base is None or stored.base.uid != base.uid:
+                key = f"{self.root}/{links[found.index(stored)].key}"
+                self.store.refuse(key, f"it is a delta of {stored.base}, not of {base.uid!r}")
+        return found
 
     def keys(self) -> Sequence[str]:
         """All objects of the model, below its folder."""

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch_ros.bucket.files import InBucket
 from torch_ros.errors import UsageError, VersionNotFound
 
+READ_MAX = 64  # links of a chain
+
 
 def living(there: Iterable[InBucket]) -> list[InBucket]:
     """The versions of the newest run that has some, newest first.
@@ -31,23 +33,57 @@ def _age(of: InBucket) -> tuple[int, int, str, str]:
     return of.born_ms, of.version, of.uid, of.nonce
 
 
-def chosen(there: Iterable[InBucket], model: str, version: int | str) -> InBucket:
+def needed(there: Iterable[InBucket], of: InBucket) -> list[InBucket] | int:
+    """What is read for a version: a full one, then deltas, the last of which makes this one.
+
+    Returns:
+        An int: the version that is missing.
+    """
+    by_name = {(each.run_number, each.run, each.version, each.nonce): each for each in there}
+    chain = [of]
+    while (base := chain[-1].base) is not None:
+        found = by_name.get((of.run_number, of.run, *base))
+        # A base is older, so that no chain is a circle.
+        if found is None or found.version >= chain[-1].version or len(chain) > READ_MAX:
+            return base[0]
+        chain.append(found)
+    return chain[::-1]
+
+
+def is_short(delta_bytes: Sequence[int], full_bytes: int, most: int) -> bool:
+    """Whether a version may be a delta, too, of so many bytes, after those behind a full one.
+
+    Args:
+        delta_bytes: Of each delta behind it, the new one the last.
+        most: Deltas behind a full one.
+    """
+    return len(delta_bytes) <= most and sum(delta_bytes) <= full_bytes // 2
+
+
+def chosen(there: Collection[InBucket], model: str, version: int | str) -> InBucket:
     """The version that a number, "latest" or "latest-<k>" means, of the newest run.
+
+    A delta of something that is gone cannot be read: "latest" is none of these.
 
     Raises:
         UsageError: It is none of these.
-        VersionNotFound: The bucket has no such version. Names those that it has.
+        VersionNotFound: The bucket has no such version, or not all that it needs. Names those that
+            it has.
     """
     alive = living(there)
+    readable = [each for each in alive if isinstance(needed(there, each), list)]
     if isinstance(version, int) and not isinstance(version, bool):
         found = [each for each in alive if each.version == version]
     elif isinstance(version, str) and (m := re.fullmatch(r"latest(?:-([0-9]{1,9}))?", version)):
-        found = alive[int(m[1] or 0) :]
+        found = readable[int(m[1] or 0) :]
     else:
         raise UsageError(f"version {version!r}: expected a number, 'latest' or 'latest-<k>'")
+    names = ", ".join(str(each.version) for each in readable[:10]) or "nothing"
     if not found:
-        names = ", ".join(str(each.version) for each in alive[:10]) or "nothing"
         raise VersionNotFound(model, str(version), f"the bucket has {names}")
+    if found[0] not in readable:
+        lacks = f"it is a delta, and of what it needs version {needed(there, found[0])} is gone"
+        raise VersionNotFound(model, str(version), f"{lacks}; the bucket has {names}")
     return found[0]
 
 
@@ -78,7 +114,9 @@ def born_ms(there: Iterable[InBucket], run: str, version: int, uid: str, at_ms: 
 
 
 def to_collect(there: Sequence[InBucket], keep: int, known: Collection[str]) -> list[InBucket]:
-    """The manifests to delete, so that `keep` versions stay: of runs that etcd knows.
+    """The manifests to delete, so that `keep` versions stay, and what these are deltas of.
+
+    Of runs that etcd knows.
 
     A lineage that has ended goes as its numbers come again: until then a clock may be wrong.
     """
@@ -89,6 +127,9 @@ def to_collect(there: Sequence[InBucket], keep: int, known: Collection[str]) -> 
         alive = living(each for each in mine if (each.run_number, each.run) == run)
         reached[alive[0].run] = max(alive[0].version, reached.get(alive[0].run, 0))
         kept_ += alive[: max(0, keep - len(kept_))]
+    for each in [*kept_]:
+        bases = needed(mine, each)
+        kept_ += bases if isinstance(bases, list) else ()
     kept_keys = {each.key for each in kept_}
     return [
         each for each in mine if each.key not in kept_keys and each.version <= reached[each.run]

@@ -3,6 +3,9 @@
     <prefix>/<model>/<number>-<run>/versions/<version>-<born_ms>-<uid>-<nonce>.full.json
     <prefix>/<model>/<number>-<run>/data/<version>-<uid>-<nonce>/model.safetensors
 
+A version that is stored as a delta has `delta-<base's version>-<base's nonce>` in the place of
+`full`, and files `delta.safetensors`: a list of manifests tells what each version needs.
+
 A manifest is written last: files without one are no version. Objects never change: each attempt has
 a manifest and a folder of its own, by its nonce, so nobody writes over what somebody reads, in a
 store that overwrites either. Pure.
@@ -38,10 +41,13 @@ FORMAT: Literal[1] = 1
 PART_BYTES = 4 << 20  # of a file, with one digest: no reader needs all of a file to check its own
 DIGEST_BYTES = 16
 PROBES = "probe"  # the folder where an archiver tries a store
-NAMED = re.compile(r"([0-9]{20})-([0-9]{15})-([^/]+)-([0-9a-z]+)\.full\.json")
+NAMED = re.compile(
+    r"([0-9]{20})-([0-9]{15})-([^/]+)-([0-9a-z]+)\.(?:full|delta-([0-9]{20})-([0-9a-z]+))\.json"
+)
 MOST = 2**62  # of elements and bytes: sums of two such numbers fit in 64 bits
 
-Kind = Literal["full"]
+Kind = Literal["full", "delta"]
+Encoding = Literal["gaps", "coo"]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
@@ -54,6 +60,7 @@ class InBucket:
         born_ms: When it was first published, by the publisher's clock; never less than that of a
             lower version of its run.
         nonce: Of the attempt that wrote it: two archivers may write one version.
+        base: Version and nonce of the one that it is a delta of, in the same run; None: it is full.
     """
 
     run_number: int
@@ -62,7 +69,11 @@ class InBucket:
     born_ms: int
     uid: str
     nonce: str
-    kind: Kind = "full"
+    base: tuple[int, str] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "full" if self.base is None else "delta"
 
     @property
     def folder(self) -> str:
@@ -73,7 +84,8 @@ class InBucket:
     def key(self) -> str:
         """The key of its manifest, below the model's folder."""
         name = f"{self.version:020d}-{self.born_ms:015d}-{quote(self.uid, safe='')}"
-        return f"{self.folder}/versions/{name}-{self.nonce}.{self.kind}.json"
+        kind = "full" if self.base is None else "delta-{:020d}-{}".format(*self.base)
+        return f"{self.folder}/versions/{name}-{self.nonce}.{kind}.json"
 
     @property
     def files_at(self) -> str:
@@ -89,7 +101,8 @@ def kept(key: str) -> InBucket | None:
             if not number.isdecimal():
                 return None
             numbers = int(number), unquote(text), int(found[1]), int(found[2])
-            made = InBucket(*numbers, unquote(found[3]), found[4])
+            base = (int(found[5]), found[6]) if found[5] else None
+            made = InBucket(*numbers, unquote(found[3]), found[4], base)
             return made if made.key == key and made.version <= MOST else None
     return None
 
@@ -144,8 +157,30 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return packed(Layout(tuple(records), tuple(chunks)))
 
 
+class StoredChange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor of a version that is stored as a delta, changed or not.
+
+    `count` elements have changed. Its arrays are in the files if there are any. `digest` is by how
+    much the full digest of the tensor has changed, see `weights.digest.change_digest`.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
+    count: _Count
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+
+
+class StoredBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The version, in the same run, that a delta is of."""
+
+    version: _Count
+    uid: str
+    nonce: str
+
+
 class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifest of a version that is stored whole."""
+    """The manifest of a version: of files that have it whole, or what has changed since `base`."""
 
     format: Literal[1]
     model: str
@@ -155,6 +190,9 @@ class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[StoredFile, ...]
     left_out: tuple[str, ...]  # fqns of pickled objects
     by: str  # the replica that wrote it, for people
+    base: StoredBase | None = None
+    changes: tuple[StoredChange, ...] = ()  # all tensors, if there is a base
+    encoding: Encoding = "gaps"  # of these
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -184,24 +222,57 @@ def decoded(content: bytes, model: str, of: InBucket) -> StoredVersion:
     said, named = (found.model, found.run, found.version, found.uid), (model, of.run, of.version)
     if said != (*named, of.uid):
         raise Mismatch(f"it is the manifest of {said}, expected {(*named, of.uid)}")
+    base = None if found.base is None else (found.base.version, found.base.nonce)
+    if base != of.base:
+        raise Mismatch(f"it is a delta of {base}, expected {of.base}")
+    if base is None and found.changes:
+        raise Mismatch("it has changes, and no base")
     names = [tensor.fqn for file in found.files for tensor in file.tensors]
     for what, each in (("tensors", names), ("files", [file.name for file in found.files])):
         if len(set(each)) != len(each):
             raise Mismatch(f"two of its {what} have the same name")
     for file in found.files:
         _check(file)
+    if found.base is not None:
+        _check_changes(found)
     return found
+
+
+def _check_tensor(tensor: StoredTensor | StoredChange) -> None:
+    try:
+        dtype_named(tensor.dtype)
+    except KeyError as error:
+        found = f"{tensor.fqn!r} is {tensor.dtype!r}"
+        raise Mismatch(f"{found}, a dtype that this torch lacks") from error
+    if math.prod(max(1, size) for size in tensor.shape) > MOST // 16:
+        raise Mismatch(f"{tensor.fqn!r} is larger than anything can be")
+
+
+def _check_changes(found: StoredVersion) -> None:
+    """Whether its files have the arrays of all tensors that have changed, and nothing else."""
+    changed = [each.fqn for each in found.changes if each.count]
+    arrays = {tensor.fqn for file in found.files for tensor in file.tensors}
+    if len({each.fqn for each in found.changes}) != len(found.changes):
+        raise Mismatch("two of its changes are of the same tensor")
+    for each in found.changes:
+        _check_tensor(each)
+    if arrays != {name for fqn in changed for name in arrays_of(fqn, found.encoding)}:
+        raise Mismatch("its files have other arrays than its changes")
+
+
+def arrays_of(fqn: str, encoding: Encoding) -> tuple[str, ...]:
+    """The names of the arrays of a tensor's delta: no two tensors have one in common.
+
+    "coo": `indices`, row-major numbers of elements, and `values` in the tensor's dtype, as
+    Hugging Face's delta engine has them.
+    """
+    kinds = ("index", "gaps", "values") if encoding == "gaps" else ("indices", "values")
+    return tuple(f"{fqn}.{kind}" for kind in kinds)
 
 
 def _check(file: StoredFile) -> None:
     for tensor in file.tensors:
-        try:
-            dtype_named(tensor.dtype)
-        except KeyError as error:
-            found = f"{tensor.fqn!r} is {tensor.dtype!r}"
-            raise Mismatch(f"{found}, a dtype that this torch lacks") from error
-        if math.prod(max(1, size) for size in tensor.shape) > MOST // 16:
-            raise Mismatch(f"{tensor.fqn!r} is larger than anything can be")
+        _check_tensor(tensor)
     if file.starts[-1] != file.size_bytes:
         raise Mismatch(f"{file.name} has {file.size_bytes} bytes, its tensors {file.starts[-1]}")
     count = -(-file.size_bytes // PART_BYTES)

@@ -58,8 +58,8 @@ def fill(
     def load(window: Window) -> None:
         file = stored.files[window.file]
         with torch.no_grad():
-            for first, landed in _landed(store, f"{folder}/{file.name}", file, window.parts()):
-                _copy_out(window, first, landed, targets, memory)
+            for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
+                _copy_out(window, first, content, targets, memory)
 
     with ThreadPoolExecutor(THREADS, "torch_ros bucket") as pool:
         under_way = [pool.submit(load, window) for window in windows(planned, stored.files)]
@@ -106,7 +106,7 @@ def windows(planned: ReadPlan, files: Sequence[StoredFile]) -> Sequence[Window]:
     return [found[key] for key in sorted(found)]
 
 
-def _landed(
+def landed(
     store: ObjectStore, key: str, file: StoredFile, parts: Sequence[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Stretches of whole parts, each checked: its offset in the file, and its bytes."""

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch_ros
 import torch_ros.bucket
-from torch_ros.bucket.archive import Archived, Archiver
+from torch_ros.bucket.archive import Archived, Archiver, Form
 from torch_ros.bucket.files import PROBES
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
@@ -46,9 +46,8 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
             "%s overwrites what it should create: versions are safe, by their names", asked.url
         )
     with opened(asked, asked.replica, "archive", spot=True) as handle, told_to_end() as ends:
-        archiver = Archiver(
-            handle, bucket, keep=asked.keep, grace_s=asked.grace, streams=asked.stream
-        )
+        form = Form(streams=asked.stream, deltas=asked.deltas, encoding=asked.encoding)
+        archiver = Archiver(handle, bucket, keep=asked.keep, grace_s=asked.grace, form=form)
         failures = 0
         while not ends.is_set():
             try:
@@ -78,6 +77,7 @@ def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Arc
         written = archiver.archive(progress)
     if written is not None:
         what = f"version {written.version} of {handle.model!r}: {written.tensor_count} tensors"
+        what += f", changes since {written.base}" if written.base is not None else ""
         out.write(f"{what}, {size(written.size_bytes)}, in {written.seconds:.1f} s\n")
         if written.left_out:
             out.write(f"left out, since only dcp.load reads pickles: {some(written.left_out)}\n")

@@ -46,6 +46,7 @@ EXTRAS = {  # which brings a module
 }
 PORT_MAX = 65_535
 TIME_MAX_S, UNITS_S = 7 * 86_400.0, {"": 1, "s": 1, "m": 60, "h": 3600}
+DELTAS = "at most behind a full version; 0: none, and half the memory"
 DEEP = "how far those are that read: asks their memory, over NIXL"
 GRACE = "for readers of what is collected; by default 1h"
 CLEAR = "\x1b[H\x1b[2J"
@@ -131,6 +132,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?", text)
     time_s = float(found[1]) * UNITS_S[found[2] or ""] if found else 0.0
@@ -200,6 +207,8 @@ def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     archived.add_argument("--grace", type=_seconds, default=3600.0, metavar="TIME", help=GRACE)
     _add_timeout(archived)
     archived.add_argument("--stream", action="store_true", help="without memory for a version")
+    archived.add_argument("--deltas", type=_whole, default=32, metavar="N", help=DELTAS)
+    archived.add_argument("--encoding", choices=("gaps", "coo"), default="gaps", help="of deltas")
     archived.add_argument("--once", action="store_true", help="the newest version, and end")
     archived.add_argument("--replica", default="archiver", help="one of a name works at a time")
     archived.set_defaults(run=_archive)
