@@ -166,6 +166,67 @@ def private_mib():
         return next(int(line.split()[1]) >> 10 for line in status if line.startswith("RssAnon"))
 
 
+PUSH = """
+import json, sys, time
+import torch_ros
+from torch_ros.cli import main, moving
+
+class Told:
+    def write(self, text):
+        told = {"said": text, "private_mib": private_mib() - BEFORE_MIB}
+        told |= {"wall_s": time.monotonic() - BEGAN[0], "cpu_s": time.process_time() - BEGAN[1]}
+        print(json.dumps(told), file=OUT)
+    def flush(self):
+        OUT.flush()
+    def isatty(self):
+        return False
+
+def private_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
+
+torch_ros.open("imported", endpoint="memory://imported").close()
+BEFORE_MIB = private_mib()
+OUT, sys.stdout, BEGAN = sys.stdout, Told(), (time.monotonic(), time.process_time())
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+def test_a_gib_from_disk_is_published_in_a_second_and_takes_no_memory(opened, endpoint, tmp_path):
+    """It prints the seconds from after the imports until the version is published, and the MiB."""
+    torch.manual_seed(0)
+    names = [f"model.layers.{number}.weight" for number in range(300)]
+    tensors = {name: torch.randint(1 << 15, (1792, 1024), dtype=torch.int16) for name in names}
+    tensors = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}
+    assert sum(tensor.nbytes for tensor in tensors.values()) >= 1 << 30
+    files = {f"model-{number}.safetensors": names[number::2] for number in range(2)}
+    for file, inside in files.items():
+        save_file({name: tensors[name] for name in inside}, tmp_path / file)
+    where = {name: file for file, inside in files.items() for name in inside}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    rollout = opened("rollout")
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    rollout.register(found)
+    command = [sys.executable, "-c", PUSH, "--endpoint", endpoint, "push", str(tmp_path)]
+    command += ["--model", rollout.model, "--version", "3", "--until-held", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        published = json.loads(process.stdout.readline())
+        assert rollout.replicate(timeout_s=60) == 3
+        said = [json.loads(line) for line in process.stdout]
+    finally:
+        process.kill()
+        process.wait()
+    same(found, tensors)
+    print([published, *said])
+    assert "300 tensors, 1.0 GiB" in published["said"]
+    assert "leaving version 3" in said[-1]["said"]
+    assert published["cpu_s"] < 1
+    assert max(each["private_mib"] for each in (published, *said)) < 50
+
+
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 @pytest.mark.parametrize("ends_by", ["enough", "Ctrl-C"])
 def test_a_process_that_pushes_stays_until_it_is_told_or_enough_have_it(
