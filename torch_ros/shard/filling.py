@@ -132,7 +132,7 @@ class Filling:
         self._inst = ""  # the source that was chosen last
         self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
-        self.published = Digests()  # of the version, from the first source that knows them
+        self.published: Digests = Digests()  # of the version, from the first source that knows them
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._tally = tallies.begin(shard.observed.tally.whose)
         self.bytes_read: int = 0
