@@ -151,3 +151,14 @@ def test_a_name_that_no_archiver_writes_is_no_version():
     other = ("1-r/versions/" + key.split("/")[2], key.replace(f"{7:020d}", "9" * 20))
     other += (key.replace("-u7-", "-%ff-"), key.replace("0a1b", "0A1B"))
     assert [kept(each) for each in other] == [None] * 4
+
+
+def test_a_bucket_is_behind_by_numbers_and_by_time_between_publications():
+    newest = row(7, 1000)
+    assert chain.behind(newest, "r", 7, 1000, 99_000) == (0, 0)
+    assert chain.behind(newest, "r", 9, 3500, 99_000) == (2, 2.5)
+    assert chain.behind(newest, "r", 7, 3500, 99_000) == (0, 2.5)  # it was published anew
+    assert chain.behind(row(9, 5000), "r", 7, 1000, 99_000) == (0, 0)
+    for other in (None, row(7, 1000, run="q")):
+        assert chain.behind(other, "r", 2, 90_000, 99_000) == (3, 9)
+        assert chain.behind(other, "r", 2, 90_000, 80_000) == (3, 0)  # this clock is behind

@@ -16,7 +16,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "checkpoints": {"face", "weights", "torch"},
     "bucket": {"checkpoints", "face", "weights", "torch", "numpy", "msgspec"},
-    "metrics": {"protocol", "shard"},
+    "metrics": {"bucket", "protocol", "shard"},
     "cli": {
         "bucket",
         "checkpoints",

@@ -16,8 +16,12 @@ import pytest
 import torch
 from scraping import address, exporting, samples
 
+import torch_ros.bucket
 from puppets.servers import free_port
+from torch_ros.bucket.archive import Archiver
 from torch_ros.metrics import serve
+from torch_ros.metrics.archivers import ArchiveCollector
+from torch_ros.metrics.server import serving
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 ALERTS = FOLDER / "alerts.yml"
@@ -59,8 +63,12 @@ def served(opened, endpoint):
         rollout.read(1, {"w": torch.empty(4)})
     reader = opened("reader")
     reader.register({"w": torch.empty(4)})
-    with exporting(endpoint) as (_, said):
-        pages = [said, f"at http://127.0.0.1:{serve()}/metrics"]
+    bucket = torch_ros.bucket.open("memory://board", trainer.model)
+    archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
+    archiver.totals.retries["BucketError"] += 1
+    figures = serving(ArchiveCollector(archiver), "127.0.0.1", 0)
+    with exporting(endpoint) as (_, said), figures as archived:
+        pages = [said, f"at http://127.0.0.1:{serve()}/metrics", f"at {archived}"]
         yield pages, trainer.model, partial(step, trainer, reader)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain as chain_of
 from secrets import token_hex
-from time import monotonic
+from time import monotonic, time_ns
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
 BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
 LOOK_S = 600.0  # between two looks at a bucket for which the fleet has nothing new
+SCRAPE_S = 4.0  # for etcd to say how far the bucket is behind: Prometheus waits for ten seconds
 GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,17 @@ class Archived:
     seconds: float
     left_out: tuple[str, ...]
     base: int | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """An archiver's life so far."""
+
+    versions: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    collected: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,8 @@ class Archiver:
         self._before: _Written | None = None
         # Run, version and uid of what the bucket has, or needs not have.
         self._seen: tuple[str, int, str] | None = None
+        self._newest: InBucket | None = None  # of its run
+        self.model, self.totals = bucket.model, Totals()
         self._looked_s = -math.inf  # when the bucket was collected last
         self._unnamed_s: dict[str, float] = {}  # files without a manifest; since when
         self._legible: dict[str, bool] = {}  # keys of manifests
@@ -139,6 +153,20 @@ class Archiver:
         """In how many seconds there is something to do, if the fleet has nothing new."""
         over_s = min(self._unnamed_s.values(), default=math.inf) + self._grace_s
         return max(0.0, min(over_s, self._looked_s + LOOK_S) - monotonic())
+
+    def behind(self) -> tuple[int, float] | None:
+        """By how many numbers and seconds the bucket is behind; None: the fleet has no version.
+
+        Any thread may ask. Costs a request to etcd.
+
+        Raises: BackendError: etcd does not answer.
+        """
+        fleet = self._handle.fleet(timeout_s=SCRAPE_S)
+        for each in fleet.versions:
+            if each.ref == fleet.latest:
+                now_ms, at_ms = time_ns() // 10**6, each.at_ms or 0
+                return chain.behind(self._newest, each.ref.run, each.ref.version, at_ms, now_ms)
+        return None
 
     def archive(self, progress: OnBytes) -> Archived | None:
         """Write the newest version, unless the bucket has it, or there is none.
@@ -158,6 +186,8 @@ class Archiver:
             return None
         kept_ = bucket.kept()
         there = self._counted(kept_, fleet.runs.keys())
+        of_run = chain.living(each for each in there if each.run == ref.run)
+        self._newest = next(iter(of_run), None)
         if any((e.run, e.version, e.uid) == mine for e in there):
             self._seen = mine
             return None
@@ -180,9 +210,12 @@ class Archiver:
         self._commit(new, stored)
         odd = [e for e in kept_ if e not in there and (e.run, e.version, e.uid) == mine]
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in odd)
-        self._seen, self._before = mine, after
+        self._seen, self._before, self._newest = mine, after, new
         took_s, base = monotonic() - began_s, new.base and new.base[0]
         sizes = len(contents.tensors), stored.size_bytes
+        self.totals.versions += 1
+        self.totals.size_bytes += stored.size_bytes
+        self.totals.seconds += took_s
         return Archived(ref.version, ref.run, *sizes, took_s, contents.objects, base)
 
     def _counted(self, found: Sequence[InBucket], known: Collection[str]) -> list[InBucket]:
@@ -387,6 +420,7 @@ class Archiver:
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
         self._unnamed_s = {key: at for key, at in self._unnamed_s.items() if key not in set(gone)}
         self._looked_s = now_s
+        self.totals.collected += len(old) + len(gone)
         return len(old) + len(gone)
 
 

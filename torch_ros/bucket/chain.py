@@ -113,6 +113,19 @@ def born_ms(there: Iterable[InBucket], run: str, version: int, uid: str, at_ms: 
     return max(at_ms, *lower, *ended, 0)
 
 
+def behind(
+    newest: InBucket | None, run: str, version: int, at_ms: int, now_ms: int
+) -> tuple[int, float]:
+    """By how many numbers and seconds a bucket is behind a version that was published at `at_ms`.
+
+    Seconds lie between two publications, by the publisher's clock. If the bucket has nothing of the
+    run, it is behind by all its numbers, and until now.
+    """
+    if newest is None or newest.run != run:
+        return version + 1, max(0, now_ms - at_ms) / 1000
+    return max(0, version - newest.version), max(0, at_ms - newest.born_ms) / 1000
+
+
 def to_collect(there: Sequence[InBucket], keep: int, known: Collection[str]) -> list[InBucket]:
     """The manifests to delete, so that `keep` versions stay, and what these are deltas of.
 

@@ -6,7 +6,8 @@ import argparse
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TextIO
 
 import torch_ros
@@ -48,27 +49,50 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
     with opened(asked, asked.replica, "archive", spot=True) as handle, told_to_end() as ends:
         form = Form(streams=asked.stream, deltas=asked.deltas, encoding=asked.encoding)
         archiver = Archiver(handle, bucket, keep=asked.keep, grace_s=asked.grace, form=form)
-        failures = 0
-        while not ends.is_set():
-            try:
-                written = _step(archiver, handle, out)
-                failures = 0
-            except (BackendError, NotAvailable, PeerError, SeatLost) as error:
-                if isinstance(error, Fenced) or asked.once:
-                    raise
-                is_missed = isinstance(error, NotAvailable | PeerError)
-                pause_s = MISSED_S if is_missed else min(RETRY_S * 2**failures, RETRY_MAX_S)
-                failures = failures if is_missed else min(failures + 1, DOUBLED_MAX)
-                log.warning("%s; it tries again in %g s", error, pause_s)
-                ends.wait(pause_s)
-                continue
-            if asked.once:
-                if written is None and not bucket.list():
-                    raise UsageError(f"model {asked.model!r} has no version to archive")
-                break
+        if not asked.once:
+            with _served(asked.metrics_port, archiver, out):
+                _follow(archiver, handle, out, ends)
+        elif _step(archiver, handle, out) is None and not bucket.list():
+            raise UsageError(f"model {asked.model!r} has no version to archive")
+    return FINE
+
+
+@contextmanager
+def _served(where: str | None, archiver: Archiver, out: TextIO) -> Iterator[None]:
+    """Figures for Prometheus, if they are asked for."""
+    if where is None:
+        yield
+        return
+    from torch_ros.metrics.archivers import ArchiveCollector  # noqa: PLC0415  # an extra
+    from torch_ros.metrics.process import address  # noqa: PLC0415
+    from torch_ros.metrics.server import serving  # noqa: PLC0415
+
+    with serving(ArchiveCollector(archiver), *address(where)) as url:
+        out.write(f"{url}: figures of the archiver\n")
+        out.flush()
+        yield
+
+
+def _follow(
+    archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO, ends: threading.Event
+) -> None:
+    failures = 0
+    while not ends.is_set():
+        try:
+            written = _step(archiver, handle, out)
+            failures = 0
+        except Fenced:
+            raise
+        except (BackendError, NotAvailable, PeerError, SeatLost) as error:
+            archiver.totals.retries[type(error).__name__] += 1
+            is_missed = isinstance(error, NotAvailable | PeerError)
+            pause_s = MISSED_S if is_missed else min(RETRY_S * 2**failures, RETRY_MAX_S)
+            failures = failures if is_missed else min(failures + 1, DOUBLED_MAX)
+            log.warning("%s; it tries again in %g s", error, pause_s)
+            ends.wait(pause_s)
+        else:
             if written is None:
                 _await_work(handle, archiver, ends)
-    return FINE
 
 
 def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Archived | None:

@@ -44,11 +44,20 @@ def serve_as_told() -> None:
     On a host with several ranks each takes the port above, by torchrun's local rank.
     """
     told = environment.value(environment.METRICS_PORT)
-    host, _, port = told.rpartition(":")
     try:
-        if not port.isdecimal() or int(port) > PORT_MAX:
-            raise UsageError("expected PORT, or HOST:PORT")
-        above = int(os.environ.get("LOCAL_RANK", "0")) if int(port) else 0
-        serve(int(port) + above, host=host or LOOPBACK)
+        host, port = address(told)
+        above = int(os.environ.get("LOCAL_RANK", "0")) if port else 0
+        serve(port + above, host=host)
     except (UsageError, ValueError) as error:
         log.warning("no figures are served, %s=%r: %s", environment.METRICS_PORT, told, error)
+
+
+def address(told: str) -> tuple[str, int]:
+    """Host and port of "PORT" or "HOST:PORT".
+
+    Raises: UsageError: It is neither.
+    """
+    host, _, port = told.rpartition(":")
+    if not port.isdecimal() or int(port) > PORT_MAX:
+        raise UsageError("expected PORT, or HOST:PORT")
+    return host or LOOPBACK, int(port)
