@@ -1,6 +1,7 @@
 """Which versions of a bucket count, and which go."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -162,3 +163,51 @@ def test_a_bucket_is_behind_by_numbers_and_by_time_between_publications():
     for other in (None, row(7, 1000, run="q")):
         assert chain.behind(other, "r", 2, 90_000, 99_000) == (3, 9)
         assert chain.behind(other, "r", 2, 90_000, 80_000) == (3, 0)  # this clock is behind
+
+
+def delta(version, base, nonce="0a1b", base_nonce="0a1b", **more):
+    made = row(version, 1000 + version, **more)
+    return replace(made, nonce=nonce, base=(base, base_nonce))
+
+
+def test_what_a_version_needs_begins_with_a_full_one():
+    there = [row(1, 1001), delta(2, 1), delta(5, 2), delta(6, 1)]
+    assert [[e.version for e in chain.needed(there, of)] for of in there] == [
+        [1],
+        [1, 2],
+        [1, 2, 5],
+        [1, 6],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ([row(1, 1001), delta(3, 2)], 2),
+        ([delta(3, 2), delta(2, 3)], 3),
+        ([delta(3, 3)], 3),
+        ([row(1, 1001), delta(3, 1, base_nonce="0b2c")], 1),
+        ([row(1, 1001, run="another"), delta(3, 1)], 1),
+        ([row(1, 1001, number=2), delta(3, 1)], 1),
+    ],
+    ids=["a gap", "a circle", "itself", "another attempt", "another run", "a run of that name"],
+)
+def test_a_chain_that_is_not_whole_names_what_is_missing(there, missing):
+    [of] = [each for each in there if each.version == 3]
+    assert chain.needed(there, of) == missing
+    with pytest.raises(VersionNotFound):
+        chain.chosen(there if of in chain.living(there) else [of], "m", 3)
+
+
+def test_a_chain_is_at_most_so_long():
+    there = [row(0, 1000), *(delta(n, n - 1) for n in range(1, 70))]
+    assert len(chain.needed(there, there[chain.READ_MAX])) == chain.READ_MAX + 1
+    assert isinstance(chain.needed(there, there[chain.READ_MAX + 1]), int)
+    assert chain.chosen(there, "m", "latest").version == chain.READ_MAX
+
+
+def test_deltas_are_few_and_small_or_a_version_is_full():
+    assert chain.is_short([10], 20, 1)
+    assert chain.is_short([5, 5], 20, 2)
+    assert not chain.is_short([5, 5], 20, 1)
+    assert not chain.is_short([5, 6], 20, 2)

@@ -59,6 +59,7 @@ class Bucket:
         the last load has filled these very tensors, and nobody has written to them since, it takes
         the deltas since that version: about 3 % of the bytes where 1 % of bfloat16 has changed.
         Where a tensor that is whole here turns out not to have had that version, all is read anew.
+        Deltas are applied in host memory: of tensors on a GPU a copy of all is made there.
 
         Each process by itself: it reads what its own shards need. Ranks that must have the same
         version ask `list` on one of them, and load that number. Each byte that is used was checked
