@@ -1,6 +1,7 @@
 """`torch-ros top` over recorded fleets, and over a real store."""
 
 import asyncio
+import cProfile
 import threading
 from dataclasses import replace
 
@@ -208,6 +209,21 @@ def test_of_ten_thousand_the_chosen_one_is_on_the_screen():
         assert len(app.query_one(top.Rows).lines) == 111
 
     piloted(script)
+
+
+def test_a_frame_of_ten_thousand_is_little_work():
+    """Work, not time, which other tests take too: some 50 ms of a processor."""
+    many = fleet(*(held(f"r{number}") for number in range(10_000)), versions=[TWO])
+    counted = cProfile.Profile()
+
+    async def script(app, pilot, show):
+        await show(many)
+        with counted:
+            await show(many)
+
+    piloted(script)
+    calls = sum(each.callcount for each in counted.getstats())
+    assert calls < 40 * 10_000
 
 
 @pytest.mark.parametrize(
