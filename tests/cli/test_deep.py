@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -19,10 +20,11 @@ from torch_ros.cli.headway import Headway, Position
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import Keys, parse_reader, replica_of
-from torch_ros.protocol.records import ShardRecord
+from torch_ros.protocol.records import ShardRecord, mark
 from torch_ros.spans import HOST
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn
+from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox, region_of
 from torch_ros.weights.manifest import BLOCK_BYTES, ChunkRecord, Layout, TensorRecord
 
@@ -32,6 +34,28 @@ LAYOUT = Layout(
     (ChunkRecord(0, (0,), (BLOCKS * BLOCK_BYTES,), (1,), spread=False),),
 )
 TOTAL = BLOCKS * BLOCK_BYTES
+RANKS = 8  # of each replica of a crowd
+MARK = mark("u1", 1)  # of its reads of version 1
+
+
+# Serves version 1 from mailboxes of agents of their own, as so many processes would.
+SERVING = """
+import sys, numpy as np
+sys.path[:] = sys.argv[3:]
+from test_deep import BLOCKS, HOST, LAYOUT, MARK
+from torch_ros.p2p.choose import Network, choose_transport
+from torch_ros.transfer.mailbox import Mailbox, region_of
+boxes = []
+for n in range(int(sys.argv[2])):
+    transport = choose_transport(
+        sys.argv[1], Network(), replica=f"r{n}", rank=0, in_process=False, reason="")
+    boxes.append(Mailbox(transport))
+    memory = np.zeros(4096, np.uint8)
+    boxes[-1].show(LAYOUT, [region_of(memory).address], [HOST], [region_of(memory)])
+    boxes[-1].serve(MARK, BLOCKS // 2)
+print(" ".join(box.card.hex() for box in boxes), flush=True)
+sys.stdin.readline()
+"""
 
 
 class Rank:
@@ -92,31 +116,45 @@ def looked(crowd):
 
 
 def test_a_read_that_goes_on_has_a_share_and_a_rate(crowd, rank):
-    seat(crowd, "rollout", rank.record())
+    seat(crowd, "rollout", *[rank.record()] * RANKS)
     over = threading.Event()
 
     def read():
         for position in range(1, BLOCKS):
-            rank.mailbox.serve(7, position)
+            rank.mailbox.serve(MARK, position)
             if over.wait(0.02):
                 return
 
     with closing(Depths(crowd.kv, "policy", MemoryTransport())) as depths:
         reading = threading.Thread(target=read)
-        rank.mailbox.serve(7, 0)
+        rank.mailbox.serve(MARK, 0)
         reading.start()
         try:
             found = depths.look(fleet_of(crowd))[inst("rollout")]
         finally:
             over.set()
             reading.join()
-    assert 0 < found.bytes_done < found.bytes_total == TOTAL
+    assert 0 < found.bytes_done < found.bytes_total == RANKS * TOTAL
     assert found.bytes_done % BLOCK_BYTES == 0
     # A block in 20 ms, or in more where the processors are busy.
-    assert 0 < found.bytes_per_s <= 1.5 * BLOCK_BYTES / 0.02
-    assert headway.text(found) == (
-        f"{found.bytes_done / TOTAL:.0%} {found.bytes_per_s / 1e9:.2f} GB/s"
-    )
+    assert 0 < found.bytes_per_s <= 1.5 * RANKS * BLOCK_BYTES / 0.02
+    share = found.bytes_done / found.bytes_total
+    assert headway.text(found) == f"{share:.0%} {found.bytes_per_s / 1e9:.2f} GB/s"
+
+
+def test_what_a_rank_had_before_is_not_taken_for_the_read(crowd, rank):
+    seat(crowd, "rollout", *[rank.record()] * RANKS)
+    rank.mailbox.serve(mark("u0", 1), ALL_BLOCKS)
+    assert "shows no position" in looked(crowd)[inst("rollout")].problem
+    rank.mailbox.serve(MARK, BLOCKS)
+    assert looked(crowd)[inst("rollout")] == Headway(RANKS * TOTAL, RANKS * TOTAL, 0.0)
+
+
+@pytest.mark.parametrize("seats", [0, RANKS - 1])
+def test_ranks_without_a_seat_hide_the_others(seats, crowd, rank):
+    rank.mailbox.serve(MARK, ALL_BLOCKS)
+    seat(crowd, "rollout", *[rank.record()] * seats)
+    assert looked(crowd)[inst("rollout")].problem == f"{seats} of {RANKS} ranks are there"
 
 
 def test_ranks_are_summed_up_and_one_without_a_position_hides_the_others():
@@ -136,21 +174,21 @@ def test_who_cannot_be_asked_is_a_question_mark_and_is_left_alone_for_a_while(
     crowd.join("lost")
     crowd.read("lost", "trainer", 1)
     crowd.commit()
-    seat(crowd, "rollout", rank.record())
-    seat(crowd, "lost", gone.record())
-    rank.mailbox.serve(7, 25)
+    seat(crowd, "rollout", *[rank.record()] * RANKS)
+    seat(crowd, "lost", *[gone.record()] * RANKS)
+    rank.mailbox.serve(MARK, 25)
     gone.close()
     asked, state = [], deep.Peers.state
     monkeypatch.setattr(
         deep.Peers, "state", lambda *args, **more: asked.append(1) or state(*args, **more)
     )
     with closing(Depths(crowd.kv, "policy", MemoryTransport())) as depths:
-        for times in (2, 3):
+        for looks in (1, 2):
             found = depths.look(fleet_of(crowd))
-            assert found[inst("rollout")] == Headway(TOTAL // 2, TOTAL, 0.0)
+            assert found[inst("rollout")] == Headway(RANKS * TOTAL // 2, RANKS * TOTAL, 0.0)
             assert found[inst("lost")].bytes_done is None
             assert found[inst("lost")].problem
-            assert len(asked) == times
+            assert len(asked) == RANKS * looks + 1
     rows = ls.versions(fleet_of(crowd), None, found)
     assert [row[2] for row in rows] != []
     assert {row[3]: row[1] for row in rows} == {
@@ -160,8 +198,41 @@ def test_who_cannot_be_asked_is_a_question_mark_and_is_left_alone_for_a_while(
     }
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["auto", "ucx-tcp"])
+def test_many_that_are_stopped_or_dead_keep_no_other_waiting(transport, crowd, started):
+    mute = [f"mute-{n}" for n in range(7)]
+    for name in mute:
+        crowd.join(name)
+        crowd.read(name, "trainer", 1)
+    crowd.commit()
+    stopped = started.start(SERVING, transport, len(mute), *sys.path, talks=True)
+    alive = started.start(SERVING, transport, 1, *sys.path, talks=True)
+    for process, names in ((stopped, mute), (alive, ["rollout"])):
+        for name, card in zip(names, process.hear().split(), strict=True):
+            seat(crowd, name, *[ShardRecord("here", 1, bytes.fromhex(card))] * RANKS)
+
+    def look(depths):
+        began_s = time.monotonic()
+        found = depths.look(fleet_of(crowd))
+        assert time.monotonic() - began_s < 3 * deep.RANK_S
+        assert found.pop(inst("rollout")).bytes_done == RANKS * TOTAL // 2
+        return {each.bytes_done for each in found.values()}
+
+    with closing(Depths(crowd.kv, "policy")) as depths:
+        assert look(depths) == {RANKS * TOTAL // 2}
+        stopped.signal(signal.SIGSTOP)
+        # The kernel copies, on this host, also from those that are stopped, once they are known.
+        assert look(depths) == {RANKS * TOTAL // 2 if transport == "auto" else None}
+    with closing(Depths(crowd.kv, "policy")) as depths:
+        assert look(depths) == {None}, "they never were"
+    stopped.kill()
+    with closing(Depths(crowd.kv, "policy")) as depths:
+        assert look(depths) == {None}, "they are dead"
+
+
 def test_a_card_that_is_none_is_a_question_mark(crowd):
-    seat(crowd, "rollout", ShardRecord("here", 1, b"no card"))
+    seat(crowd, "rollout", *[ShardRecord("here", 1, b"no card")] * RANKS)
     assert "its card" in looked(crowd)[inst("rollout")].problem
 
 
@@ -193,12 +264,16 @@ def until(holds, limit_s=20.0):
 def test_a_process_that_waits_is_told_and_one_that_is_stopped_is_a_question_mark(
     etcd_endpoint, started, capsys
 ):
-    """The source is stopped in the middle, so `waits` waits for it; `stopped` is itself."""
+    """The source is stopped in the middle, so `waits` waits for it; `stopped` is itself.
+
+    `waits` tells its position though it is no relay.
+    """
     model = "m-" + uuid.uuid4().hex[:8]
     options = {"model": model, "transport": "ucx-tcp", "timeout_s": 100}
     environment = {"TORCH_ROS_ENDPOINT": etcd_endpoint}
     source, waits, stopped = (
-        Actor(started, name, environment, **options) for name in ("source", "waits", "stopped")
+        Actor(started, name, environment, relay=name != "waits", **options)
+        for name in ("source", "waits", "stopped")
     )
     for actor in (source, waits, stopped):
         actor.hear()
