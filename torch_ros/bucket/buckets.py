@@ -13,6 +13,7 @@ from torch_ros import arguments
 from torch_ros.bucket import chain, hub
 from torch_ros.bucket.deltas import Filled, InPlace
 from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
+from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
 from torch_ros.errors import BucketError, UsageError, VersionNotFound
 
@@ -26,6 +27,11 @@ class Bucket:
 
     It keeps no connection and needs no close. Any thread may call it.
     """
+
+    url: str
+    model: str
+    root: str
+    store: ObjectStore
 
     def __init__(self, url: str, model: str) -> None:
         arguments.text("url", url)
