@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -245,6 +246,30 @@ def test_nobody_is_asked_where_nobody_reads(crowd):
 def test_it_takes_a_model(crowd, capsys):
     assert main.main(["--endpoint", crowd.kv.endpoint, "ls", "--deep"]) == main.USAGE
     assert "--deep takes a model" in capsys.readouterr().err
+
+
+WITHOUT = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+from torch_ros.cli import main
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["nixl", "torch"])
+def test_what_is_not_installed_is_named(name, etcd_endpoint):
+    with closing(connect(etcd_endpoint, timeout_s=5)) as kv:
+        crowd = Crowd(kv, "m-" + uuid.uuid4().hex[:8])
+        crowd.commit()
+    asked = ["--endpoint", etcd_endpoint, "ls", crowd.keys.model]
+    command = [sys.executable, "-c", WITHOUT, name, *asked]
+    without = subprocess.run(command, capture_output=True, check=False)
+    deep = subprocess.run([*command, "--deep"], capture_output=True, check=False, text=True)
+    assert (without.returncode, deep.returncode) == (main.FINE, main.USAGE)
+    assert deep.stderr == (
+        f"torch-ros: ls takes {name}, which is not installed: "
+        "install torch-ros with all that it depends on\n"
+    )
 
 
 def readers_of(kv, model):

@@ -44,6 +44,7 @@ EXTRAS = {  # which brings a module
     "textual": "top",
     "uvicorn": "web",
 }
+NEEDED = {"nixl", "torch"}  # by torch-ros itself; commands that only ask etcd do without
 PORT_MAX = 65_535
 TIME_MAX_S, UNITS_S = 7 * 86_400.0, {"": 1, "s": 1, "m": 60, "h": 3600}
 DELTAS = "at most behind a full version; 0: none, and half the memory"
@@ -78,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
     name = (error.name or "").partition(".")[0]
-    if name not in EXTRAS:
+    if name not in EXTRAS and name not in NEEDED:
         raise error
     found = f"{command} takes {name}, which is not installed"
-    return UsageError(f"{found}: install torch-ros with the extra {EXTRAS[name]}")
+    how = f"with the extra {EXTRAS[name]}" if name in EXTRAS else "with all that it depends on"
+    return UsageError(f"{found}: install torch-ros {how}")
 
 
 def _say(error: Exception, code: int) -> int:
