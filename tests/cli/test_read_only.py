@@ -21,7 +21,7 @@ from torch_ros.cli import main
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Read
 
-READ = {"ls": {0}, "why": {0, 1}, "doctor": {0, 1}, "gc": {0}, "trace": {0}}
+READ = {"ls": {0}, "ls --deep": {0}, "why": {0, 1}, "doctor": {0, 1}, "gc": {0}, "trace": {0}}
 WRITE = {"push", "pull", "diff", "verify", "archive"}  # they take a seat, since they move tensors
 SERVE = {"export", "web"}
 
@@ -34,10 +34,11 @@ def users(running_etcd, tmp_path_factory):
         endpoint = f"etcd://{server.host}"
         kv = connect(endpoint, timeout_s=10)
         crowd = Crowd(kv, "policy")
-        for name in ("trainer", "rollout"):
+        for name in ("trainer", "rollout", "reads"):
             crowd.join(name)
         crowd.publish("trainer", 1)
         crowd.hold("rollout", 1)
+        crowd.read("reads", "trainer", 1)
         crowd.commit()
         kv.close()
         yield endpoint, limited(server, "/torch-ros/", folder / "password")
@@ -61,7 +62,8 @@ def revision(users, monkeypatch):
 
 
 def test_each_command_is_one_that_reads_writes_or_serves():
-    assert {*READ, *WRITE, *SERVE, "top"} == {*COMMANDS}
+    known = {*READ, *WRITE, *SERVE, "top"}
+    assert {command.split()[0] for command in known} == {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", READ)
@@ -79,9 +81,13 @@ def test_all_models_may_be_listed(users, revision, capsys):
     assert revision() == before
 
 
-def test_top_draws(users, revision):
+@pytest.mark.parametrize(
+    ("deep", "seen"),
+    [((), b"version 1"), pytest.param(("--deep",), b"filling ?", marks=pytest.mark.long)],
+)
+def test_top_draws(deep, seen, users, revision):
     before = revision()
-    assert drawn(users[0], "policy", b"version 1", **users[1]) == 0
+    assert drawn(users[0], "policy", seen, *deep, **users[1]) == 0
     assert revision() == before
 
 
