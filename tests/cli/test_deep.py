@@ -239,7 +239,10 @@ def test_a_card_that_is_none_is_a_question_mark(crowd):
 
 def test_nobody_is_asked_where_nobody_reads(crowd):
     crowd.arrive("rollout", "trainer", 1)
+    crowd.hold("trainer", 2, "filling", is_original=True)
     crowd.commit()
+    fleet = fleet_of(crowd)
+    assert [each.replica for each in fleet.held if each.state == "filling"] == ["trainer"]
     assert looked(crowd) == {}
 
 

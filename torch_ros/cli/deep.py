@@ -65,7 +65,11 @@ class Depths:
         Raises:
             BackendError: etcd does not answer.
         """
-        filling = {each.inst: each for each in fleet.held if each.state == "filling"}
+        filling = {
+            each.inst: each
+            for each in fleet.held
+            if each.state == "filling" and each.kind != "original"  # a publisher reads nothing
+        }
         for inst in self._peers.keys() - filling.keys():
             self._leave(inst)
         if not filling:
