@@ -16,7 +16,7 @@ from torch_ros.bucket.archive import Archived, Archiver, Form
 from torch_ros.bucket.files import PROBES
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
-from torch_ros.cli.moving import FINE, bar, opened
+from torch_ros.cli.moving import bar, opened
 from torch_ros.errors import (
     BackendError,
     DeadlineExceeded,
@@ -35,7 +35,7 @@ MISSED_S = 0.2  # after a version that went while it was read: the next one may 
 log = logging.getLogger(__name__)
 
 
-def archive(asked: argparse.Namespace, out: TextIO) -> int:
+def archive(asked: argparse.Namespace, out: TextIO) -> None:
     """Write each version that is the newest when the last one is written, until it is told to end.
 
     A failed attempt is made again, and the fleet does not notice. Only the arguments, a bucket that
@@ -54,7 +54,6 @@ def archive(asked: argparse.Namespace, out: TextIO) -> int:
                 _follow(archiver, handle, out, ends)
         elif _step(archiver, handle, out) is None and not bucket.list():
             raise UsageError(f"model {asked.model!r} has no version to archive")
-    return FINE
 
 
 @contextmanager

@@ -370,19 +370,22 @@ def _probed(asked: argparse.Namespace, facts: doctor.Facts) -> Sequence[links.Li
 def _push(asked: argparse.Namespace) -> int:
     from torch_ros.cli import moving  # noqa: PLC0415  # it takes torch, for seconds
 
-    return moving.push(asked, sys.stdout)
+    moving.push(asked, sys.stdout)
+    return FINE
 
 
 def _pull(asked: argparse.Namespace) -> int:
     from torch_ros.cli import moving  # noqa: PLC0415
 
-    return moving.pull(asked, sys.stdout)
+    moving.pull(asked, sys.stdout)
+    return FINE
 
 
 def _archive(asked: argparse.Namespace) -> int:
     from torch_ros.cli import archiving  # noqa: PLC0415
 
-    return archiving.archive(asked, sys.stdout)
+    archiving.archive(asked, sys.stdout)
+    return FINE
 
 
 def _diff(asked: argparse.Namespace) -> int:

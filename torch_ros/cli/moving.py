@@ -38,13 +38,12 @@ from torch_ros.cli.ls import size, some
 from torch_ros.errors import UsageError
 from torch_ros.store.endpoint import located
 
-FINE = 0
 LOOK_S = 1.0  # between two looks at who has it
 OPEN_S = 20.0  # for etcd to answer, here and in calls that wait for nobody else
 DRAIN_S = 20.0  # for readers, when it leaves
 
 
-def push(asked: argparse.Namespace, out: TextIO) -> int:
+def push(asked: argparse.Namespace, out: TextIO) -> None:
     """Publish a checkpoint, and stay until enough others have it, or somebody ends this."""
     tensors = mapped(asked.checkpoint)
     with opened(asked, asked.replica, "push", waits=False) as handle, told_to_end() as ends:
@@ -57,7 +56,6 @@ def push(asked: argparse.Namespace, out: TextIO) -> int:
         out.write(f"leaving {what}\n")
         out.flush()
         handle.leave(within_s=DRAIN_S)
-    return FINE
 
 
 def _stay(
@@ -81,7 +79,7 @@ def _stay(
         ends.wait(min(LOOK_S, max(0.0, until_s - time.monotonic())))
 
 
-def pull(asked: argparse.Namespace, out: TextIO) -> int:
+def pull(asked: argparse.Namespace, out: TextIO) -> None:
     """Write a version to a folder that is there when all of it is on disk."""
     with opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
         contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
@@ -93,7 +91,6 @@ def pull(asked: argparse.Namespace, out: TextIO) -> int:
     out.write(f"run {contents.run!r}, in {asked.folder}\n")
     if contents.objects:
         out.write(f"left out, since only dcp.load reads pickles: {some(contents.objects)}\n")
-    return FINE
 
 
 @dataclass(frozen=True, slots=True)
