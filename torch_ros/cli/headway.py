@@ -1,8 +1,10 @@
 """How far a read has come, as `--deep` found it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch_ros.protocol.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class Headway:
     bytes_total: int | None = None
     bytes_per_s: float = 0.0
     problem: str = ""
+
+
+Look = Callable[[Fleet], Mapping[str, Headway]]  # of those that fill, by `inst`
 
 
 def text(made: Headway) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ import msgspec
 
 from torch_ros import environment
 from torch_ros.cli import asking, clearing, doctor, exporting, headway, links, ls, trace, waiting
-from torch_ros.cli.headway import Headway
+from torch_ros.cli.headway import Look
 from torch_ros.cli.table import table
 from torch_ros.errors import (
     AccessDenied,
@@ -29,7 +29,6 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
-from torch_ros.protocol.fleet import Fleet
 from torch_ros.release import RELEASE
 from torch_ros.store.kv import KV
 
@@ -248,9 +247,6 @@ def _add_checking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     verified.set_defaults(run=_verify)
 
 
-Look = Callable[[Fleet], Mapping[str, Headway]]
-
-
 def _ls(asked: argparse.Namespace) -> int:
     if asked.deep and asked.model is None:
         raise UsageError("ls --deep takes a model")
@@ -261,10 +257,10 @@ def _ls(asked: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _looking(kv: KV, asked: argparse.Namespace) -> Iterator[Look]:
-    """Says how far reads are; without --deep, nothing."""
+def _looking(kv: KV, asked: argparse.Namespace) -> Iterator[Look | None]:
+    """Says how far reads are; without --deep, None."""
     if not asked.deep:
-        yield lambda _: {}
+        yield None
         return
     asking.fleet_of(kv, asked.model)
     from torch_ros.cli.deep import Depths  # noqa: PLC0415  # it takes torch and NIXL, for seconds
@@ -313,7 +309,7 @@ def _top(asked: argparse.Namespace) -> int:
     from torch_ros.cli import top  # noqa: PLC0415  # the extra top
 
     with closing(asking.connected(asked.endpoint)) as kv, _looking(kv, asked) as look:
-        top.show(kv, asked.model, look if asked.deep else None)
+        top.show(kv, asked.model, look)
     return FINE
 
 
@@ -401,7 +397,7 @@ def _diff(asked: argparse.Namespace) -> int:
     return NOT_FINE if found.differences else FINE
 
 
-def _watch(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look) -> int:
+def _watch(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> int:
     """The list at each change: on a terminal in the same place, else one after the other."""
     while True:
         rev = asking.revision(kv)
@@ -450,13 +446,13 @@ def _verify(asked: argparse.Namespace) -> int:
     return FINE if found.is_same else NOT_FINE
 
 
-def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look) -> int:
+def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> int:
     if asked.model is None:
         return _list_models(kv, out, is_json=asked.json)
     fleet = asking.fleet_of(kv, asked.model)
-    made = look(fleet)
+    made = look(fleet) if look else {}
     if asked.json:
-        reads = {"reads": headway.listed(made)} if asked.deep else {}
+        reads = {"reads": headway.listed(made)} if look else {}
         return _print_json({"models": [asdict(fleet)], **reads}, out)
     rows = ls.versions(fleet, asked.number, made)
     if asked.number is not None and not rows:

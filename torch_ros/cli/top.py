@@ -18,7 +18,7 @@ from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
 from torch_ros.cli import asking, lines, ls, screen, waiting
-from torch_ros.cli.headway import Headway
+from torch_ros.cli.headway import Headway, Look
 from torch_ros.cli.lines import Line
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError
@@ -32,7 +32,7 @@ END_S = 10.0  # for the look that is under way
 LOOK_S = 0.5  # between two looks at how far reads are
 
 
-def show(kv: KV, model: str, look: Callable[[Fleet], Mapping[str, Headway]] | None = None) -> None:
+def show(kv: KV, model: str, look: Look | None = None) -> None:
     """Draw until somebody quits.
 
     Args:
