@@ -360,6 +360,29 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(three):
     same(found, three.versions[2])
 
 
+def test_patches_make_a_version_of_its_base(three):
+    for base, version in ((1, 2), (2, "latest"), (1, 3)):
+        number = 3 if version == "latest" else version
+        found = {name: tensor.clone() for name, tensor in three.versions[base].items()}
+        patches = [*three.bucket.patches(base, version)]
+        for patch in patches:
+            assert patch.shape == found[patch.name].shape
+            assert patch.values.dtype == found[patch.name].dtype
+            assert (patch.indices.diff() > 0).all()
+            bits(found[patch.name]).view(-1, patch.values.element_size())[patch.indices] = bits(
+                patch.values
+            ).view(-1, patch.values.element_size())
+        same(found, three.versions[number])
+        assert [patch.name for patch in patches] == sorted(found.keys() - {"empty"})
+    assert [*three.bucket.patches(3)] == []
+
+
+def test_patches_lead_onwards_from_what_the_version_needs(three):
+    for base, version in ((3, 2), (0, 3)):
+        with pytest.raises(VersionNotFound, match=r"only from 1, 2(, 3)?; load it"):
+            list(three.bucket.patches(base, version))
+
+
 # Files that are not what was archived
 
 

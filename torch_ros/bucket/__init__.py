@@ -5,5 +5,6 @@ version = bucket.load(dict(model.named_parameters()), "latest")
 """
 
 from torch_ros.bucket.buckets import Bucket, open  # noqa: A004
+from torch_ros.bucket.deltas import WeightPatch
 
-__all__ = ["Bucket", "open"]
+__all__ = ["Bucket", "WeightPatch", "open"]

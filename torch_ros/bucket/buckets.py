@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from urllib.parse import quote
 
@@ -11,11 +11,20 @@ import torch
 
 from torch_ros import arguments
 from torch_ros.bucket import chain, hub
-from torch_ros.bucket.deltas import Filled, InPlace
-from torch_ros.bucket.files import InBucket, Kind, Mismatch, StoredVersion, decoded, kept
+from torch_ros.bucket.deltas import Filled, InPlace, WeightPatch, deltas_of, patch
+from torch_ros.bucket.files import (
+    InBucket,
+    Kind,
+    Mismatch,
+    StoredChange,
+    StoredVersion,
+    decoded,
+    kept,
+)
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
 from torch_ros.errors import BucketError, UsageError, VersionNotFound
+from torch_ros.weights.delta import Delta
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +167,45 @@ class Bucket:
                 key = f"{self.root}/{links[found.index(stored)].key}"
                 self.store.refuse(key, f"it is a delta of {stored.base}, not of {base.uid!r}")
         return found
+
+    def patches(self, base: int, version: int | str = "latest") -> Iterator[WeightPatch]:
+        """What has changed from one version to a later one, for engines that patch weights.
+
+        Places that have changed more than once come once, with the last value; some may have the
+        value of the base again. Tensors that have not changed do not come.
+
+        Args:
+            base: The number of a version that the engine has.
+            version: A number, "latest" or "latest-<k>".
+
+        Raises:
+            VersionNotFound: The bucket has no such version, or no deltas that lead to it from
+                `base`: load it.
+            BucketError: The store does not answer, or a file is not what was archived.
+
+        Cost: The bytes of the deltas; memory for them and for the largest tensor's patch.
+        """
+        links = chain.needed(
+            there := self.kept(), found := chain.chosen(there, self.model, version)
+        )
+        assert isinstance(links, list)
+        since = next((links[n + 1 :] for n, each in enumerate(links) if each.version == base), None)
+        stored = None if since is None else self._manifests(since)
+        if since is None or stored is None:
+            names = ", ".join(str(each.version) for each in links)
+            reason = f"no deltas lead to it from {base}, only from {names}; load it"
+            raise VersionNotFound(self.model, str(found.version), reason)
+        deltas: dict[str, list[Delta]] = {}
+        changes: dict[str, StoredChange] = {}
+        for link, each in zip(since, stored, strict=True):
+            names_of = [change.fqn for change in each.changes]
+            for change, delta in deltas_of(
+                self.store, f"{self.root}/{link.files_at}", each, names_of
+            ):
+                deltas.setdefault(change.fqn, []).append(delta)
+                changes[change.fqn] = change
+        for fqn in sorted(deltas):
+            yield patch(changes[fqn], deltas.pop(fqn))
 
     def keys(self) -> Sequence[str]:
         """All objects of the model, below its folder."""

@@ -25,7 +25,17 @@ from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import landed
 from torch_ros.checkpoints.framing import NAMES, Tensors
 from torch_ros.errors import CorruptDelta
-from torch_ros.weights.delta import Changed, Delta, Piece, apply, compare, encode, pieces, words
+from torch_ros.weights.delta import (
+    Changed,
+    Delta,
+    Piece,
+    apply,
+    compare,
+    encode,
+    merge,
+    pieces,
+    words,
+)
 from torch_ros.weights.digest import change_digest, combine
 from torch_ros.weights.local import WORDS, build, local_chunks, packed
 from torch_ros.weights.manifest import (
@@ -164,7 +174,7 @@ class InPlace:
         """
         here = self._pieces(stored)
         found: dict[str, int] = {}
-        for change, delta in _deltas(store, folder, stored, here.keys()):
+        for change, delta in deltas_of(store, folder, stored, here.keys()):
             depth: Depth = "off" if change.fqn in self._tied else "full"
             parts = (
                 apply(delta, self._host[piece.target_chunk], piece, depth=depth)
@@ -208,7 +218,30 @@ def _on_host(chunk: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(chunk.size(), chunk.stride(), dtype=chunk.dtype).copy_(chunk)
 
 
-def _deltas(
+@dataclass(frozen=True, slots=True)
+class WeightPatch:
+    """What has changed of a tensor: as engines take it that patch weights in place.
+
+    Attributes:
+        indices: Row-major numbers of elements in the whole tensor, ascending; int64.
+        values: What is there now; of the tensor's dtype.
+    """
+
+    name: str
+    shape: torch.Size
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+def patch(change: StoredChange, deltas: Sequence[Delta]) -> WeightPatch:
+    """One patch that does what these deltas of one tensor do one after the other."""
+    parts = [part for part in merge(deltas).decode() if len(part.places)]
+    places, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    bits = _tensor_of(values).view(dtype_named(change.dtype))
+    return WeightPatch(change.fqn, torch.Size(change.shape), torch.from_numpy(places), bits)
+
+
+def deltas_of(
     store: ObjectStore, folder: str, stored: StoredVersion, wanted: Iterable[str]
 ) -> Iterator[tuple[StoredChange, Delta]]:
     """The deltas of the tensors that are wanted and have changed, each checked."""
