@@ -822,6 +822,19 @@ def _(order):
     return faulty
 
 
+@fault(
+    "who is told to stop leaves before its peers know",
+    (following._Search, "run"),
+    scenario="told to stop, and closes",
+)
+def _(run):
+    def faulty(self, lookout=None):
+        found = run(self, lookout)
+        return forerunners.Next() if found.said == following.STOPPED else found
+
+    return faulty
+
+
 @fault("what is coming is passed by for ever", (following, "Skipping"), scenario="passed by")
 def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=False)

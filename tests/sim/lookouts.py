@@ -11,6 +11,7 @@ from scenes import SCENES, Scene, publish, unpublish
 
 from torch_ros.errors import TorchRosError
 
+VERSIONS = 5
 SOON_S = 5.0  # for all ranks to hear of something; the world is a slow one
 WAIT_S = 60.0
 
@@ -59,13 +60,19 @@ def waits(scene: Scene) -> None:
     demand(told[0][-1] is None and 4 in told[0], f"I6: a version never came: {told}")
 
 
-def stops(scene: Scene) -> None:
-    """One rank is told to stop, whenever, and all stop after the same version."""
+def stops(scene: Scene, *, closes: bool = False) -> None:
+    """One rank is told to stop, whenever, and all stop after the same version.
+
+    Args:
+        closes: Each rank closes at once, though its peers may be between two versions. It is told
+            after the last version, and so while it looks out.
+    """
     size, told = 1 + scene.seed % 3, dict[int, list]()
     whom, when_s, stopped_s = scene.seed // 3 % size, 8 * scene.random(), list[float]()
 
     def is_told(me: Process) -> bool:
         is_told = me.rank == whom and scene.now_s > began_s + when_s
+        is_told = is_told and (not closes or me.handle.version == VERSIONS)
         if is_told and not stopped_s:
             stopped_s.append(scene.now_s)
         return is_told
@@ -81,11 +88,13 @@ def stops(scene: Scene) -> None:
         took_s = scene.now_s - stopped_s[0]
         demand(took_s < 2 * SOON_S, f"I6: {me} stopped {took_s:.0f} s after it was told")
         told[me.rank] = mine
+        if closes:
+            me.handle.close(linger_s=0)
         if len(told) == size:
             _alike(scene, told)
         scene.until("over")
 
-    scene.start("t", partial(_train, versions=5, pause_s=3.0), size=1)
+    scene.start("t", partial(_train, versions=VERSIONS, pause_s=3.0), size=1)
     scene.start("r", _or_says(follow), size=size)
     scene.play()
 
@@ -168,6 +177,7 @@ def waits_for_a_copy(scene: Scene) -> None:
 SCENES |= {
     "waits for versions": waits,
     "told to stop": stops,
+    "told to stop, and closes": partial(stops, closes=True),
     "slow rank told to stop": slow_rank_stops,
     "waits for a copy": waits_for_a_copy,
 }

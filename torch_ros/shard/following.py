@@ -47,7 +47,7 @@ from torch_ros.store.txn import View
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
 # A process that died is offered for up to a TTL, so what is lost is tried again, and for longer.
@@ -152,10 +152,12 @@ def _update_within(
         if found.ref is None and has_given_up and lookout.stop is None:
             reason = "it went before it was read, and what was held is given up"
             raise VersionNotFound(shard.model, f"{request.version}", reason)
+        deadline = shard.deadline(what, request.timeout_s)
         if found.ref is None:
+            if found.said == STOPPED:  # nobody leaves, and closes, before all know
+                search.all_go_on(deadline)
             return None
         if search.is_to_go(found):
-            deadline = shard.deadline(what, request.timeout_s)
             shard.intake.begins(deadline)
             if lookout.stop is not None and not search.all_go_on(deadline):
                 shard.intake.ends(None, deadline)
