@@ -46,7 +46,7 @@ LOOK_S = 600.0  # between two looks at a bucket for which the fleet has nothing 
 SCRAPE_S = 4.0  # for etcd to say how far the bucket is behind: Prometheus waits for ten seconds
 GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]  # told how many are uploaded, and of how many
 Held = Mapping[str, torch.Tensor]
@@ -122,6 +122,9 @@ class Archiver:
             name is told from one that is being written.
         form: How versions are written.
     """
+
+    totals: Totals
+    model: str
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from torch_ros.bucket.reading import fill
 from torch_ros.errors import BucketError, UsageError, VersionNotFound
 from torch_ros.weights.delta import Delta
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 TRIES = 3  # a version may be collected while it is looked for
 

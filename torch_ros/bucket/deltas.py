@@ -149,6 +149,9 @@ class InPlace:
         UsageError: No plain tensors.
     """
 
+    memory: list[torch.Tensor]
+    layout: Layout
+
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.layout, self.memory = build(local_chunks(tensors), {})
         with torch.no_grad():

@@ -285,7 +285,7 @@ class Parts:
     """Digests of the parts of a file that passes by."""
 
     def __init__(self) -> None:
-        self.size_bytes = 0
+        self.size_bytes: int = 0
         self._done: list[bytes] = []
         self._now = blake2b(digest_size=DIGEST_BYTES)
 

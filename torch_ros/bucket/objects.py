@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from obstore.store import MemoryStore
     from obstore.store import ObjectStore as Vendor
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20  # of an upload, at least
 PARTS_MAX = 10_000  # of an object, in S3

@@ -32,7 +32,7 @@ FLEET_S = 30.0  # between two looks at the fleet: the same number may be publish
 RETRY_S, RETRY_MAX_S = 2.0, 60.0  # after a failure, then twice as long each time
 DOUBLED_MAX = 6  # times
 MISSED_S = 0.2  # after a version that went while it was read: the next one may be there already
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def archive(asked: argparse.Namespace, out: TextIO) -> None:

@@ -74,7 +74,7 @@ class Seen(Message):
     def __init__(self, found: Fleet | BackendError) -> None:
         super().__init__()
         self.found = found
-        self.lines = lines.lines(found) if isinstance(found, Fleet) else []
+        self.lines: list[Line] = lines.lines(found) if isinstance(found, Fleet) else []
 
 
 class Headways(Message):
@@ -88,6 +88,8 @@ class Headways(Message):
 class Rows(ScrollView, can_focus=True):
     """The table. It draws the rows that are seen, however many there are."""
 
+    order: str
+    chosen: str
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", show=False),
         Binding("down,j", "move(1)", show=False),
@@ -105,7 +107,7 @@ class Rows(ScrollView, can_focus=True):
     def put(self, there: Sequence[Line], order: str) -> None:
         """Draw these, in their order, which has a name."""
         self.lines, self.order = there, order
-        self.virtual_size = Size(0, len(there) + 1)
+        self.virtual_size: Size = Size(0, len(there) + 1)
         self.refresh()
 
     @property

@@ -44,7 +44,7 @@ class StateDict:
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._vetted: dict[str, tuple[bytes, Any]] = {}
-        self.wanted = 0
+        self.wanted: int = 0
         """How many tensors and objects are to be filled."""
 
     def fill(self, layouts: Sequence[Layout]) -> LocalState:

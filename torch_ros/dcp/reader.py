@@ -32,7 +32,7 @@ from torch_ros.shard.finding import PinnedVersion
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_named, logical
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class ROSReader(StorageReader):

@@ -30,7 +30,7 @@ from torch_ros.integrations.landing_plan import (
 )
 from torch_ros.integrations.landings import Landing, Recording
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -215,6 +215,8 @@ class Installer:
     Args:
         tells: The handle was opened with `installs=True`: whoever waits for a version is told.
     """
+
+    options: InstallOptions
 
     def __init__(
         self,

@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_map_only
 from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, storage_of
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Content = list[Patch]
 SEQUENCES = (list, tuple)
 META = torch.device("meta")
 UNKNOWN = Made(frozenset(), "copied from no checkpoint tensor")
 
 
-UNDISPATCHED = {  # Python's ways to the elements, past torch's dispatcher
+UNDISPATCHED: set[Any] = {  # Python's ways to the elements, past torch's dispatcher
     torch.Tensor.tolist,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
@@ -45,7 +45,7 @@ AT_ONCE: dict[Any, set[type]] = {  # and of which types is all that follows the 
     torch.Tensor.unbind: INT,
     torch.Tensor.copy_: PLAIN,
 }
-NOTED = dict.fromkeys(UNDISPATCHED, PLAIN) | AT_ONCE
+NOTED: dict[Any, set[type]] = dict.fromkeys(UNDISPATCHED, PLAIN) | AT_ONCE
 COPY = torch.Tensor.copy_
 
 
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, engine: Mapping[int, Sequence[Memory]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.during = ""  # the checkpoint tensor that the loader asked for last
-        self.touched = ""  # one that it did something with, last
+        self.touched: str = ""  # one that it did something with, last
         self.needed: dict[str, str] = {}  # by fqn: why a value was needed
         # By storage, as `engine`:
         self.own: dict[int, Memory] = {}  # allocated since, and checkpoint tensors

@@ -21,7 +21,7 @@ from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, sta
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 NAME = "torch_ros"  # of the one tensor that carries a request
 NAMED_MAX = 8  # names in an error

@@ -19,7 +19,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, PeerError, TorchRosError, UsageError
 from torch_ros.integrations.gathered import GatheredCopy
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # between looks whether the servers are up: they take tens of seconds
 ANSWER_MAX = 1000  # characters of a server's answer in an error
@@ -66,7 +66,7 @@ class ROSWeightTransfer:
         self._init_info, self._device = dict(init_info or {}), device
         self._pause_mode = pause_mode
         self._opened: tuple[torch_ros.ShardHandle, GatheredCopy] | None = None
-        self.version = 0
+        self.version: int = 0
         """The newest version that was published; 0: none."""
 
     def init_weight_transfer(self) -> None:

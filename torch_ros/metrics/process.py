@@ -9,7 +9,7 @@ from torch_ros.errors import UsageError
 from torch_ros.metrics.handles import HandleCollector
 from torch_ros.metrics.server import start
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PORT_MAX = 65_535

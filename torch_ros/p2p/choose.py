@@ -19,7 +19,7 @@ from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.transport import CONNECT_S, Transport
 from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 NIXL = "torch_ros.p2p.nixl"

@@ -75,7 +75,7 @@ class SharedCopy:
     """Something that is copied in parts, each by the first thread that comes."""
 
     def __init__(self, parts: Sequence[Callable[[], None]] = ()) -> None:
-        self.tasks = [_Task(part) for part in parts]
+        self.tasks: list[_Task] = [_Task(part) for part in parts]
         self.is_begun = False  # by threads; else whoever waits does the parts
         self._over = threading.Event()
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from torch_ros.p2p.regions import merge
 from torch_ros.spans import HOST, Region
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 HUGE_BYTES = 2 << 20
 # Between neighbours there are the allocator's own bytes; pages of nobody are not filled for more.

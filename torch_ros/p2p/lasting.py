@@ -10,6 +10,7 @@ import mmap
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 
 _all: list[mmap.mmap] = []  # so that none is unmapped, also one that Ctrl-C left without an owner
 _spare: list[mmap.mmap] = []
@@ -20,7 +21,7 @@ class LastingMemory:
 
     def __init__(self, size_bytes: int) -> None:
         self._map: mmap.mmap | None = _taken(size_bytes)
-        self.bytes = np.frombuffer(self._map, np.uint8)[:size_bytes]
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)[:size_bytes]
 
     def close(self) -> None:
         """Nobody here uses it any more; whoever reads it gets zeros, or what comes to lie there."""

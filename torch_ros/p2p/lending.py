@@ -141,7 +141,8 @@ class Loan:
             raise Closed from error
         if _word(self._fd) != word:
             raise NotLent  # any more: it was locked too late
-        self.memory = mapped.read_only(self._fd, os.fstat(self._fd).st_size)
+        size_bytes = os.fstat(self._fd).st_size
+        self.memory: ctypes.Array[ctypes.c_ubyte] = mapped.read_only(self._fd, size_bytes)
         self._header = (ctypes.c_uint64 * _WORDS).from_buffer(self.memory)
         self._fill = self._header[0]
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from torch_ros.p2p.regions import Uint64s
 from torch_ros.p2p.voucher import Neighbour
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
@@ -156,11 +156,11 @@ class Mapping:
 
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
-        self.is_open = True
+        self.is_open: bool = True
         fd, self._path = _open(stretch)
         try:
             _refuse_faults(fd, stretch)
-            self.address = _mapped(fd, stretch.size_bytes, stretch.offset)
+            self.address: int = _mapped(fd, stretch.size_bytes, stretch.offset)
         finally:
             os.close(fd)
         _libc.madvise(self.address, stretch.size_bytes, mmap.MADV_DONTFORK)

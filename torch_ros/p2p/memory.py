@@ -26,8 +26,8 @@ _lock = threading.RLock()
 class MemoryRegistration:
     def __init__(self, transport: MemoryTransport, regions: Sequence[Region], key: int) -> None:
         self._transport, self._key = transport, key
-        self.covers = (merge(HOST, regions, key=key),) if regions else ()
-        self.descriptor = f"{_PREFIX}{transport.agent}/{key}".encode() if regions else b""
+        self.covers: tuple[Cover] | tuple[()] = (merge(HOST, regions, key=key),) if regions else ()
+        self.descriptor: bytes = f"{_PREFIX}{transport.agent}/{key}".encode() if regions else b""
         transport.registrations[key] = self
 
     def close(self) -> None:
@@ -39,8 +39,8 @@ class MemoryTransfer:
     def __init__(self, peer: MemoryPeer, pieces: Pieces) -> None:
         self._peer, self._pieces = peer, pieces
         self._is_posted = self._is_closed = False
-        self.size_bytes = int(pieces[:, 2].sum())
-        self.ways = (("memory", self.size_bytes),)
+        self.size_bytes: int = int(pieces[:, 2].sum())
+        self.ways: tuple[tuple[str, int]] = (("memory", self.size_bytes),)
 
     def post(self) -> None:
         with _lock:
@@ -64,6 +64,9 @@ class MemoryTransfer:
 
 
 class MemoryPeer:
+    transport: MemoryTransport
+    agent: str
+
     costs = HOST_COSTS
 
     def __init__(self, transport: MemoryTransport, agent: str) -> None:
@@ -126,8 +129,8 @@ class MemoryPeer:
 
 class MemoryTransport:
     def __init__(self, agent: str | None = None) -> None:
-        self.agent = agent or str(uuid.uuid4())
-        self.connection = f"{_PREFIX}{self.agent}".encode()
+        self.agent: str = agent or str(uuid.uuid4())
+        self.connection: bytes = f"{_PREFIX}{self.agent}".encode()
         self.registrations: dict[int, MemoryRegistration] = {}
         self._keys = itertools.count()
         with _lock:

@@ -28,7 +28,7 @@ from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
 from torch_ros.spans import HOST, Region, Spans
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 # Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
 # which takes a millisecond or two.
@@ -50,10 +50,12 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class NearRegistration:
+    cover: Cover | None
+
     def __init__(self, transport: NearTransport, base: Registration, cover: Cover | None) -> None:
         self._transport, self._base, self.cover = transport, base, cover
-        self.is_open = True
-        self.descriptor = b""
+        self.is_open: bool = True
+        self.descriptor: bytes = b""
         if base.descriptor:
             bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
             said = _Descriptor(transport.host, bounds, transport.process, base.descriptor)
@@ -89,9 +91,9 @@ class NearTransfer:
     def __post_init__(self) -> None:
         here = [("mapped", self.copies), ("cma", self.reads)]
         copied = [(way, int(spans[:, 2].sum())) for way, spans in here if len(spans)]
-        self.ways = (*copied, *self.base.ways)
-        self.copied_bytes = sum(size_bytes for _, size_bytes in copied)
-        self.size_bytes = self.base.size_bytes + self.copied_bytes
+        self.ways: tuple[tuple[str, int], ...] = (*copied, *self.base.ways)
+        self.copied_bytes: int = sum(size_bytes for _, size_bytes in copied)
+        self.size_bytes: int = self.base.size_bytes + self.copied_bytes
         threads, pid = self.peer.transport.threads, self.peer.pid or 0
         self._parts = [
             *(partial(copy, share) for share in threads.shares(self.copies)),
@@ -148,9 +150,12 @@ class NearTransfer:
 
 
 class NearPeer:
+    transport: NearTransport
+    agent: str
+
     def __init__(self, transport: NearTransport, base: Peer) -> None:
         self.transport, self._base, self.agent = transport, base, base.agent
-        self.mapped = MappedMemory()
+        self.mapped: MappedMemory = MappedMemory()
         # The peer's, if its memory can be read through the kernel; 0: it cannot.
         self.pid: int | None = None
         self._process: Neighbour | None = None  # the peer's, if it is on this host
@@ -339,10 +344,14 @@ class NearTransport:
         threads: How many copy at the same time. 0: one, and only out of shared memory.
     """
 
+    is_used: bool
+    connection: bytes
+    agent: str
+
     def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
         self._base, self.is_used = base, is_used
         self.agent, self.connection = base.agent, base.connection
-        self.threads = CopyThreads(threads)
+        self.threads: CopyThreads = CopyThreads(threads)
         _agents.add(self.agent)
         self._voucher: Voucher | None = None
         if is_used:
@@ -351,10 +360,11 @@ class NearTransport:
             except OSError as error:
                 reason = f"no voucher: {error}"
                 log.warning("peers on this host read through NIXL, which is slower (%s)", reason)
-        self.host = mapped.host() if self._voucher else ""
-        self.process = self._voucher.process if self._voucher else Process()
-        self.never = os.getpid()  # the process whose memory no other may name: this one
-        self.lock = threading.RLock()  # never waited for with the lock of a read held
+        self.host: str = mapped.host() if self._voucher else ""
+        self.process: Process = self._voucher.process if self._voucher else Process()
+        self.never: int = os.getpid()  # the process whose memory no other may name: this one
+        # Never waited for with the lock of a read held.
+        self.lock: threading.RLock = threading.RLock()
         self.registrations: list[NearRegistration] = []
         self.peers: set[NearPeer] = set()
         self.reads: set[NearTransfer] = set()

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torch_ros.costs import NIXL_COSTS, TCP_COSTS
+from torch_ros.costs import NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
 from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
@@ -45,7 +45,7 @@ os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
 
 import nixl._bindings as bindings  # type: ignore[import-untyped]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # UCX's default of 8 KiB moves 0.8 GB/s over loopback, this 2.2. And by default a thread that waits
 # for UCX spins: the progress thread, once awake, would take a core for as long as a read within the
@@ -89,7 +89,7 @@ _inherited: list[str] = []  # agents that were open when this process was forked
 class NixlRegistration:
     def __init__(self, transport: NixlTransport, regions: Sequence[Region]) -> None:
         self._transport = transport
-        self.is_open = True
+        self.is_open: bool = True
         self.covers: list[Cover] = []
         self.listed: list[Any] = []  # NIXL's lists of regions, one per device
         by_device: defaultdict[int, list[Region]] = defaultdict(list)
@@ -97,7 +97,9 @@ class NixlRegistration:
             by_device[region.device].append(region)
         covers = [merge(at, by_device[at], key=next(transport.keys)) for at in by_device]
         parts = [part for cover in covers for part in self._register(cover)]
-        self.descriptor = _pack(_DESCRIPTOR, transport.agent.encode(), *parts) if parts else b""
+        self.descriptor: bytes = (
+            _pack(_DESCRIPTOR, transport.agent.encode(), *parts) if parts else b""
+        )
 
     def _register(self, cover: Cover) -> tuple[bytes, bytes, bytes]:
         nixl = self._transport.nixl
@@ -134,14 +136,17 @@ class NixlRegistration:
 
 
 class NixlTransfer:
+    targets: AbstractSet[NixlRegistration]
+    size_bytes: int
+
     def __init__(
         self, link: _Link, handle: int, size_bytes: int, targets: AbstractSet[NixlRegistration]
     ) -> None:
         self._link, self._handle = link, handle
         self.size_bytes, self.targets = size_bytes, targets
-        self.ways = ((link.transport.way, size_bytes),)
+        self.ways: tuple[tuple[str, int]] = ((link.transport.way, size_bytes),)
         self._state: Literal["idle", "in flight", "done", "released"] = "idle"
-        self.posted_s = 0.0
+        self.posted_s: float = 0.0
         link.reads.add(self)
 
     def post(self) -> None:
@@ -313,6 +318,8 @@ class _Link:
 
 
 class NixlPeer:
+    agent: str
+
     def __init__(self, link: _Link) -> None:
         self._link, self.agent, self.costs = link, link.agent, link.transport.costs
         link.peers.add(self)
@@ -401,6 +408,9 @@ class NixlTransport:
             none of the interfaces.
     """
 
+    connect_s: float
+    agent: str
+
     def __init__(
         self,
         agent: str | None = None,
@@ -415,13 +425,13 @@ class NixlTransport:
                 "before the fork, or start this process with spawn or forkserver"
             )
         self.agent, self.connect_s = agent or str(uuid.uuid4()), connect_s
-        self.costs = TCP_COSTS if interfaces else NIXL_COSTS
-        self.way = f"ucx tcp {','.join(interfaces)}" if interfaces else "ucx"
-        self.lock = threading.RLock()
-        self.keys = itertools.count()
+        self.costs: Costs = TCP_COSTS if interfaces else NIXL_COSTS
+        self.way: str = f"ucx tcp {','.join(interfaces)}" if interfaces else "ucx"
+        self.lock: threading.RLock = threading.RLock()
+        self.keys: Iterator[int] = itertools.count()
         self.registrations: list[NixlRegistration] = []
         self.links: dict[str, _Link] = {}
-        self.closed_because = ""  # it is open
+        self.closed_because: str = ""  # it is open
         self._pid = os.getpid()
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
@@ -431,7 +441,7 @@ class NixlTransport:
         with _making:
             others = sockets.epolls()
             self._begin_ucx(interfaces)
-            self.epolls = sockets.nested(sockets.epolls() - others)
+            self.epolls: tuple[int, ...] = sockets.nested(sockets.epolls() - others)
         _transports.add(self)
 
         # Peers read the first byte, to see that this agent is there; the second takes theirs.
@@ -439,7 +449,7 @@ class NixlTransport:
         region = Region(self._ping_bytes.ctypes.data, self._ping_bytes.nbytes)
         registration = NixlRegistration(self, [region])
         self._ping = (region.address, registration.covers[0].key)
-        self.connection = _pack(
+        self.connection: bytes = _pack(
             _CONNECTION,
             self.agent.encode(),
             np.array(self._ping, np.uint64).tobytes(),

@@ -19,7 +19,7 @@ from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.spans import HOST, Region, Spans
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 EVERYBODY = ""  # the fabric of a way that is open to all: TCP
 DEFAULT_FABRIC = "default"  # of processes that name none, nor a datacenter
@@ -62,7 +62,7 @@ class WaysRegistration:
     def __init__(self, registrations: Sequence[Registration]) -> None:
         self._registrations = registrations
         descriptors = [each.descriptor for each in registrations]
-        self.descriptor = msgspec.msgpack.encode(descriptors) if any(descriptors) else b""
+        self.descriptor: bytes = msgspec.msgpack.encode(descriptors) if any(descriptors) else b""
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -71,6 +71,8 @@ class WaysRegistration:
 
 
 class WaysPeer:
+    agent: str
+
     def __init__(self, transport: WaysTransport, base: Peer, fabric: str, there: int) -> None:
         self._transport, self._base, self.agent = transport, base, base.agent
         self._fabric, self._there = fabric, there
@@ -110,10 +112,10 @@ class WaysTransport:
     def __init__(self, ways: Sequence[tuple[str, Transport]]) -> None:
         self._fabrics = [fabric for fabric, _ in ways]
         self._transports = [transport for _, transport in ways]
-        self.nearest = self._transports[0]
-        self.agent = self.nearest.agent
+        self.nearest: Transport = self._transports[0]
+        self.agent: str = self.nearest.agent
         said = [_Way(fabric, transport.connection) for fabric, transport in ways]
-        self.connection = msgspec.msgpack.encode(said)
+        self.connection: bytes = msgspec.msgpack.encode(said)
         self._has_warned = False
 
     def register(self, regions: Sequence[Region]) -> WaysRegistration:

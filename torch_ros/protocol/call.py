@@ -50,7 +50,7 @@ MakeCopy = Callable[[Call], ShardRecord]
 """Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
 Sight = tuple[Seat, View]
 """The view that was read from that seat before a call, for its decision."""
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SERVED = SourceTerms()
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
@@ -90,18 +90,19 @@ class GroupCall(Attempt):
         self, seating: Seating, number: int, kind: Kind, asked: str, deadline: Deadline
     ) -> None:
         super().__init__(seating.seat, number, kind, asked)
-        self.seating, self._ledger, self.deadline = seating, seating.ledger, deadline
+        self.seating: Seating = seating
+        self._ledger, self.deadline = seating.ledger, deadline
         self.start(seating.seat, seating.session)
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
         self.reroutes = 0  # how often a source was lost
-        self.said = ""  # agree: by all ranks, once it has ended
+        self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
         self._refuses = False
-        self.at_ms = wall_ms()  # when it began
-        self.traceparent = ""  # the span in which it publishes
+        self.at_ms: int = wall_ms()  # when it began
+        self.traceparent: str = ""  # the span in which it publishes
 
     def start(self, seat: Seat, session: Session) -> None:
         """It is made from this seat; again, if that was lost."""
@@ -461,7 +462,7 @@ class GroupCall(Attempt):
         made = self.fresh(wall_ms())
         rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         self._call = self.seating.run(settle(self.asked, self.seat.own, rule), deadline)
-        self.is_recorded = True
+        self.is_recorded: bool = True
         assert self._call.outcome is not None
         self._learn(self._call.outcome)
         return self._call.outcome

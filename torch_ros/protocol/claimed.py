@@ -21,7 +21,7 @@ from torch_ros.store.loops import Step, settle
 from torch_ros.store.txn import Delete, Put, Ranges, Txn, View, one
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 GLANCE_S = 2.0  # for a question whose answer nobody depends on

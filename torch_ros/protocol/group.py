@@ -23,7 +23,7 @@ from torch_ros.store.loops import settle
 from torch_ros.store.txn import Read, Sample, View, Watch, one, sample
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 RECORDS_MAX = 50  # the youngest are looked at: a list for people, and etcd has other work
 MODELS_MAX = 8  # are named

@@ -66,8 +66,8 @@ class Attempt(ABC):
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
         self.is_begun = False  # from a seat; peers may know of it
         self.is_recorded = False  # the number is used up
-        self.is_late = False  # peers wait in a later call, which this is not to end
-        self.has_ended = False  # its outcome is known
+        self.is_late: bool = False  # peers wait in a later call, which this is not to end
+        self.has_ended: bool = False  # its outcome is known
         self.was_ready: bool = False  # so it may have ended well
         self.ready: Call | None = None  # a publication that was not waited for, as it would end
         self.may_hold: Kept | None = None

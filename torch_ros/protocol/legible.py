@@ -15,7 +15,7 @@ from torch_ros.store.txn import Empty, Entry, NoneNewer, Range, View
 
 W = TypeVar("W")
 R = TypeVar("R", bound=Record)
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SAID_MAX = 1024  # records that were named in the log
 

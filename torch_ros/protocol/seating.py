@@ -34,7 +34,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Steps, View, one
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
 CLOSE_S = 2.0  # for its threads, which are told at once, to end

@@ -17,7 +17,7 @@ from torch_ros.errors import CallAborted, TorchRosError
 from torch_ros.protocol.group import Group
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # planning takes seconds; the peers wait
 LOOK_S = 0.5  # a call that is quicker costs nothing

@@ -29,7 +29,7 @@ from torch_ros.weights.local import WORDS
 from torch_ros.weights.manifest import Manifest, dtype_named, logical
 from torch_ros.weights.whole import tiles
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.05  # before another look for a publisher that has gone on
 

@@ -32,7 +32,7 @@ from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
 State = Literal["seated", "away", "gone", "closed"]
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
 # so its tensors must stay.

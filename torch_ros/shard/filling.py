@@ -50,7 +50,7 @@ from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.manifest import OBJECT, logical
 from torch_ros.weights.plan import ReadPlan
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 IDLE_S = 5.0  # for which a source waits for a consumer that does not ask for a buffer
 LOOK_S = 2.0  # who waits looks this often, whatever he heard

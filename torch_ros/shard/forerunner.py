@@ -44,7 +44,7 @@ from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout, dtype_named
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0  # without a batch, after which others shall have their turn; slow links need 60 s
 REST_S = 10.0  # after a failure, in which others may be luckier
@@ -73,7 +73,7 @@ class Room:
             for chunk, dtype in zip(layout.chunks, dtypes, strict=True)
         ]
         ends = [0, *itertools.accumulate(map(aligned, sizes))]
-        self.size_bytes = ends[-1]
+        self.size_bytes: int = ends[-1]
         self._memory = LastingMemory(ends[-1])  # peers may ask for it late
         room = torch.from_numpy(self._memory.bytes)
         chunks: dict[int, list[LocalChunk]] = {n: [] for n in range(len(layout.tensors))}
@@ -81,7 +81,7 @@ class Room:
             tensor = room[start : start + size].view(dtype).view(chunk.sizes)
             chunks[chunk.tensor].append(LocalChunk(chunk.offsets, tensor))
         spread = {chunk.tensor for chunk in layout.chunks if chunk.spread}
-        self.state = LocalState(
+        self.state: LocalState = LocalState(
             [
                 LocalTensor(
                     record.fqn,

@@ -22,7 +22,7 @@ from torch_ros.store.txn import Ranges, View
 from torch_ros.transfer.mailbox import Mailbox
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # for etcd to say whether anything is needed, or to be told that it goes
 QUIET_S = 3.0  # of waiting, before a line says so to everybody

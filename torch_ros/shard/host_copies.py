@@ -33,7 +33,7 @@ from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import copy_bits, packed
 from torch_ros.weights.manifest import Layout
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
 

@@ -33,7 +33,7 @@ from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
 from torch_ros.store.txn import Range, Ranges, View, one
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks while a replica is missing
 LOOK_MAX_S = 1.5  # for which one look counts: a store that does not answer tells nobody's absence

@@ -26,7 +26,7 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.release import RELEASE
 from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 FLUSH_S = 2.0  # for the lines that are left, at the end of the process
 PERIOD_S = 0.2  # between two looks: a process that is killed has told of what was before

@@ -28,7 +28,7 @@ from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.weights.manifest import Depth
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "local"
 Seeding = Literal["foreground", "host"]

@@ -13,7 +13,7 @@ from torch_ros.shard.report import PublishReport, Stopwatch
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Registered, finish_kernels
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def publish(

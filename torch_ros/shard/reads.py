@@ -24,7 +24,7 @@ from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.manifest import Layout
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Given:

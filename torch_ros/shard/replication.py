@@ -41,7 +41,7 @@ from torch_ros.weights.manifest import Layout
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Replication")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
 SLOW_BYTES_PER_S = 0.25e9

@@ -10,7 +10,7 @@ from torch_ros.deadline import wall_ms
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.records import VersionRef
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 REPORTS_KEPT = 64  # some 500 bytes each
 

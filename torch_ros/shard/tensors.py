@@ -14,7 +14,7 @@ from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, 
 from torch_ros.weights.local import build, span_of
 from torch_ros.weights.manifest import OBJECT, Layout
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.manifest import Depth, Logical, Manifest, logical, require_all
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Verification:

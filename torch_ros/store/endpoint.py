@@ -12,7 +12,7 @@ from torch_ros.store.etcd import EtcdKV, Tls, User
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Read
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 10.0
 RETRY_S = 0.2

@@ -38,7 +38,7 @@ from torch_ros.store.txn import (
     Watch,
 )
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = (
     # A proxy that the environment names for the web does not know the hosts of a cluster.
@@ -129,10 +129,12 @@ class EtcdKV:
         UsageError: A file that `tls` names cannot be read, or used.
     """
 
+    tls: Tls | None
+
     def __init__(
         self, hosts: Sequence[str], *, tls: Tls | None = None, user: User | None = None
     ) -> None:
-        self.endpoint = ("etcds://" if tls else "etcd://") + ",".join(hosts)
+        self.endpoint: str = ("etcds://" if tls else "etcd://") + ",".join(hosts)
         self.tls, self._user = tls, user
         self._pid = os.getpid()
         self._is_closed = False

@@ -28,7 +28,7 @@ from pathlib import Path
 if __package__:  # the supervisor, run by this file's path, has none and does without
     from torch_ros.errors import StoreUnavailable, TorchRosError, UsageError
 
-log = logging.getLogger("torch_ros.store.local")
+log: logging.Logger = logging.getLogger("torch_ros.store.local")
 
 DIRECTORY = "TORCH_ROS_LOCAL_DIR"
 VERSION_MIN = (3, 4, 10)  # the first with --unsafe-no-fsync

@@ -57,8 +57,8 @@ class Space:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rev = 1
-        self.changed = threading.Condition()
+        self.rev: int = 1
+        self.changed: threading.Condition = threading.Condition()
         self._clock = clock
         self._entries: dict[str, Entry] = {}
         self._keys: list[str] = []  # sorted; the order of str is the order of its UTF-8

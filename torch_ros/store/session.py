@@ -10,7 +10,7 @@ from torch_ros.errors import AccessDenied, StoreUnavailable, TorchRosError
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S = 5.0
 CLOSE_S = 2.0  # the lease ends by itself, so nobody waits long for its revocation

@@ -19,7 +19,7 @@ from torch_ros.weights.local import LocalChunk
 from torch_ros.weights.manifest import Manifest
 from torch_ros.weights.transforms import Box, Making, Transform, makings
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 HOST_MEMORY = torch.device("cpu")
 PIECE_BYTES = 32 << 20  # made at a time; on a GPU two more of them are on their way to the host

@@ -9,7 +9,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another p
 
 from torch_ros import environment
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes that have arrived, and the bytes that the read takes."""

@@ -14,7 +14,7 @@ class Pace:
     """
 
     def __init__(self, rate: float = 0.0) -> None:
-        self.rate = rate
+        self.rate: float = rate
         self._since: tuple[float, int, int] | None = (
             None  # when it lagged first, and what there was
         )

@@ -39,6 +39,8 @@ class StagedGroup:
 class Staging:
     """The staging buffers of a process, kept until `close`."""
 
+    size_bytes: int
+
     def __init__(self, transport: Transport, size_bytes: int, pages: HugePages) -> None:
         self._transport, self.size_bytes, self._pages = transport, size_bytes, pages
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}

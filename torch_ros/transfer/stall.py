@@ -43,7 +43,7 @@ class SourceWait:
     def reset(self) -> None:
         """Begin anew: something came."""
         self._pause_s = EAGER_POLL_S if self._eager_s else POLL_S_MIN
-        self.still_s = 0.0
+        self.still_s: float = 0.0
         self._ask_s, self._looked_s = STALL_S, time.monotonic()
 
     def look(self, reason: str) -> None:

@@ -28,11 +28,13 @@ class Turns:
         lender: The agent for which those in host memory may be lent; None: they are not.
     """
 
+    size_bytes: int
+
     def __init__(self, size_bytes: int, device: torch.device, lender: str | None) -> None:
         self.size_bytes, self._device, self._lender = size_bytes, device, lender
-        self.buffers = [self._made(size_bytes) for _ in range(BUFFERS)]
+        self.buffers: list[Buffer] = [self._made(size_bytes) for _ in range(BUFFERS)]
         self._published: Buffer | None = None
-        self.filled = self.buffers[0]
+        self.filled: Buffer = self.buffers[0]
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """So much room at least in a buffer that is neither published nor lent, to be filled."""

@@ -58,7 +58,7 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self.handle = handle
-        self.version = max(handle.list(), default=0)
+        self.version: int = max(handle.list(), default=0)
         """The version that was sent last, or was there before."""
 
     @classmethod

@@ -12,7 +12,7 @@ from torch_ros.store.latch import Latch
 from torch_ros.store.run import REQUEST_TIMEOUT_S, RETRY_S, run
 from torch_ros.store.txn import UNKNOWN, Commit, Get, Put, Reply, Steps, Txn, View, one
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 
@@ -23,9 +23,12 @@ class SharedLease:
     Raises: StoreUnavailable, DeadlineExceeded: etcd did not answer.
     """
 
+    key: str
+    id: int
+
     def __init__(self, kv: KV, key: str, ttl_s: int, deadline: Deadline) -> None:
         self.key, self._kv = key, kv
-        self.lost = ""  # why, once it is
+        self.lost: str = ""  # why, once it is
         self.id, self._granted_s = self._join(ttl_s, deadline)
         self._closing = Latch()
         self._thread = threading.Thread(target=self._run, name=f"lease {key}", daemon=True)

@@ -53,7 +53,7 @@ from torch_ros.store.txn import (
     one,
 )
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=300)  # TCPStore's
 TTL_S = 30
