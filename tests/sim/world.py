@@ -271,6 +271,10 @@ class World(Scheduler):
             if Random(f"{self.seed}/{made.number}/here").random() < 0.3 and not is_probe:
                 made.retain += Random(f"{self.seed}/here").choice(HERE)
         made.is_probe = is_probe
+        if is_probe and any(start.run for start in self.starts):
+            made.run = (
+                "new"  # who has used a version of the newest run waits for one of it, or newer
+            )
         for rank in range(size):
             process = Process(self, made, rank, len(self.processes))
             self.processes.append(process)
