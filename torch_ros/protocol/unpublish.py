@@ -71,11 +71,12 @@ def unpublish(
     if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
         return conclude(view, seat, call, Outcome(at_ms=at_ms))
     keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
-    if not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
+    is_own = call.by == seat.rank  # the others wait for the call, and for nothing else
+    if is_own and not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
         return recorded(view, seat, with_copy)
     if call.copy and view.get(seat.copy_holding(ref, call.copy)) is None:
         return Done(call)
-    if call.by != seat.rank:
+    if not is_own:
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
     if keep.is_needed and not seat.spot:
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
