@@ -558,8 +558,8 @@ fault(
 @fault("a younger replica is a source", (sources, "_is_source"), hole=17)
 def _(rule):
     def faulty(*args):
-        *others, own = args
-        return rule(*others, own and msgspec.structs.replace(own, create_rev=math.inf))
+        *others, _ = args
+        return rule(*others, math.inf)
 
     return faulty
 
