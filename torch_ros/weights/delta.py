@@ -50,14 +50,14 @@ GO_ON = 255  # a gap of 8 bits that leads to no place
 _COMPARED = 4
 _BATCH = 1 << 16
 
-_NUMBER, _GAPS, _VALUES, _CHECKSUM = range(4)  # the columns of an index
+NUMBER, GAPS, VALUES, CHECKSUM = range(4)  # the columns of an index
 
 Words = npt.NDArray[np.generic]
 Index = npt.NDArray[np.uint32]
 Gaps = npt.NDArray[np.uint8 | np.uint16]
 
 # numpy has no 16-byte integer, but moves complex numbers bit by bit.
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class Changed(NamedTuple):
@@ -124,15 +124,15 @@ class Delta:
         for part in self._windows():
             steps, is_place = _steps(part.gaps)
             reach = steps.cumsum()
-            counts = part.index[:, _GAPS].astype(np.int64)
+            counts = part.index[:, GAPS].astype(np.int64)
             before = np.concatenate([[0], reach[counts.cumsum()[:-1] - 1]])
-            starts = part.index[:, _NUMBER] * np.int64(SEGMENT) - before - 1
+            starts = part.index[:, NUMBER] * np.int64(SEGMENT) - before - 1
             places = reach[is_place]
-            places += np.repeat(starts, part.index[:, _VALUES])
+            places += np.repeat(starts, part.index[:, VALUES])
             yield Changed(places, part.values)
 
     def _windows(self) -> Iterator[Self]:
-        gaps, values = (self.index[:, column].astype(np.int64) for column in (_GAPS, _VALUES))
+        gaps, values = (self.index[:, column].astype(np.int64) for column in (GAPS, VALUES))
         starts = group_starts(sum_before(gaps) // _BATCH).tolist()
         gap_ends, value_ends = (np.concatenate([[0], counts.cumsum()]) for counts in (gaps, values))
         for first, end in pairwise([*starts, len(gaps)]):
@@ -156,7 +156,7 @@ def words(tensor: torch.Tensor) -> Words:
         NotSupported: The tensor is not in host memory.
     """
     bits = _bits(tensor).contiguous().numpy().reshape(-1)
-    return bits.view(_WORDS[tensor.element_size()])
+    return bits.view(WORD_TYPES[tensor.element_size()])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
     """
     parts = [_segmented(*batch) for batch in _batches(changed)]
     go_on = [part.gaps // GO_ON for part in parts]  # how often in 8 bits, before each place
-    values = _joined([part.values for part in parts], _WORDS[item_bytes])
+    values = _joined([part.values for part in parts], WORD_TYPES[item_bytes])
     is_short = sum(int(each.sum()) for each in go_on) <= len(values)
     gaps: list[Gaps] = []
     rows: list[Ints] = []
@@ -222,7 +222,7 @@ def encode(changed: Iterable[Changed], *, item_bytes: int) -> tuple[Index, Gaps,
         rows.append(np.stack([part.numbers, gap_counts, value_counts, value_counts], 1))
     index = _joined(rows, np.int64).reshape(-1, 4).astype(np.uint32)
     found = _joined(gaps, np.uint8)
-    index[:, _CHECKSUM] = _checksums(index, found, values)
+    index[:, CHECKSUM] = _checksums(index, found, values)
     return index, found, values
 
 
@@ -274,8 +274,8 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDAr
 
 def _checksums(index: Index, gaps: Gaps, values: Words) -> list[int]:
     in_gaps, in_values = gaps.view(np.uint8).data, values.view(np.uint8).data
-    gap_ends = (index[:, _GAPS].cumsum(dtype=np.int64) * gaps.itemsize).tolist()
-    value_ends = (index[:, _VALUES].cumsum(dtype=np.int64) * values.itemsize).tolist()
+    gap_ends = (index[:, GAPS].cumsum(dtype=np.int64) * gaps.itemsize).tolist()
+    value_ends = (index[:, VALUES].cumsum(dtype=np.int64) * values.itemsize).tolist()
     spans = zip(pairwise([0, *gap_ends]), pairwise([0, *value_ends]), strict=True)
     return [
         zlib.crc32(in_values[low:high], zlib.crc32(in_gaps[first:end]))
@@ -308,10 +308,10 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     for delta in deltas[1:]:
         _require_chunk(delta, "a delta to merge", first.elements, first.values.itemsize)
     rows = np.concatenate([delta.index for delta in deltas]).astype(np.int64)
-    rows = rows[rows[:, _NUMBER].argsort(kind="stable")]
-    segments = group_starts(rows[:, _NUMBER])
-    batches = segments[group_starts(sum_before(rows[:, _VALUES])[segments] // _BATCH)]
-    edges = [*(rows[batches, _NUMBER] * SEGMENT).tolist(), first.elements]
+    rows = rows[rows[:, NUMBER].argsort(kind="stable")]
+    segments = group_starts(rows[:, NUMBER])
+    batches = segments[group_starts(sum_before(rows[:, VALUES])[segments] // _BATCH)]
+    edges = [*(rows[batches, NUMBER] * SEGMENT).tolist(), first.elements]
     merged = (
         _merged(_together(each for delta in deltas for each in delta.between(*span).decode()))
         for span in pairwise(edges)
@@ -503,10 +503,10 @@ def digest_of(index: Index) -> str:
 
 def between(index: Index, first: int, end: int) -> tuple[slice, slice, slice]:
     """Where an index, the gaps and the values have the segments of places in [first, end)."""
-    numbers = index[:, _NUMBER].astype(np.int64)
+    numbers = index[:, NUMBER].astype(np.int64)
     low, high = np.searchsorted(numbers, (first // SEGMENT, -(-end // SEGMENT))).tolist()
     spans = [slice(low, high)]
-    for column in (_GAPS, _VALUES):
+    for column in (GAPS, VALUES):
         start = int(index[:low, column].sum(dtype=np.int64))
         spans.append(slice(start, start + int(index[low:high, column].sum(dtype=np.int64))))
     return spans[0], spans[1], spans[2]
@@ -536,12 +536,12 @@ _INDEX = "the index of a delta"
 def _require(holds: Bools, index: Index, expected: str, found: Ints) -> None:
     if not holds.all():
         row = int(np.argmin(holds))
-        segment = f"segment {index[row, _NUMBER]} of a delta (row {row} of its index)"
+        segment = f"segment {index[row, NUMBER]} of a delta (row {row} of its index)"
         raise CorruptDelta(segment, expected, str(found[row]))
 
 
 def _require_lengths(delta: Delta) -> None:
-    kinds = (("gaps", _GAPS, (np.uint8, np.uint16)), ("values", _VALUES, tuple(_WORDS.values())))
+    kinds = (("gaps", GAPS, (np.uint8, np.uint16)), ("values", VALUES, tuple(WORD_TYPES.values())))
     for name, column, dtypes in kinds:
         array = getattr(delta, name)
         count = int(delta.index[:, column].sum(dtype=np.int64))
@@ -553,22 +553,22 @@ def _require_lengths(delta: Delta) -> None:
 
 def _require_places(part: Delta) -> None:
     """Every gap leads to a place in its segment; there are as many places as values."""
-    counts = part.index[:, _GAPS].astype(np.int64)
+    counts = part.index[:, GAPS].astype(np.int64)
     starts = sum_before(counts)
     steps, is_place = _steps(part.gaps)
     ends_well = is_place[starts + counts - 1]
     _require(ends_well, part.index, "gaps that end with a place", np.full(len(counts), GO_ON))
     found = np.add.reduceat(is_place, starts, dtype=np.int64)
-    values = part.index[:, _VALUES]
+    values = part.index[:, VALUES]
     _require(found == values, part.index, "as many places as values", found)
     reach = np.add.reduceat(steps, starts)
-    room = np.minimum(part.elements - part.index[:, _NUMBER] * np.int64(SEGMENT), SEGMENT)
+    room = np.minimum(part.elements - part.index[:, NUMBER] * np.int64(SEGMENT), SEGMENT)
     _require(reach <= room, part.index, "places inside of the segment and of the chunk", reach - 1)
 
 
 def _require_checksums(part: Delta) -> None:
     found = np.array(_checksums(part.index, part.gaps, part.values), np.int64)
-    expected = part.index[:, _CHECKSUM]
+    expected = part.index[:, CHECKSUM]
     _require(found == expected, part.index, "bytes that have the checksum of the index", found)
 
 
