@@ -17,7 +17,6 @@ from torch_ros.weights.delta_table import (
     ENTRIES_MAX,
     TABLE_BYTES,
     Chain,
-    Coming,
     DeltaEntry,
     DeltaHead,
     DeltaTable,
@@ -29,7 +28,7 @@ from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord
 
 
 def entry(base, uid, **changes):
-    made = DeltaEntry(base, uid, 4096, 160, 70, 9, bytes(range(16)))
+    made = DeltaEntry(base, uid, 4096, 160, 70, bytes(range(16)))
     return msgspec.structs.replace(made, **changes)
 
 
@@ -44,11 +43,10 @@ def test_the_largest_table_fits():
         entry("f" * 16, "e" * 16, address=2**64 - 2**20, body_bytes=2**48, head_bytes=2**40)
         for _ in range(ENTRIES_MAX)
     ]
-    coming = Coming("f" * 16, "e" * 16, 0.25, 2**50, 2**50)
-    assert len(DeltaTable(tuple(entries), coming).encode()) == TABLE_BYTES
+    assert len(DeltaTable(tuple(entries), "f" * 16).encode()) == TABLE_BYTES
 
 
-@pytest.mark.parametrize("coming", [None, Coming("b", "c", 0.5, 100, 7)])
+@pytest.mark.parametrize("coming", [None, "b"])
 @pytest.mark.parametrize("count", [0, 1, ENTRIES_MAX])
 def test_a_table_comes_back(count, coming):
     table = DeltaTable(tuple(entry(str(n), str(n + 1)) for n in range(count)), coming)
@@ -73,15 +71,12 @@ def test_a_table_that_is_rewritten_while_it_is_read_is_none():
         DeltaTable((entry("a", "b", body_bytes=8),)),
         DeltaTable((entry("a", "b", address=2**64 - 16, body_bytes=16),)),
         DeltaTable((entry("a", "b", body_bytes=-16),)),
-        DeltaTable((entry("a", "b", changed=-1),)),
+        DeltaTable((entry("a", "b", head_bytes=-1),)),
         DeltaTable((entry("a", "b", head_bytes=2**63),)),
         DeltaTable((entry("a", "b", digest=b""),)),
         DeltaTable((entry("a", "b"),) * (ENTRIES_MAX + 1)),
-        DeltaTable((), Coming("a", "b", math.nan, 0, 0)),
-        DeltaTable((), Coming("a", "b", math.inf, 0, 0)),
-        DeltaTable((), Coming("a", "b", -1.0, 0, 0)),
-        DeltaTable((), Coming("a", "b", 1.0, -1, 0)),
         [[], None, 1],
+        [[], 1],
         7,
         b"\xff",
     ],
@@ -109,20 +104,19 @@ def test_a_chain_leads_from_the_base_to_the_uid_or_there_is_none():
     assert DeltaTable((cd, ab)).chain("a", "d") is None
 
 
-def test_what_is_coming_is_the_last_link_only():
-    ab, coming = entry("a", "b"), Coming("b", "c", 0.5, 100, 7)
-    table = DeltaTable((ab,), coming)
-    assert table.chain("a", "c") == Chain((ab,), coming)
-    assert table.chain("b", "c") == Chain((), coming)
-    assert table.chain("a", "b") == Chain((ab,))
+def test_a_delta_that_is_coming_is_the_last_link_to_what_is_served():
+    ab, bc = entry("a", "b"), entry("b", "c")
+    table = DeltaTable((ab,), "b")
+    assert table.chain("a", "c") == Chain((ab,), is_coming=True)
+    assert table.chain("b", "c") == Chain((), is_coming=True)
+    assert table.chain("c", "c") == Chain(())
     assert table.chain("x", "c") is None
-    assert DeltaTable((entry("c", "d"), ab), coming).chain("a", "d") is None
-    bc = entry("b", "c")
-    assert DeltaTable((bc, ab), coming).chain("a", "c") == Chain((ab, bc))
+    assert DeltaTable((bc, ab), "b").chain("a", "c") == Chain((ab, bc))
+    assert DeltaTable((ab,), "x").chain("a", "c") is None
 
 
 def test_a_circle_is_no_chain():
-    table = DeltaTable((entry("a", "b"), entry("b", "a")), Coming("b", "c", 0.5, 100, 7))
+    table = DeltaTable((entry("a", "b"), entry("b", "a")), "b")
     assert table.chain("x", "a") is None
     assert table.chain("x", "c") is None
     assert DeltaTable((entry("a", "a"),)).chain("x", "a") is None
@@ -171,7 +165,7 @@ def made(layout, older, newer):
     head = DeltaHead.of(layout, index, rows, widths)
     assert head.body_bytes == len(body)
     payload = head.encode()
-    sizes = (len(body), len(payload), head.changed, digest_of(payload))
+    sizes = (len(body), len(payload), digest_of(payload))
     return deltas, DeltaEntry("a", "b", ALIGNMENT_BYTES, *sizes), payload, body
 
 
@@ -266,8 +260,7 @@ def test_a_head_that_contradicts_entry_or_layout_is_refused(place, other):
 def test_a_head_of_another_entry_layout_or_release_is_refused():
     listed, payload, _ = one_delta()
     larger = msgspec.structs.replace(listed, body_bytes=listed.body_bytes + 16)
-    fewer = msgspec.structs.replace(listed, changed=2)
-    for one in (larger, fewer, msgspec.structs.replace(listed, digest=bytes(16))):
+    for one in (larger, msgspec.structs.replace(listed, digest=bytes(16))):
         with pytest.raises(CorruptDelta):
             DeltaHead.decode(payload, one, LAYOUT)
     with pytest.raises(CorruptDelta):
@@ -322,7 +315,7 @@ def test_bytes_of_any_kind_are_a_head_that_can_be_used_or_are_refused(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_bytes_of_any_kind_are_a_table_or_are_refused(data):
-    content = DeltaTable((entry("a", "b"),), Coming("b", "c", 0.5, 100, 7)).encode()
+    content = DeltaTable((entry("a", "b"),), "b").encode()
     length = int.from_bytes(content[:8], "little")
     inner = content[24 : 24 + length]
     place = data.draw(st.integers(0, length - 1))

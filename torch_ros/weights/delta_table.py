@@ -56,7 +56,6 @@ class DeltaEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     address: Annotated[int, msgspec.Meta(ge=0, multiple_of=ALIGNMENT_BYTES)]  # of its body
     body_bytes: _Padded
     head_bytes: _Count  # behind the body
-    changed: _Count  # elements
     digest: _Digest  # of the head
 
     def require_head_fits(self, layout: Layout) -> None:
@@ -69,28 +68,19 @@ class DeltaEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         _require(self.head_bytes <= most, f"{most} bytes at most", f"{self.head_bytes}")
 
 
-class Coming(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The delta that is being made, as far as can be told."""
-
-    base: str
-    uid: str
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # the whole of it; nan is not
-    body_bytes: _Count
-    changed: _Count
-
-
 class Chain(NamedTuple):
     """Deltas that lead from one content to another, the oldest first."""
 
     links: tuple[DeltaEntry, ...]
-    coming: Coming | None = None  # the last link, if that is being made
+    is_coming: bool = False  # the last link is being made
 
 
 class DeltaTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """All that a process has, the newest first."""
 
     entries: Annotated[tuple[DeltaEntry, ...], msgspec.Meta(max_length=ENTRIES_MAX)] = ()
-    coming: Coming | None = None
+    coming: str | None = None
+    """Base of the delta that is being made: of the one to the content that is served."""
 
     def encode(self) -> bytes:
         """All `TABLE_BYTES` of it."""
@@ -121,13 +111,15 @@ class DeltaTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return table
 
     def chain(self, base: str, uid: str) -> Chain | None:
-        """The deltas that lead from `base` to `uid`, if there are; deltas in a circle do not."""
+        """The deltas that lead from `base` to `uid`, if there are; deltas in a circle do not.
+
+        Args:
+            uid: Of the content that is served.
+        """
         last = {entry.uid: entry for entry in reversed(self.entries)}
-        coming, at = self.coming, uid
-        if coming is not None and coming.uid == uid and uid not in last:
-            at = coming.base
-        else:
-            coming = None
+        at, is_coming = uid, False
+        if self.coming is not None and uid not in (base, *last):
+            at, is_coming = self.coming, True
         links: list[DeltaEntry] = []
         while at != base:
             link = last.pop(at, None)  # each once
@@ -135,7 +127,7 @@ class DeltaTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
                 return None
             links.insert(0, link)
             at = link.base
-        return Chain(tuple(links), coming)
+        return Chain(tuple(links), is_coming)
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -244,9 +236,8 @@ class DeltaHead:
         _require(bool(((widths == 1) | (widths == 2)).all()), "gaps of 1 or 2 bytes", "others")
         index = np.frombuffer(told.index, np.uint32).reshape(-1, 4)
         head = cls.of(layout, index, rows, widths)
-        sizes = (head.body_bytes, head.changed)
-        listed = (entry.body_bytes, entry.changed)
-        _require(sizes == listed, "bytes and changes {} and {}".format(*listed), f"{sizes}")
+        listed = entry.body_bytes
+        _require(head.body_bytes == listed, f"a body of {listed} bytes", f"{head.body_bytes}")
         return head
 
     def segments(self, chunk: int, first: int, end: int) -> Segments | None:
