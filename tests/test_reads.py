@@ -72,7 +72,8 @@ def test_contents_are_of_all_ranks_and_tell_objects_apart(opened, ranks, pool):
     dcp.save({"model": {"w": torch.ones(2)}, "step": 7}, storage_writer=writer, no_dist=True)
     found = opened("engine").contents("latest")
     tensors = {"model.w": (torch.float32, torch.Size([2]))}
-    assert found == torch_ros.Contents(5, tensors, ("step",), other.run)
+    assert found.uid
+    assert found == torch_ros.Contents(5, tensors, ("step",), other.run, found.uid)
 
 
 @only_memory

@@ -168,6 +168,42 @@ def test_who_seems_to_have_the_base_and_has_not_reads_all(three, monkeypatch, wh
     same(tensors, three.versions[3])
 
 
+def test_a_tensor_that_joins_is_read_in_full_and_the_others_are_not(line, monkeypatch):
+    made = line(file_bytes=1000)  # a file for each
+    made.publish(1, large())
+    made.publish(2, changed(made.versions[1], 2))
+    tensors = zeros(large())
+    flat = tensors.pop("flat")
+    fetched(made.bucket, tensors, 1, monkeypatch)
+    tensors["flat"] = flat
+    came = fetched(made.bucket, tensors, 2, monkeypatch)
+    assert flat.nbytes < came < flat.nbytes + tensors["matrix"].nbytes / 6
+    same(tensors, made.versions[2])
+    tensors["flat"] = torch.zeros(3)  # nothing is written where something does not fit
+    made.publish(3, changed(made.versions[2], 3))
+    with pytest.raises(ManifestMismatch, match="flat"):
+        made.bucket.load(tensors, 3)
+    tensors["flat"] = made.versions[2]["flat"]
+    same(tensors, made.versions[2])
+
+
+def test_contents_are_those_that_the_publisher_tells(three):
+    for version in (1, 3):
+        found = three.bucket.contents(version)
+        assert found.tensors == {n: (t.dtype, t.shape) for n, t in sorted(large().items())}
+        assert [*found.tensors] == sorted(large())
+    assert found == three.trainer.contents(3) == three.bucket.contents()
+
+
+def test_a_content_that_was_replaced_under_its_number_is_not_loaded(three):
+    was, tensors = three.bucket.contents(2), zeros(large())
+    with pytest.raises(VersionNotFound, match=f"expected '{was.uid}'"):
+        three.bucket.load(tensors, 3, uid=was.uid)
+    same(tensors, zeros(large()))
+    assert three.bucket.load(tensors, 2, uid=was.uid) == 2
+    same(tensors, three.versions[2])
+
+
 def test_a_write_that_torch_does_not_see_is_found_and_healed(three, monkeypatch, caplog):
     """At a place that changes: places that do not are not looked at."""
     tensors = zeros(large())
@@ -233,6 +269,16 @@ def test_any_sharding_takes_its_part_of_a_delta(three):
                 expected = three.versions[version][name][cut]
                 found = made[name].chunks[at]
                 assert torch.equal(bits(found), bits(expected)), (version, name, at)
+
+
+def test_a_part_that_was_written_to_is_read_anew(three):
+    """The digest of all changes says nothing of a part."""
+    part = torch.zeros(5_000)
+    made = {"flat": Chunked((70_000,), torch.float32, {(65_000,): part})}
+    three.bucket.load(made, 1)
+    part.add_(1)
+    three.bucket.load(made, 3)
+    assert torch.equal(bits(part), bits(three.versions[3]["flat"][65_000:]))
 
 
 def test_strided_tied_and_partial_targets(three, monkeypatch):

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import torch
 
+import torch_ros
 from torch_ros import arguments
 from torch_ros.bucket import chain, hub
 from torch_ros.bucket.deltas import Filled, InPlace, WeightPatch, deltas_of, patch
@@ -29,6 +30,7 @@ from torch_ros.weights.delta import Delta
 log: logging.Logger = logging.getLogger(__name__)
 
 TRIES = 3  # a version may be collected while it is looked for
+COLLECTED = "each is collected before it is read"
 
 
 class Bucket:
@@ -67,17 +69,45 @@ class Bucket:
         """
         return {each.version: each.kind for each in reversed(chain.living(self.kept()))}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], version: int | str = "latest") -> int:
+    def contents(self, version: int | str = "latest") -> torch_ros.Contents:
+        """The tensors that a version consists of, as `ShardHandle.contents` tells. Reads none.
+
+        Args:
+            version: A number, "latest" or "latest-<k>".
+
+        Raises:
+            VersionNotFound: The bucket has no such version.
+            BucketError: The store does not answer, or refuses.
+
+        Cost: One request for a thousand versions, and one for the version's manifest.
+        """
+        for _ in range(TRIES):
+            found = chain.chosen(self.kept(), self.model, version)
+            if (stored := self.manifest(found)) is not None:
+                named = dict(sorted(stored.tensors.items()))
+                return torch_ros.Contents(
+                    found.version, named, stored.left_out, found.run, found.uid
+                )
+        raise VersionNotFound(self.model, str(version), COLLECTED)
+
+    def load(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int | str = "latest",
+        *,
+        uid: str | None = None,
+    ) -> int:
         """Read a version into these tensors, in place.
 
-        A version that is stored as a delta takes the full one before it, and the deltas since. If
-        the last load has filled these very tensors, and nobody has written to them since, it takes
-        the deltas since that version: about 3 % of the bytes where 1 % of bfloat16 has changed.
-        Where a tensor that is whole here turns out not to have had that version, all is read anew.
+        A version that is stored as a delta takes the full one before it, and the deltas since.
+        Those of the tensors that the last load has filled, and to which nobody has written since,
+        take the deltas since that version: about 3 % of the bytes where 1 % of bfloat16 has
+        changed. Where one that is whole here turns out not to have had it, all is read anew.
         Deltas are applied in host memory: of tensors on a GPU a copy of all is made there.
 
         Each process by itself: it reads what its own shards need. Ranks that must have the same
-        version ask `list` on one of them, and load that number. Each byte that is used was checked
+        version ask `contents` on one of them, and load that number and that content: a trainer that
+        has died and come back may publish the number again. Each byte that is used was checked
         against the digest that the archiver made of it. Nothing is served; to do so, register
         and publish the tensors under the number that this returns, in a run of this place's own.
 
@@ -85,12 +115,13 @@ class Bucket:
             tensors: By name, with the version's dtypes and whole shapes; any part of the version.
                 A DTensor stands for its local shard, a `torch_ros.Chunked` for its boxes.
             version: A number, "latest" or "latest-<k>".
+            uid: No other content than the one that has this `Contents.uid`.
 
         Returns:
             The version's number.
 
         Raises:
-            VersionNotFound: The bucket has no such version.
+            VersionNotFound: The bucket has no such version, or another content under its number.
             ManifestMismatch: A name, shape or dtype that the version does not have. Nothing is
                 written.
             UsageError: No plain tensors. Nothing is written.
@@ -101,30 +132,41 @@ class Bucket:
         rows little more than their own, for shards by columns those of the whole rows. 512 MiB of
         memory at most.
         """
+        filled, self._filled = self._filled, None  # whatever comes, until all is well
+        known = filled.among(tensors) if filled else {}
         for _ in range(TRIES):
             there = self.kept()
             found = chain.chosen(there, self.model, version)
+            if uid not in (None, found.uid):
+                reason = f"its content is {found.uid!r} now, expected {uid!r}; ask `contents` anew"
+                raise VersionNotFound(self.model, str(found.version), reason)
             links = chain.needed(there, found)
             assert isinstance(links, list)
-            if self._update(links, tensors) or self._read(links, tensors):
-                self._filled = Filled.of(found, tensors)
-                return found.version
-        raise VersionNotFound(self.model, str(version), "each is collected before it is read")
+            had = known if filled and filled.version in links else {}
+            others = (
+                {n: tensor for n, tensor in tensors.items() if n not in had} if had else tensors
+            )
+            if others and not self._read(links, others):  # first: it refuses what does not fit
+                continue
+            if had and filled and not self._update(links, filled.version, had):
+                known = {}
+                if not self._read(links, had):
+                    continue
+            self._filled = Filled.of(found, tensors)
+            return found.version
+        raise VersionNotFound(self.model, str(version), COLLECTED)
 
-    def _update(self, links: Sequence[InBucket], tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Make the last version of `links` of one of them that is in the tensors, if one is."""
-        filled, self._filled = self._filled, None  # whatever comes, until all is well
-        if filled is None or filled.version not in links or not filled.is_in(tensors):
-            return False
-        since = links[links.index(filled.version) + 1 :]
+    def _update(
+        self, links: Sequence[InBucket], had: InBucket, tensors: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Make the last version of `links` of one of them that these tensors have."""
+        since = links[links.index(had) + 1 :]
         stored = self._manifests(since)
-        if stored is None or any(
-            s.base is None or s.base.uid != filled.version.uid for s in stored[:1]
-        ):
+        if stored is None or any(s.base is None or s.base.uid != had.uid for s in stored[:1]):
             return False
         if (unlike := self._apply(since, stored, tensors)) is None:
             return True
-        log.warning("%r did not have version %d; reading all", unlike, filled.version.version)
+        log.warning("%r did not have version %d; reading all", unlike, had.version)
         return False
 
     def _read(self, links: Sequence[InBucket], tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -72,35 +72,33 @@ class Filled:
     """A version that a load has left in tensors; they are not kept from being freed.
 
     Attributes:
-        tensors: By name.
-        state: Where each chunk lies, and how often torch has seen it written.
+        tensors: By name; and where its chunks lie, and how often torch has seen each written.
     """
 
     version: InBucket
-    tensors: Mapping[str, weakref.ref[torch.Tensor]]
-    state: Sequence[object]
+    tensors: Mapping[str, tuple[weakref.ref[torch.Tensor], Sequence[object]]]
 
     @classmethod
     def of(cls, version: InBucket, tensors: Mapping[str, torch.Tensor]) -> Self:
-        named = {fqn: weakref.ref(tensor) for fqn, tensor in tensors.items()}
-        return cls(version, named, _state(tensors))
+        states = _states(tensors)
+        return cls(version, {fqn: (weakref.ref(one), states[fqn]) for fqn, one in tensors.items()})
 
-    def is_in(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are the same tensors, and nobody has written to them, as torch has seen."""
-        if self.tensors.keys() != tensors.keys():
-            return False
-        if any(self.tensors[fqn]() is not tensor for fqn, tensor in tensors.items()):
-            return False
-        return _state(tensors) == self.state
+    def among(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The same ones among these, to which nobody has written since, as torch has seen."""
+        states, here = _states(tensors), self.tensors
+        known = {fqn: one for fqn, one in tensors.items() if fqn in here and here[fqn][0]() is one}
+        return {fqn: one for fqn, one in known.items() if states[fqn] == here[fqn][1]}
 
 
-def _state(tensors: Mapping[str, torch.Tensor]) -> Sequence[object]:
-    _, memory = build(local_chunks(tensors), {})
-    # Of an inference tensor torch does not see it: that one is unlike any other.
-    writes = (object() if c.is_inference() else c._version for c in memory)  # noqa: SLF001
-    return [
-        (c.data_ptr(), c.size(), c.stride(), seen) for c, seen in zip(memory, writes, strict=True)
-    ]
+def _states(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Sequence[object]]:
+    layout, memory = build(local_chunks(tensors), {})
+    states: dict[str, list[object]] = {fqn: [] for fqn in tensors}
+    for record, chunk in zip(layout.chunks, memory, strict=True):
+        # Of an inference tensor torch does not see it: that one is unlike any other.
+        seen = object() if chunk.is_inference() else chunk._version  # noqa: SLF001
+        state = chunk.data_ptr(), chunk.size(), chunk.stride(), seen
+        states[layout.tensors[record.tensor].fqn].append(state)
+    return states
 
 
 def difference(

@@ -201,6 +201,14 @@ class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors of the version."""
+        stored: Iterable[StoredTensor | StoredChange] = (
+            self.changes if self.base else (each for file in self.files for each in file.tensors)
+        )
+        return {each.fqn: (dtype_named(each.dtype), torch.Size(each.shape)) for each in stored}
+
 
 class Mismatch(ValueError):
     """A manifest contradicts itself, or its name. Says what was found, and what was expected."""

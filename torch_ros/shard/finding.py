@@ -40,11 +40,12 @@ class Contents:
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]]  # by fqn; whole, however sharded
     objects: tuple[str, ...] = ()  # fqns of what DCP has pickled: only dcp.load reads those
     run: str = ""  # in which it has this number: another run may have another version of it
+    uid: str = ""  # of the content: a number that is published again gets another one
 
     @classmethod
     def of(cls, found: PinnedVersion) -> "Contents":
         tensors, objects = logical(found.layouts).contents
-        return cls(found.ref.version, dict(tensors), objects, found.ref.run)
+        return cls(found.ref.version, dict(tensors), objects, found.ref.run, found.ref.uid)
 
 
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
