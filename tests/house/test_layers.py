@@ -31,7 +31,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "tqdm",
     },
     "dcp": {"shard", "transfer", "weights", "torch"},
-    "integrations": {"face", "torch"},
+    "integrations": {"bucket", "face", "torch"},
     "integrations/vllm": {"face", "integrations", "torch"},
 }
 ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import

@@ -141,7 +141,8 @@ def trainer(opened):
 
 
 def installer_of(handle, module, obstacles=(), *, tells=False, **options):
-    return Installer(handle, Toy(module, obstacles), InstallOptions(**options), tells=tells)
+    teller = handle if tells else None
+    return Installer(handle, Toy(module, obstacles), InstallOptions(**options), teller=teller)
 
 
 # -- one process
@@ -586,7 +587,7 @@ def pair(place):
             options = {**place, "replica": "pair", "rank": rank, "world_size": 2}
             handle = torch_ros.open("m", **options, installs=True)
             peer = peers.of(rank)
-            installers[rank] = Installer(handle, toys[rank], InstallOptions(), peer, tells=True)
+            installers[rank] = Installer(handle, toys[rank], InstallOptions(), peer, teller=handle)
 
         each(prepare)
         yield engines, toys, installers, each

@@ -139,7 +139,7 @@ def test_an_engine_answers_with_the_last_version_or_goes_on_from_another_source(
         torch_ros.open(model, replica="engine", installs=True, **place) as handle,
     ):
         options = InstallOptions(buffer_bytes=1)  # each tensor that is staged is a buffer
-        installer = Installer(handle, engine, options, tells=True)
+        installer = Installer(handle, engine, options, teller=handle)
         peer.register({fqn: torch.zeros_like(one) for fqn, one in weights_of(0).items()})
         publish(trainer, 1)
         peer.replicate(1)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Protocol, TypeVar, get_args
@@ -17,6 +17,7 @@ from torch_ros.errors import (
     ManifestMismatch,
     TorchRosError,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.integrations.landing_plan import (
     SAME,
@@ -58,6 +59,36 @@ class Engine(Protocol):
 
         A tensor is valid until the next one is asked for.
         """
+
+
+class Versions(Protocol):
+    """Where versions come from: a `ShardHandle`, or a `BucketVersions`."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine's memory is offered as."""
+
+    def contents(self, version: int | str, *, timeout_s: float | None) -> torch_ros.Contents: ...
+
+    def read(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, timeout_s: float | None
+    ) -> object: ...
+
+    def stream(
+        self, version: int, fqns: Iterable[str], *, buffer_bytes: int, timeout_s: float | None
+    ) -> AbstractContextManager[Weights]: ...
+
+    def serve(self, *, timeout_s: float | None = None) -> object: ...
+
+    def unpublish(self, *, timeout_s: float | None = None) -> object: ...
+
+    def close(self) -> object: ...
 
 
 class EngineRanks(Protocol):
@@ -183,9 +214,19 @@ class _Laid:
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> "_Laid":
+    def of(
+        cls, plan: LandingPlan, state: Mapping[str, torch.Tensor], before: "_Laid | None"
+    ) -> "_Laid":
+        """The same objects as before, where these lie as they did."""
         names = {box.parameter for landing in plan.direct.values() for box in landing.boxes}
-        return cls(plan, places(names, state), chunked(plan.direct, state))
+        now, old = places(names, state), before.places if before else {}
+        stayed = {name for name, place in now.items() if old.get(name) == place}
+        made = chunked(plan.direct, state)
+        for fqn, landing in plan.direct.items():
+            is_same = before is not None and before.plan.direct.get(fqn) == landing
+            if before and is_same and stayed.issuperset(box.parameter for box in landing.boxes):
+                made[fqn] = before.tensors[fqn]
+        return cls(plan, now, made)
 
     def are_of(self, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> bool:
         return self.plan is plan and places(self.places, state) == self.places
@@ -213,21 +254,21 @@ class Installer:
     """Brings versions into one engine, by a handle that nothing else uses.
 
     Args:
-        tells: The handle was opened with `installs=True`: whoever waits for a version is told.
+        teller: The handle, if it was opened with `installs=True`: who waits for a version is told.
     """
 
     options: InstallOptions
 
     def __init__(
         self,
-        handle: "torch_ros.ShardHandle",
+        handle: Versions,
         engine: Engine,
         options: InstallOptions,
         peers: EngineRanks | None = None,
         *,
-        tells: bool = False,
+        teller: "torch_ros.ShardHandle | None" = None,
     ) -> None:
-        self.handle, self.options, self._tells = handle, options, tells
+        self.handle, self.options, self._teller = handle, options, teller
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
         self.report: InstallReport | None = None
@@ -235,7 +276,7 @@ class Installer:
         self._engine, self._peers = engine, peers or Alone()
         self._recorded: _Recorded | None = None
         self._laid: _Laid | None = None
-        self._run = ""  # of `active`
+        self._uid = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
         self._failed: int | None = None  # the rank of the last error, in its own words
 
@@ -257,8 +298,8 @@ class Installer:
         """
         watch = Laps(time.perf_counter() + timeout_s)
         found = self._together(lambda: self._found(version, timeout_s))
-        run, number = self._first((found.run, found.version) if found else None)
-        mine = (self.active, run == self._run and self._serves(number))
+        number, uid = self._first((found.version, found.uid) if found else None)
+        mine = (self.active, uid == self._uid and self._serves(number))
         active, serve = zip(*self._peers.gather(mine), strict=True)
         if self.report and all(serve):
             return self.report
@@ -266,7 +307,7 @@ class Installer:
         self.active, self._has_written = None, False
 
         def bring() -> InstallReport:
-            look = self._together(lambda: self._look(number, watch, found))
+            look = self._together(lambda: self._look(number, watch, found, uid))
             if self.options.on_failure == "keep":
                 kept.update(self._together(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
@@ -278,7 +319,7 @@ class Installer:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
             raise
-        self.active, self._run, self.report = number, run, report
+        self.active, self._uid, self.report = number, uid, report
         return report
 
     def withdraw(self, reason: str) -> None:
@@ -291,11 +332,12 @@ class Installer:
         """
         self.handle.unpublish()
         before, self.active = self.active, None
-        if before is None or not self._tells:
+        teller = self._teller
+        if before is None or teller is None:
             return
-        told = CallAborted(self.handle.replica, 0, self.handle.rank, reason)
+        told = CallAborted(teller.replica, 0, teller.rank, reason)
         try:
-            with self.handle.installing(before, timeout_s=TOLD_S):
+            with teller.installing(before, timeout_s=TOLD_S):
                 raise told
         except TorchRosError as error:
             if error is not told and not isinstance(error, InstallRejected):
@@ -311,9 +353,9 @@ class Installer:
 
     def _told(self, version: int, timeout_s: float, step: Callable[[], T]) -> T:
         """A step of all ranks, as an install that others are told of, if the handle does so."""
-        if not self._tells:
+        if (teller := self._teller) is None:
             return step()
-        block = self.handle.installing(version, timeout_s=timeout_s)
+        block = teller.installing(version, timeout_s=timeout_s)
         left = ExitStack()
         try:
             self._together(lambda: left.enter_context(block))
@@ -321,7 +363,7 @@ class Installer:
         except Exception as error:
             is_mine = self._failed in (None, self.handle.rank)
             rank, reason = self._failed or 0, f"{type(error).__name__}: {error}"
-            told = error if is_mine else CallAborted(self.handle.replica, 0, rank, reason)
+            told = error if is_mine else CallAborted(teller.replica, 0, rank, reason)
             with suppress(InstallRejected):
                 left.__exit__(type(told), told, None)
             raise
@@ -330,7 +372,7 @@ class Installer:
 
     # Ranks
 
-    def _first(self, mine: tuple[str, int] | None) -> tuple[str, int]:
+    def _first(self, mine: tuple[int, str] | None) -> tuple[int, str]:
         """The answer of rank 0, which is not None."""
         first = self._peers.gather(mine)[0]
         assert first is not None
@@ -355,13 +397,23 @@ class Installer:
 
     # Before
 
-    def _look(self, version: int, watch: Laps, found: torch_ros.Contents | None = None) -> _Look:
+    def _look(
+        self,
+        version: int,
+        watch: Laps,
+        found: torch_ros.Contents | None = None,
+        uid: str | None = None,
+    ) -> _Look:
         """The plan for this version; refuses what cannot be installed.
 
         Args:
             found: What it contains, if this rank has asked already.
+            uid: The content that another rank has found.
         """
         found = found or self.handle.contents(version, timeout_s=watch.left_s)
+        if uid not in (None, found.uid):
+            reason = "it was published again meanwhile; ask anew"
+            raise VersionNotFound(self.handle.model, str(version), reason)
         contents = found.tensors
         recorded = self._recorded
         if recorded is None or dict(recorded.contents) != dict(contents):
@@ -472,10 +524,12 @@ class Installer:
         """The engine's memory that the plan reads into; the same objects while it stays there."""
         state, laid = self._engine.state(), self._laid
         if laid is None or not laid.are_of(plan, state):
-            self._laid = laid = _Laid.of(plan, state)
+            self._laid = laid = _Laid.of(plan, state, laid)
         return laid.tensors
 
-    def _stream(self, version: int, fqns: Iterable[str], watch: Laps) -> torch_ros.Stream:
+    def _stream(
+        self, version: int, fqns: Iterable[str], watch: Laps
+    ) -> AbstractContextManager[Weights]:
         """These tensors, one buffer read while another is used. All ranks call this, or none."""
         size_bytes = self.options.buffer_bytes
         return self.handle.stream(version, fqns, buffer_bytes=size_bytes, timeout_s=watch.left_s)

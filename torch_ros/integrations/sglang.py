@@ -217,7 +217,7 @@ class _Follower:
         key = (model, asked.is_complete)
         if key not in self.installers:
             engine = _Model(model, is_complete=asked.is_complete)
-            self.installers[key] = Installer(self.handle, engine, options, tells=True)
+            self.installers[key] = Installer(self.handle, engine, options, teller=self.handle)
         self.installers[key].options = options
         return self.installers[key]
 

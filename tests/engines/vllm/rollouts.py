@@ -10,6 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch_ros
+import torch_ros.bucket
+from torch_ros.bucket.archive import Archiver, Form
+
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "plain")  # the plug-in's path
 START_S = 600  # for a server to come up
@@ -72,6 +76,24 @@ class Trainer:
         if self._process.poll() is None:
             self._process.stdin.close()
             self._process.wait(60)
+
+
+class FarAway:
+    """A trainer and its archiver; `publish` returns when the version is in the bucket."""
+
+    def __init__(self, trainer, endpoint, url):
+        self._handle = torch_ros.open(trainer.name, endpoint=endpoint, spot=True)
+        self.trainer, self.url, self.model = trainer, url, trainer.name
+        self.bucket = torch_ros.bucket.open(url, self.model)
+        self._archiver = Archiver(self._handle, self.bucket, keep=9, form=Form(deltas=32))
+
+    def publish(self, version, **how):
+        published = self.trainer.publish(version, **how)
+        self._archiver.archive(lambda *_: None)
+        return published
+
+    def close(self):
+        self._handle.close()
 
 
 @dataclass

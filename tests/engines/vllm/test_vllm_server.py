@@ -1,7 +1,9 @@
 """vLLM's own HTTP endpoints, with nothing of ours at the driver; and its trainer engines."""
 
+from contextlib import closing
+
 import pytest
-from rollouts import running_server
+from rollouts import FarAway, running_server
 from trainer import greedy, step
 
 
@@ -21,6 +23,17 @@ def test_a_driver_that_knows_vllm_alone(server, tiny, train, etcd_endpoint):
         server.update(version)
         server.agrees(published["answers"])
         assert server.ask("weight_info", method="GET") == {"weight_version": str(version)}
+
+
+def test_a_bucket_is_all_that_is_shared(server, tiny, train, etcd_endpoint, tmp_path):
+    url = str(tmp_path / "bucket")
+    server.ask("init_weight_transfer_engine", {"init_info": {"model": "far", "bucket": url}})
+    with closing(FarAway(train(tiny("untied"), "far"), etcd_endpoint, url)) as far_away:
+        for version, share in ((1, 1.0), (2, 0.01)):
+            published = far_away.publish(version, share=share)
+            server.update("latest")
+            server.agrees(published["answers"])
+        assert far_away.bucket.list() == {1: "full", 2: "delta"}
 
 
 def test_a_trainer_engine_of_vllm(server, tiny, etcd_endpoint):

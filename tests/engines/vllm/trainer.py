@@ -18,12 +18,13 @@ TOKENS = 12
 
 
 @torch.no_grad()
-def step(model, version):
-    """Weights that depend on the version alone."""
+def step(model, version, share=1.0):
+    """Weights that depend on the version alone; or on the last ones, of which a share changes."""
     generator = torch.Generator().manual_seed(version)
     for _, one in sorted(model.named_parameters()):
         noise = torch.randn(one.shape, generator=generator)
-        one.copy_(noise * 0.08 if one.ndim >= 2 else 1 + 0.2 * noise)
+        new = noise * 0.08 if one.ndim >= 2 else 1 + 0.2 * noise
+        one.copy_(torch.where(torch.rand(one.shape, generator=generator) < share, new, one))
 
 
 @torch.no_grad()
@@ -73,7 +74,7 @@ def main(path, name, endpoint, options):
         handle.unregister()
         answer = {}
         if (version := asked.get("publish")) is not None:
-            step(model, asked.get("seed", version))
+            step(model, asked.get("seed", version), asked.get("share", 1.0))
             tensors = tensors_of(model, asked.get("names", "parameters"), asked)
             if "float8" in asked:
                 handle.publish_copy(version, tensors, transform=Float8(asked["float8"]))

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import torch_ros
 from torch_ros.errors import NotSupported, UsageError
+from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.installation import (
     Direct,
     Installer,
@@ -39,6 +40,8 @@ class ROSInitInfo(WeightTransferInitInfo):
         model: The name under which versions are published.
         replica: The name of this engine, needed if it has several workers or data parallelism: the
             engines of a data parallel group are replicas NAME-dp0, NAME-dp1 and on.
+        bucket: The URL of a bucket, if the engine shares nothing else with the trainer. It has no
+            name then, offers nothing to others, and nobody is told which version it uses.
         options: The other options of `torch_ros.open`, by name, except rank and world_size.
         timeout_s: For `init_weight_transfer_engine`, and for each update that names none.
 
@@ -47,6 +50,7 @@ class ROSInitInfo(WeightTransferInitInfo):
 
     model: str
     replica: str | None = None
+    bucket: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     buffer_bytes: int = 256 << 20
     direct: Direct = "auto"
@@ -62,12 +66,16 @@ class ROSInitInfo(WeightTransferInitInfo):
             raise UsageError(
                 f"options: {', '.join(taken)}: not there; the engine passes them itself"
             )
+        if self.bucket is not None and (self.replica is not None or self.options):
+            raise UsageError(
+                f"bucket={self.bucket!r} with replica={self.replica!r} and options={self.options}: "
+                "expected none of these, which are of a replica; an engine of a bucket is none"
+            )
         self.install_options()
 
     def install_options(self) -> InstallOptions:
-        return InstallOptions(
-            self.buffer_bytes, self.direct, self.relay, self.on_failure, self.cast
-        )
+        relay = self.relay and self.bucket is None
+        return InstallOptions(self.buffer_bytes, self.direct, relay, self.on_failure, self.cast)
 
 
 @dataclass
@@ -121,6 +129,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         super().__init__(*args)
         self._installer: Installer | None = None
         self._timeout_s = 300.0
+        self._who = ""  # for people
         self._is_updated = False  # in this session
 
     @property
@@ -165,21 +174,24 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     # Steps
 
     def _open(self, info: ROSInitInfo) -> None:
-        config, ranks = self.vllm_config, self._ranks
-        options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
-        if self._is_data_parallel:
-            options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
+        ranks = self._ranks
         engine = VLLMModel(
             self.model,
             self.model_config,
             self.device,
             proves=info.direct == "proven",
             is_mapped_anew=self._sleeps,
-            is_dummy=config.load_config.load_format == "dummy",
+            is_dummy=self.vllm_config.load_config.load_format == "dummy",
         )
-        place = {"rank": ranks.rank, "world_size": ranks.size}
-        handle = torch_ros.open(info.model, **options, **place, installs=True)
-        installer = Installer(handle, engine, info.install_options(), ranks, tells=True)
+        how = info.install_options()
+        if info.bucket is None:
+            handle = self._handle(info, ranks)
+            installer = Installer(handle, engine, how, ranks, teller=handle)
+            self._who = handle.replica
+        else:
+            versions = BucketVersions(info.bucket, info.model, ranks.rank)
+            installer = Installer(versions, engine, how, ranks)
+            self._who = f"rank {ranks.rank} from {info.bucket}"
         self._installer, self._timeout_s = installer, info.timeout_s
 
         def load_weights(weights: Any) -> Any:
@@ -187,6 +199,13 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             return engine.load_weights(weights)
 
         self.model.__dict__["load_weights"] = load_weights
+
+    def _handle(self, info: ROSInitInfo, ranks: Ranks) -> "torch_ros.ShardHandle":
+        options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
+        if self._is_data_parallel:
+            options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
+        place = {"rank": ranks.rank, "world_size": ranks.size}
+        return torch_ros.open(info.model, **options, **place, installs=True)
 
     def _install(self, info: ROSUpdateInfo) -> None:
         if self._installer is None:
@@ -196,7 +215,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
                 "a second update in one session: call finish_weight_update, and start anew"
             )
         report = self._installer.install(info.version, info.timeout_s or self._timeout_s)
-        log.info("%s: %s", self._installer.handle.replica, report)
+        log.info("%s: %s", self._who, report)
         self._is_updated = True
 
     def _vet(self, info: ROSInitInfo) -> bool:
@@ -204,12 +223,13 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         parallel, ranks = self.parallel_config, self._ranks
         if parallel.enable_eplb:
             raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
-        if info.replica is None and (ranks.size > 1 or self._is_data_parallel):
+        is_named = info.replica is not None or info.bucket is not None
+        if not is_named and (ranks.size > 1 or self._is_data_parallel):
             raise UsageError(
                 f"replica={info.replica!r}: expected a name for this engine: its {ranks.size} "
                 "workers, or the data parallel engines beside it, have none in common"
             )
-        if self._sleeps and info.relay:
+        if self._sleeps and info.install_options().relay:
             raise NotSupported(
                 "relay=True with sleep mode, which takes away the memory that peers read",
                 "pass relay=False, or start the engine without enable_sleep_mode",

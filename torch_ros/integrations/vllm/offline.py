@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import torch_ros
 from torch_ros.errors import SourceLost, TorchRosError, VersionNotFound
+from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.vllm.told import hear
 
 TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
@@ -17,6 +18,7 @@ def attach(
     *,
     model: str,
     replica: str | None = None,
+    bucket: str | None = None,
     options: Mapping[str, Any] | None = None,
     pause: Literal["keep", "wait", "abort"] = "keep",
     **init_info: Any,
@@ -28,6 +30,8 @@ def attach(
             may be ``load_format="dummy"``: the first `update` brings all of them.
         model: The name under which versions are published.
         replica: The name of this engine; needed if it has several workers.
+        bucket: The URL of a bucket, if the engine shares nothing else with the trainer; instead of
+            `replica` and `options`. The extra `bucket` is needed here and in the workers.
         options: The other options of `torch_ros.open`, for each worker's handle.
         pause: How vLLM treats requests that run when an update begins: they go on afterwards, with
             the KV cache of the old weights; are finished first; or are aborted.
@@ -42,8 +46,17 @@ def attach(
             policy.update("latest")
             outputs = llm.generate(prompts)
     """
-    info = {"model": model, "replica": replica, "options": dict(options or {}), **init_info}
+    place = {"replica": replica, "bucket": bucket, "options": dict(options or {})}
+    info = {"model": model, **place, **init_info}
     return Attached(llm, info, pause)
+
+
+def _versions(info: Mapping[str, Any]) -> torch_ros.ShardHandle | BucketVersions:
+    """The versions that there are, as the engine's driver sees them."""
+    if info["bucket"] is not None:
+        return BucketVersions(info["bucket"], info["model"])
+    options = {name: one for name, one in info["options"].items() if name not in ENGINES_ONLY}
+    return torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
 
 
 class Attached:
@@ -52,13 +65,14 @@ class Attached:
     def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
         self._llm, self._pause, self._replica = llm, pause, info["replica"]
         self._active: int | None = None  # by the last error
-        self._run = ""  # of `version`
+        self._sequence = ""  # of `version`: within it "latest" never goes back
+        self._is_closed = False
+        self._handle: torch_ros.ShardHandle | BucketVersions
         self.version: int | None = None
         """The version that the engine answers with; None: none, and it stays paused."""
         self._asked("init_weight_transfer_engine", {"init_info": info})
-        options = {n: one for n, one in info["options"].items() if n not in ENGINES_ONLY}
         try:
-            self._handle = torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
+            self._handle = _versions(info)
         except BaseException:
             self._asked("shutdown_weight_transfer_engine")
             raise
@@ -93,15 +107,19 @@ class Attached:
 
         May be called again, when the engine follows another one.
         """
-        if self._handle.is_closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._handle.close()
         self._asked("shutdown_weight_transfer_engine")
 
     def _go_to(self, version: int | str, timeout_s: float | None) -> bool:
         contents = self._handle.contents(version, timeout_s=timeout_s)
         found, has = contents.version, self.version
-        if has is not None and contents.run == self._run:
+        # In a bucket a lower number may be newer, and a number come again.
+        is_bucket = isinstance(self._handle, BucketVersions)
+        sequence = contents.uid if is_bucket else contents.run
+        if has is not None and sequence == self._sequence:
             is_older = isinstance(version, str) and found < has
             if (found == has or is_older) and not self._is_withdrawn(timeout_s):
                 return False
@@ -114,12 +132,14 @@ class Attached:
             if self.version is not None:
                 self._resume()
             raise
-        self.version, self._run = found, contents.run
+        self.version, self._sequence = found, sequence
         self._resume()
         return True
 
     def _is_withdrawn(self, timeout_s: float | None) -> bool:
         """Whether somebody has loaded weights by hand, as far as an engine without a name tells."""
+        if isinstance(self._handle, BucketVersions):
+            return False
         told = self._handle.installs(timeout_s=timeout_s).get(self._replica or "")
         return told is not None and told.active is None
 
