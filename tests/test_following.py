@@ -227,11 +227,11 @@ def test_a_version_that_goes_before_it_is_read_is_waited_out(
     assert on_all(pool, replica, lambda h: h.update()) == [True, True]
     gone = threading.Event()
 
-    def goes(shard, spec, deadline):
+    def goes(*call):
         if not gone.is_set():
             trainer.unpublish()
             gone.set()
-        return replicate_if_there(shard, spec, deadline)
+        return replicate_if_there(*call)
 
     monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", goes)
     each = [pool.submit(handle.update, wait_s=WAIT_S) for handle in replica]

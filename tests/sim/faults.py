@@ -20,6 +20,7 @@ from unittest.mock import patch
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import ahead  # noqa: F401
 import collecting  # noqa: F401
+import deltas  # noqa: F401
 import farewell  # noqa: F401
 import here  # noqa: F401
 import installing  # noqa: F401
@@ -61,6 +62,7 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
 from torch_ros.shard import (
+    base,
     beginnings,
     borrowing,
     filling,
@@ -93,10 +95,19 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import batches, feed, mailbox, pace, peers, reading, registered
+from torch_ros.transfer import (
+    batches,
+    delta_reading,
+    feed,
+    mailbox,
+    pace,
+    peers,
+    reading,
+    registered,
+)
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.copy_buffers import CopyBuffers
-from torch_ros.weights import manifest
+from torch_ros.weights import delta, manifest
 
 
 @dataclass(frozen=True)
@@ -353,7 +364,7 @@ def _(rule):
                 records.Ready.decode(entry.value, key).value
                 for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
             ]
-            return Done({seat.rank: found[0]}) if found else step
+            return Done(records.Said({seat.rank: found[0]})) if found else step
         return step
 
     return faulty
@@ -2215,6 +2226,134 @@ def _(old_versions):
         for each in old_versions(view, keys, held):
             guards = tuple(filter(without(Empty), each.guards))
             yield dataclasses.replace(each, guards=guards)
+
+    return faulty
+
+
+# Deltas
+
+
+@fault(
+    "deltas are applied before the word of their source is asked",
+    (delta_reading.DeltaRead, "_certify"),
+    (delta.Delta, "received"),  # checksums would refuse them, too
+    scenario="rewritten",
+)
+def _(was):
+    if getattr(was, "__self__", None) is delta.Delta:
+        return classmethod(lambda cls, elements, *arrays: cls(elements, *arrays))
+    return lambda self, ranks: None
+
+
+fault(
+    "what the owner took back is a base",
+    (base.Bases, "now"),
+    scenario="not held",
+)(lambda now: _last_held)
+
+
+def _last_held(bases):
+    kept, registered = bases._ledger.held, bases._tensors.registered
+    if kept is not None:
+        bases.last = base.Base(kept.ref, registered)
+    return getattr(bases, "last", None)
+
+
+@fault(
+    "a base is taken again in the same call",
+    (replication.Replication, "_taken"),
+    scenario="base once",
+)
+def _(taken):
+    def faulty(self):
+        self.first = getattr(self._target, "first", None) or self._target.base
+        self._target.first = self._target.base = self.first
+        return taken(self)
+
+    return faulty
+
+
+@fault(
+    "what deltas have brought is told at once",
+    (feed.Progress, "fill"),
+    scenario="stray cell",
+)
+def _(fill):
+    def faulty(self, bytes_read):
+        self.add(np.arange(len(self.done)), bytes_read)
+
+    return faulty
+
+
+@fault(
+    "what deltas have brought is told by who makes its call again",
+    (feed.Progress, "serve"),
+    scenario="stray cell, seat lost",
+)
+def _(serve):
+    def faulty(self, mark):
+        self.is_unproven = False
+        serve(self, mark)
+
+    return faulty
+
+
+@fault(
+    "only who compares all tensors says that it was deltas",
+    (records.Ready, "encode"),
+    scenario="one without digests",
+)
+def _(encode):
+    return lambda self: encode(records.Ready(self.value))
+
+
+@fault(
+    "only the first delta of a chain is applied",
+    (delta_reading.DeltaRead, "scatter"),
+    scenario="by deltas",
+)
+def _(scatter):
+    def faulty(self, staged):
+        scatter(self, {key: found[:1] for key, found in staged.items()})
+
+    return faulty
+
+
+fault(
+    "a delta that is being made is waited for without a bound",
+    (delta_reading, "WAIT_SHARE"),
+    scenario="delta coming",
+)(lambda share: math.inf)
+
+
+@fault(
+    "a full source is believed to have no more than its word says",
+    (feed.Following, "ask"),
+    (reading.ReadPass, "blocked"),  # or it would ask nobody, for ever
+    scenario="late end",
+)
+def _(was):
+    def asks(self, rank):
+        was(self, rank)
+        state = self.feed.states[rank]
+        self._positions[rank] = self._peers.word(state, self._deadline).position
+
+    def waits(self):
+        for source in self._sources:
+            source.wait_for_more()
+
+    return asks if was.__name__ == "ask" else waits
+
+
+@fault(
+    "who learns late that it holds what deltas brought tells nobody",
+    (word.OwnWord, "void_unless_held"),
+    scenario="late end, learned later",
+)
+def _(void_unless_held):
+    def faulty(self):
+        if self._ledger.holds is None:
+            self.void()
 
     return faulty
 

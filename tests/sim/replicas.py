@@ -63,7 +63,7 @@ class Start:
     datacenter: str = "default"
     drain_s: float = 60.0
     linger_s: float = 0.0
-    digests: str = "off"
+    digests: str | tuple[str, ...] = "off"  # of all ranks, or of each
     borrow_bytes: int = 0  # more: it publishes copies
     installs: bool = False
     seeding: str = "foreground"
@@ -188,7 +188,7 @@ class Process:
     # Memory
 
     def expected(self, content: int):
-        return self.index + content * CONTENT
+        return self.world.cells(self.index, content)
 
     def fill(self, content: int) -> None:
         self.cells[:] = self.expected(content)
@@ -253,7 +253,9 @@ class Process:
                 ttl_s=TTL_S,
                 drain_s=start.drain_s,
                 linger_s=start.linger_s,
-                digests=start.digests,
+                digests=start.digests
+                if isinstance(start.digests, str)
+                else start.digests[self.rank],
                 borrow_bytes=start.borrow_bytes,
                 installs=start.installs,
                 seeding=start.seeding,

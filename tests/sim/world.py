@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from checks import Broken, Checks
-from replicas import BLOCK_CELLS, PROBE, RELEASE_S, TTL_S, Process, Start, Task
+from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
 from story import short
@@ -216,6 +216,10 @@ class World(Scheduler):
         return "\n".join(lines)
 
     # Names
+
+    def cells(self, index, content: int):
+        """What cells have in a content: each says which it is of, and where in it."""
+        return index + content * CONTENT
 
     def number(self) -> int:
         self.names += 1

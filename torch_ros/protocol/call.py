@@ -30,6 +30,8 @@ from torch_ros.protocol.records import (
     Kept,
     Kind,
     Outcome,
+    Ready,
+    Said,
     ShardRecord,
     VersionRef,
     mark,
@@ -96,7 +98,8 @@ class GroupCall(Attempt):
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
-        self.reroutes = 0  # how often a source was lost
+        # How often a source was lost; whether a rank has said that deltas brought its part.
+        self.reroutes, self.has_delta = 0, False
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
@@ -178,12 +181,12 @@ class GroupCall(Attempt):
 
     def _found(self, call: Call) -> None:
         ledger, is_first_look = self._ledger, self._call is None
-        text = ledger.caller or self.asked
         told = ledger.told if is_first_look else ""
         meet = partial(calls.meet, call, self.asked, ledger.caller, refuses=self._refuses)
         met = meet(told=told, block=ledger.block)
         if met == "same" and is_first_look:
             has_failed = call.outcome is not None and call.outcome.failure is not None
+            text = ledger.caller or self.asked
             ledger.told = text if has_failed and call.by != self.seat.rank else ""
         error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
         match met:
@@ -286,19 +289,23 @@ class GroupCall(Attempt):
                 raise
             self._finish(self._await_outcome(Deadline(self.asked, CLEAN_UP_S)))
 
-    def finish(self, value: str) -> Mapping[int, str] | None:
+    def finish(self, value: str, *, is_delta: bool = False) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
+
+        Args:
+            is_delta: Deltas have brought what it has.
 
         Returns:
             To the rank that is ready last, what every rank said: it sums that up, which may take
-            time and may fail, and calls `complete`. None: the call has ended.
+            time and may fail, and calls `complete`; `has_delta` is known. None: the call has ended.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        found = self._say(value)
-        if not isinstance(found, Outcome):
-            return found
+        found = self._say(Ready(value, is_delta))
+        if isinstance(found, Said):
+            self.has_delta = found.has_delta
+            return found.by_rank
         self._finish(found)
         return None
 
@@ -324,21 +331,18 @@ class GroupCall(Attempt):
         """As `complete`, by a rule of the call's own."""
         self._finish(self.settle(ranges, rule))
 
-    def _say(self, value: str) -> Outcome | Mapping[int, str]:
-        seat, call = self.seat, self.decided
+    def _say(self, answer: Ready) -> Outcome | Said:
+        seat, call, value = self.seat, self.decided, answer.value
         if call.ref is not None and call.kind != "installed":  # which changes nothing of it
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
-            return {seat.rank: value}
+            return Said({seat.rank: value}, answer.is_delta)
         reads = calls.own_records(seat, call, self.read_from)[1:]
-        ready = partial(calls.put_ready, seat=seat, call=call, value=value, reads=reads)
+        ready = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
-        ahead = (
-            *calls.end_ranges(seat, call),
-            everyone[-1],
-            *calls.outcome_ranges(seat, call)[-1:],
-        )
+        outcome = calls.outcome_ranges(seat, call)[-1:]
+        ahead = (*calls.end_ranges(seat, call), everyone[-1], *outcome)
         count = self.settle((*seat.own, mine), ready, ahead, self.seen)
         if isinstance(count, Outcome):
             return count

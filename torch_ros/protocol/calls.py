@@ -32,6 +32,7 @@ from torch_ros.protocol.records import (
     Holding,
     Outcome,
     Ready,
+    Said,
     VersionRecord,
     VersionRef,
 )
@@ -386,7 +387,7 @@ def withdraw(view: View) -> Step[None]:
 
 
 def put_ready(
-    view: View, seat: Seat, call: Call, value: str, reads: tuple[Range, ...]
+    view: View, seat: Seat, call: Call, answer: Ready, reads: tuple[Range, ...]
 ) -> Step[int | Outcome]:
     """This rank has done its part. Returns how many have, counted with it, or the outcome.
 
@@ -401,7 +402,7 @@ def put_ready(
     if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
     ops: tuple[Op, ...] = (
-        Put(key, Ready(value).encode(), seat.lease_id),
+        Put(key, answer.encode(), seat.lease_id),
         *map(Delete, reads),
         Count(seat.keys.readies(seat.inst, call.number)),
     )
@@ -443,20 +444,21 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
     return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
 
 
-def readies(view: View, seat: Seat, call: Call) -> Step[dict[int, str] | Outcome | None]:
+def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
     """The answers of all ranks; None: not all have answered."""
     own_group(view, seat)
     current = find(view, seat, call.number)
     if current is None or current.outcome is not None:
         return Done(outcome_of(current, seat, call))
     there = view.within(seat.keys.readies(seat.inst, call.number))
-    said = {
-        rank: Ready.decode(entry.value, key).value
+    answers = {
+        rank: Ready.decode(entry.value, key)
         for key, rank, entry in keyed(there, k.parse_rank)
         if rank < seat.world_size
     }
-    said = seat.done_by(current) | said
-    return Done(said if len(said) == seat.world_size else None)
+    said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
+    has_delta = any(answer.is_delta for answer in answers.values())
+    return Done(Said(said, has_delta) if len(said) == seat.world_size else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import shlex
 import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -194,6 +194,7 @@ class Ready(Record, frozen=True):
     """`ready/<inst>/<n>/<rank>`: this rank has done its part of call n."""
 
     value: str  # of an agree, what the ranks must agree on; else the digest of its sharding
+    is_delta: bool = False  # deltas have brought it, so the ranks must compare all that they have
 
 
 class Begun(Record, frozen=True):
@@ -283,6 +284,13 @@ class Install(Record, frozen=True):
 
 
 Kind = Literal["agree", "publish", "replicate", "update", "unpublish", "install", "installed"]
+
+
+class Said(NamedTuple):
+    """The answers of all ranks in a call."""
+
+    by_rank: Mapping[int, str]
+    has_delta: bool = False  # deltas have brought a part of what they have
 
 
 def answers_of(said: Mapping[int, str]) -> str:

@@ -21,6 +21,7 @@ from torch_ros.protocol.call import ALONE, CLEAN_UP_S, GroupCall, Missed, Passin
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
+from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
@@ -90,6 +91,7 @@ class Shard:
     transport: Transport
     word: OwnWord
     tensors: Tensors
+    bases: Bases
     manifests: Manifests
     copies: Copies
     beginnings: Beginnings
@@ -116,6 +118,7 @@ class Shard:
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
         self.word = OwnWord(group, mailbox)
         self.tensors = Tensors(mailbox, pages)
+        self.bases = Bases(group.ledger, mailbox, self.tensors)
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)

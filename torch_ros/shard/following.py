@@ -41,7 +41,7 @@ from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.shard.core import Shard
-from torch_ros.shard.replication import replicate, replicate_if_there
+from torch_ros.shard.replication import Target, replicate, replicate_if_there
 from torch_ros.store.loops import Act, Done, Step, WaitAtMost
 from torch_ros.store.txn import View
 
@@ -120,22 +120,23 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
     if search.held and not search.is_to_go(found):
         shard.intake.ends(search.held, deadline)
         return None
-    with _given_up(search, deadline):
+    with _given_up(search, deadline) as target:
         if search.skips and found.ref is not None:
             # The one that is here, and not a newer one that is far.
             with suppress(VersionNotFound):
-                return replicate(shard, Spec.at_hand(found.ref), deadline)
-        return replicate(shard, Spec.parse(request.version, found.ref), deadline)
+                return replicate(shard, Spec.at_hand(found.ref), target, deadline)
+        return replicate(shard, Spec.parse(request.version, found.ref), target, deadline)
 
 
 @contextmanager
-def _given_up(search: _Search, deadline: Deadline) -> Iterator[None]:
+def _given_up(search: _Search, deadline: Deadline) -> Iterator[Target]:
     """Give up what is held; within, a call may be decided from what that has read along."""
     shard, passing = search.shard, Passing(search.sight, replicates=True)
+    target = Target(shard, shard.bases.now())
     unpublish = partial(shard.unpublish, deadline, may_forget=False, passing=passing)
     shard.unpublish_first(deadline.what, unpublish)
     try:
-        yield
+        yield target
     finally:  # no later call: `latest` may mean another version by then
         shard.group.ledger.take_sight(shard.group.seat)
 
@@ -164,8 +165,8 @@ def _update_within(
                 return None
             is_near = search.skips  # then not a newer one that is far
             spec = Spec.at_hand(found.ref) if is_near else Spec.parse(request.version, found.ref)
-            with _given_up(search, deadline):
-                ref = replicate_if_there(shard, spec, deadline)
+            with _given_up(search, deadline) as target:
+                ref = replicate_if_there(shard, spec, target, deadline)
             has_given_up = has_given_up or (ref is None and search.held is not None)
     return ref
 

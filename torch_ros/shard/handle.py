@@ -170,6 +170,7 @@ class ShardHandle:
             if self._shard.tensors.registered is not None:
                 raise UsageError("this handle has registered tensors; unregister() them first")
             self._shard.tensors.show_named(named_tensors)
+            self._shard.bases.begin()
 
         self._shard.busy(register)
 
@@ -382,7 +383,8 @@ class ShardHandle:
         shard = self._shard
         deadline = shard.deadline(f"replicate {version}", timeout_s)
         read = replication.replicate_if_there if missing_ok else replication.replicate
-        flow = partial(read, shard, Spec.parse(version), deadline)
+        target = replication.Target(shard)
+        flow = partial(read, shard, Spec.parse(version), target, deadline)
         ref = shard.busy(lambda: shard.as_one(deadline.what, flow))
         return ref.version if ref is not None else None
 

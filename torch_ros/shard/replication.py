@@ -29,7 +29,9 @@ from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard import tracing
+from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
+from torch_ros.shard.leap import Applied, Leap
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
@@ -50,10 +52,14 @@ SPANS = {"update": "update", "follow": "update", "read": "read", "load": "load",
 
 
 class Target:
-    """The tensors that a version is read into: those of the handle's `register`."""
+    """The tensors that a version is read into: those of the handle's `register`.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    Args:
+        base: What they had until this call; taken once, by its first source.
+    """
+
+    def __init__(self, shard: Shard, base: Base | None = None) -> None:
+        self._shard, self.base = shard, base
 
     @property
     def bytes_total(self) -> int:
@@ -83,14 +89,16 @@ class Target:
         """All of it is there, and the call has ended well."""
 
 
-def replicate(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef:
+def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef:
     """Read a whole version into the registered tensors."""
     shard.intake.begins(deadline)
-    made = partial(Replication, shard, spec, SourceTerms(), Target(shard), deadline)
+    made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
     return _healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
 
 
-def replicate_if_there(shard: Shard, spec: Spec, deadline: Deadline) -> VersionRef | None:
+def replicate_if_there(
+    shard: Shard, spec: Spec, target: Target, deadline: Deadline
+) -> VersionRef | None:
     """As `replicate`, if there is such a version; None: there is none, or none any more.
 
     Raises:
@@ -100,7 +108,7 @@ def replicate_if_there(shard: Shard, spec: Spec, deadline: Deadline) -> VersionR
     spec, tries = replace(spec, may_miss=True), list[Replication]()
 
     def made(avoided: Collection[str]) -> Replication:
-        tries.append(Replication(shard, spec, SourceTerms(), Target(shard), deadline, avoided))
+        tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
         return tries[-1]
 
     ref: VersionRef | None = _healed(
@@ -146,20 +154,22 @@ def _healed(
     """
     verb = deadline.what.partition(" ")[0]  # of the caller's own call
     with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
-        avoided: list[str] = []
+        avoided: Collection[str] = ()
         for tries_left in reversed(range(HEAL_TRIES)):
             replication = made(avoided)
             try:
                 return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
             except CorruptWeights as error:
                 shard.observed.tally.corrupt += 1
+                shard.bases.distrust()
                 if not tries_left:
                     shard.observed.tally.failed(error)
                     raise
                 log.warning("%s; reading it again", error)
-                avoided = replication.sources
+                avoided = replication.doubted
                 try:
-                    suspect(shard.group, avoided, str(error))
+                    if avoided:
+                        suspect(shard.group, avoided, str(error))
                 except BackendError as lost:  # the second read checks the bytes whatever its source
                     log.warning("%s may be read from again: %s", replication.source, lost)
             except TorchRosError as error:
@@ -197,6 +207,12 @@ class Replication:
             0.0  # at which a near relay got the version that gave too little of it; bytes/s
         )
         self._should_be_fast = False  # all of the source is there, on this host
+        self._applied: Applied | None = None  # what brought all of `progress`, if deltas did
+
+    @property
+    def doubted(self) -> Collection[str]:
+        """The instances whose bytes may have been wrong: none, if the base was."""
+        return () if self._applied else self.sources
 
     def perform(self, call: GroupCall) -> ReadReport:
         self._decide(call)
@@ -248,7 +264,7 @@ class Replication:
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
-        self.ref, self.progress = ref, None
+        self.ref, self.progress, self._applied = ref, None, None
         self.verification = Verification(self._shard, ref, self._deadline)
 
     def _book_lost_time(self) -> None:
@@ -278,10 +294,20 @@ class Replication:
         self._watch.lap("plan")
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
+        if base := self._taken():
+            leap = Leap(self._shard, call, base, progress)
+            self._applied, self._should_be_fast = leap.over(supplies[-1]), False
+            self._watch.lap("delta")
         for of_phase, phase in zip(supplies, phases, strict=True):
             self._shard.reading.read(of_phase, phase, progress, self._deadline, meter.add)
             if phase is phases[0]:  # the objects, if there are any
                 self._target.vet()
+
+    def _taken(self) -> Base | None:
+        """The base, once in a call, whatever becomes of it."""
+        base, self._target.base = self._target.base, None
+        is_known = self._shard.bases.is_trusted and self.verification.proves_deltas
+        return base if is_known else None
 
     def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
         is_near = source.datacenter == self._shard.group.seat.datacenter
@@ -340,10 +366,12 @@ class Replication:
         if verification.digest(registered):
             watch.lap("digest")
         with call.ending():
-            if said := call.finish(registered.sharding.digest):
+            answer = registered.sharding.digest
+            if said := call.finish(answer, is_delta=progress.is_unproven):
                 end = verification.end_of(registered, said, self._terms)
-                verification.verify(self.source)
+                verification.verify(self.source, has_delta=call.has_delta)
                 call.complete(end, self._terms)
+        progress.prove()
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> ReadReport:
@@ -361,6 +389,7 @@ class Replication:
             call.number,
             watch.began_ms,
             call.ref.uid,
+            *(self._applied.told if self._applied else ()),
         )
         self._shard.reports.add(report)
         self._shard.intake.ends(call.ref, self._deadline)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch_ros.deadline import wall_ms
 from torch_ros.protocol.call import GroupCall
@@ -33,16 +34,29 @@ class ReadReport:
     call: int = 0  # number of the group's call
     began_ms: int = 0  # milliseconds since 1970, by this host's clock
     uid: str = ""  # of the content: the same number published again is another one
+    via: Literal["full", "delta"] = "full"  # all bytes, or the changes from `base` on
+    base: int | None = None  # the version held before, if its changes were read
+    links: int = 0  # deltas that were applied one after the other
+    changed: int = 0  # elements that they had, in this rank's part
 
     def line(self, model: str) -> str:
         """One line for the log."""
         stages = ", ".join(f"{stage} {1e3 * s:.1f} ms" for stage, s in self.stages_s.items())
-        reading_gb_per_s = self.bytes_total / max(self.stages_s["read"], 1e-9) / 1e9
         return (
             f"version {self.version} of {model!r} from {self.source!r}: "
             f"{self.bytes_total / 1e6:.1f} MB in {1e3 * self.elapsed_s:.1f} ms, "
-            f"{reading_gb_per_s:.2f} GB/s while reading, {self.reroutes} re-routed ({stages})"
+            f"{self._how}, {self.reroutes} re-routed ({stages})"
         )
+
+    @property
+    def _how(self) -> str:
+        if self.via == "delta":
+            return (
+                f"by {self.links} deltas from version {self.base}: {self.changed} elements in "
+                f"{self.bytes_read / 1e6:.1f} MB"
+            )
+        reading_s = max(self.stages_s["read"], 1e-9)
+        return f"{self.bytes_total / reading_s / 1e9:.2f} GB/s while reading"
 
 
 @dataclass(frozen=True, slots=True)

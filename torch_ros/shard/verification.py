@@ -22,7 +22,7 @@ from torch_ros.transfer.feed import Feed
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Registered
 from torch_ros.weights.coverage import is_whole
-from torch_ros.weights.digest import first_difference, totals
+from torch_ros.weights.digest import first_difference, first_unproven, totals
 from torch_ros.weights.manifest import Depth, Logical, Manifest, logical, require_all
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -109,6 +109,13 @@ class Verification:
 
     # Bytes
 
+    @property
+    def proves_deltas(self) -> bool:
+        """Whether a comparison would find what deltas have made of another content."""
+        expected = self._expected
+        is_wanted = self._shard.settings.depth != "off"
+        return is_wanted and expected.depth == "full" and bool(expected.totals)
+
     def digest(self, registered: Registered) -> bool:
         """Digest this rank's part, and show it to readers; whether digests are wanted at all."""
         shard, expected = self._shard, self._expected
@@ -118,21 +125,31 @@ class Verification:
             shard.mailbox.show_digests(shard.digests)
         return depth != "off"
 
-    def verify(self, source: str) -> None:
+    def verify(self, source: str, *, has_delta: bool = False) -> None:
         """Compare the digests of all ranks with the version's. Called by the last to be ready.
+
+        Args:
+            has_delta: A rank has applied some, so all must be compared, equal chunks too.
 
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self.ref.version
+        if has_delta and not self.proves_deltas:
+            raise CorruptWeights(shard.model, version, "?", source)
         if shard.settings.depth == "off" or expected.depth == "off":
             return
         manifests = shard.manifests.own(self._deadline)
         if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
+            if has_delta:
+                raise CorruptWeights(shard.model, version, "?", source)
             log.warning("not all ranks have digests; version %d is not verified", version)
             return
-        chunks = [manifest.digests for manifest in manifests]
-        found = totals([m.layout for m in manifests], chunks, depth=expected.depth)
-        if (fqn := first_difference(found, expected.totals)) is not None:
+        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
+        found = totals(layouts, chunks, depth=expected.depth)
+        fqn = first_difference(found, expected.totals)
+        if fqn is None and has_delta:
+            fqn = first_unproven(layouts, chunks, found)
+        if fqn is not None:
             raise CorruptWeights(shard.model, version, fqn, source)
 
     def end_of(

@@ -30,9 +30,15 @@ class OwnWord:
         self._mailbox.void()
 
     def void_unless_held(self) -> None:
-        """Clear it if the replica holds nothing: where a call ends, and before the next begins."""
+        """Clear it if the replica holds nothing: where a call ends, and before the next begins.
+
+        If it holds what deltas brought, and this rank has learned that late, tell all of it.
+        """
+        kept = self._ledger.held
         if self._ledger.holds is None:
             self.void()
+        elif kept is not None and self._mailbox.word == Word(mark(kept.ref.uid, kept.call), 0):
+            self.serve_held()
 
     def serve_held(self) -> None:
         """Say what the replica holds, in memory that nobody can have written to since."""

@@ -57,6 +57,7 @@ class Progress(Arrivals):
         super().__init__(target.layout.blocks.total)
         self._mailbox, self.target, self.mark = mailbox, target, 0
         self._is_hushed = False
+        self.is_unproven = False  # deltas have filled it, and the group has not compared it yet
 
     def serve(self, mark: int) -> None:
         """Tell readers from now on, under this mark."""
@@ -72,6 +73,18 @@ class Progress(Arrivals):
         """Tell readers again what is there, from the next `serve` on."""
         self._is_hushed = False
 
+    def fill(self, bytes_read: int) -> None:
+        """All of it is there, by deltas. Readers are told nothing of it before `prove`."""
+        self.is_unproven = True
+        self.done[:] = True
+        self.bytes_read += bytes_read
+
+    def prove(self) -> None:
+        """The group has compared it, and its call has ended well."""
+        if self.is_unproven:
+            self.is_unproven = False
+            self._tell()
+
     def add(self, blocks: Ints, bytes_read: int) -> None:
         super().add(blocks, bytes_read)
         tied, read = self.target.tied_blocks
@@ -79,7 +92,7 @@ class Progress(Arrivals):
         self._tell()
 
     def _tell(self) -> None:
-        told, overlaps = self.done, self.target.overlaps
+        told, overlaps = self.done & (not self.is_unproven), self.target.overlaps
         if overlaps is not None:
             # A block that has arrived may be written over once more, for another name, with bytes
             # that are not certain yet.
@@ -206,7 +219,8 @@ class Following:
         self.silence.reset()
         if word.mark != self.feed.source.mark:
             raise self.lost(rank, "it does not serve it any more").orderly()
-        self._positions[rank] = word.position
+        if not self.feed.source.is_full:  # a full one may have learned late that it is
+            self._positions[rank] = word.position
 
     def wait_for_more(self) -> None:
         """Ask a relay how far it is; wait a little if it has no more than before."""

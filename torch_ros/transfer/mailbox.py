@@ -144,6 +144,11 @@ class Mailbox:
         spare.write(manifest, content)
         return spare
 
+    @property
+    def word(self) -> Word:
+        """What readers are told now."""
+        return Word.unpack(int(self._word[0]))
+
     def serve(self, mark: int, position: int) -> None:
         """Set the word: the first `position` blocks of the content `mark` may be read."""
         self._word[0] = Word(mark, position).pack()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
+from torch_ros.transfer.delta_reading import DeltaRoom
 from torch_ros.transfer.feed import Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
@@ -60,6 +61,7 @@ class Reading:
         self._transport, self._pages, self._streams = transport, pages, streams
         self.peers: Peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
+        self.room: DeltaRoom = DeltaRoom(transport, self.peers, pages)
         self._costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
@@ -67,12 +69,16 @@ class Reading:
     @property
     def staging_bytes(self) -> int:
         """The size of the staging buffers that there are. Any thread may ask."""
-        return self._staging.held_bytes
+        return self._staging.held_bytes + self.room.held_bytes
 
     def beside(self) -> Reading:
         """Another, for a thread of its own, and the reads of streams."""
         size_bytes = self._staging.size_bytes
         return Reading(self._transport, size_bytes, self._costs, self._pages, streams=True)
+
+    def costs(self, agents: Iterable[str]) -> Costs:
+        """Those of reads from these, which are connected."""
+        return self._costs or self.peers.costs(agents)
 
     def plan(
         self, sources: Sequence[Layout], target: Layout, rank: int, costs: Costs = HOST_COSTS
@@ -166,6 +172,7 @@ class Reading:
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""
+        self.room.forget(agent)
         gone = [
             key
             for key in self._prepared
@@ -177,6 +184,7 @@ class Reading:
         """Let go of the staging memory. `peers` is closed by itself."""
         self.forget()
         self._staging.close()
+        self.room.close()
 
 
 class ReadPass(Watcher):

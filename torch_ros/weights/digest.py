@@ -210,6 +210,26 @@ def first_difference(found: Mapping[str, int], expected: Mapping[str, int]) -> s
     return next((fqn for fqn in sorted(found) if expected.get(fqn) != found[fqn]), None)
 
 
+def first_unproven(
+    layouts: Sequence[Layout], chunks: Sequence[Sequence[int]], found: Mapping[str, int]
+) -> str | None:
+    """The fqn of a tensor of which not all chunks are proven by these totals.
+
+    It has none, or chunks that ranks have in common, of which `totals` looks at one, differ.
+    Arguments as those of `totals`, and what that has returned.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    for layout, digests in zip(layouts, chunks, strict=True):
+        for chunk, own in zip(layout.chunks, digests, strict=True):
+            record = layout.tensors[chunk.tensor]
+            if record.dtype == OBJECT:
+                continue
+            box = record.fqn, chunk.offsets, chunk.sizes
+            if record.fqn not in found or known.setdefault(box, own) != own:
+                return record.fqn
+    return None
+
+
 def _dot_on_host(content: torch.Tensor, weights: UInts) -> UInts:
     """The sums over the last dimensions of `content`, as unsigned integers, times `weights`."""
     array = content.numpy().view(_UNSIGNED[content.element_size()])

@@ -1,0 +1,72 @@
+"""One rank's attempt to go from the version that it held to the next one by deltas."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_ros.errors import CorruptDelta
+from torch_ros.protocol.call import GroupCall
+from torch_ros.shard.base import Base
+from torch_ros.shard.core import Shard
+from torch_ros.transfer.delta_reading import DeltaRead
+from torch_ros.transfer.feed import Progress, Supply
+
+log: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The deltas that have filled a target."""
+
+    base: int  # the version that they lead from
+    links: int
+    changed: int  # elements
+
+    @property
+    def told(self) -> tuple[Literal["delta"], int, int, int]:
+        """In a report."""
+        return "delta", self.base, self.links, self.changed
+
+
+class Leap:
+    """It brings everything, or leaves the rank where it was: with all blocks to be read."""
+
+    def __init__(self, shard: Shard, call: GroupCall, base: Base, progress: Progress) -> None:
+        self._shard, self._call, self._base, self._progress = shard, call, base, progress
+
+    def over(self, supplies: Sequence[Supply]) -> Applied | None:
+        """Try it with the first of these sources that shows deltas; None: read it in full.
+
+        Raises:
+            SourceLost, DeadlineExceeded, SeatLost: As any read.
+        """
+        if self._base.registered is not self._progress.target:
+            return None
+        reads = (self._read(supply) for supply in supplies)
+        read = next((each for each in reads if each.is_possible()), None)
+        if read is None:
+            return None
+        what = f"version {self._call.ref.version} of {self._shard.model!r}"
+        try:
+            chains = read.find(self._base.ref.uid, self._call.ref.uid)
+            staged = read.stage(chains) if chains is not None else None
+        except CorruptDelta as error:
+            log.warning("%s is read in full: %s", what, error)
+            return None
+        if staged is None:
+            return None
+        try:
+            read.scatter(staged)
+        except MemoryError:
+            log.warning("%s is read in full: there is too little memory to apply deltas", what)
+            return None
+        self._progress.fill(read.bytes_read)
+        self._progress.ways.update(read.ways)
+        return Applied(self._base.ref.version, read.links, read.changed)
+
+    def _read(self, supply: Supply) -> DeltaRead:
+        shard, target = self._shard, self._progress.target
+        costs = shard.reading.costs([agent for agent, _ in supply.feed.manifests])
+        rank, deadline = shard.group.seat.rank, self._call.deadline
+        return DeltaRead(shard.reading.room, supply, target, rank, costs, deadline)
