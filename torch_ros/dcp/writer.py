@@ -60,6 +60,9 @@ class ROSWriter(StorageWriter):
             `ShardHandle.publish_copy`. Tensors that it adds lie beside theirs in the state dict.
         to: Where the copy is; see `ShardHandle.publish_copy`.
         copy_bytes: Bound on the copy's memory; see `ShardHandle.publish_copy`.
+        deltas: How many changes between copies are kept for replicas that `update`; see
+            `ShardHandle.publish_copy`. The state dict has tensors only.
+        delta_bytes: Bound on their memory; see `ShardHandle.publish_copy`.
         store_wait_s: How long the save waits for etcd when that is away; see
             `ShardHandle.publish`. 0: what is saved is offered when etcd is back.
 
@@ -80,13 +83,16 @@ class ROSWriter(StorageWriter):
         transform: Transform | Sequence[Transform] | None = None,
         to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
+        deltas: int = 0,
+        delta_bytes: int | None = None,
         store_wait_s: float | None = None,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
-        copying = Copying.asked(transform, to, copy_bytes)
+        copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
         if mode == "in_place" and copying != Copying():
-            raise UsageError("transform, to and copy_bytes are of mode='copy'")
+            names = "transform, to, copy_bytes, deltas and delta_bytes"
+            raise UsageError(f"{names} are of mode='copy'")
         self._copying = copying if mode == "copy" else None
         self._version, self._given, self._timeout_s = version, handle, timeout_s
         self._store_wait_s = store_wait_s

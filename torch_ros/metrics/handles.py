@@ -63,6 +63,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
         "Readers that had not done when an unpublish waited no longer.",
         lambda tally: tally.left_behind,
     ),
+    ("delta_bytes", "Bytes of the deltas that were made.", lambda tally: tally.delta_bytes),
+    ("delta_seconds", "Time that they took to make.", lambda tally: tally.delta_s),
 )
 
 
@@ -94,6 +96,7 @@ class HandleCollector(Collector):
         counted = tallies.all()
         for name, text, count in _COUNTERS:
             yield _counter(name, text, {whose: count(tally) for whose, tally in counted.items()})
+        yield _deltas(counted)
         lost = Counter({whose: tally.seats_lost for whose, tally in counted.items()})
         lost.update({whose: shard.group.ledger.seats_lost for whose, shard in shards.items()})
         yield _counter("seat_lost", "Seats in etcd that were lost.", lost)
@@ -151,6 +154,15 @@ def _reads(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
     }
     text = "Duration of reads that ended well: of each stage, and of all of it."
     yield _histogram("read_seconds", text, stages, "stage")
+
+
+def _deltas(counted: Mapping[Whose, Tally]) -> Metric:
+    text = "Deltas between copies, by how the making of each ended."
+    deltas = CounterMetricFamily(PREFIX + "deltas", text, labels=(*WHOSE, "outcome"))
+    for whose, tally in counted.items():
+        for outcome, count in dict(tally.deltas).items():
+            deltas.add_metric((*whose, outcome), count)
+    return deltas
 
 
 def _histogram(name: str, text: str, values: _Times, *labels: str) -> Metric:

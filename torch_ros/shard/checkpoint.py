@@ -19,7 +19,7 @@ from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all,
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
-from torch_ros.shard.publishing import publish
+from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.replication import Target, read_version
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought
@@ -27,6 +27,7 @@ from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
+from torch_ros.transfer.deltas import Link, Published
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.manifest import Layout, logical
@@ -105,8 +106,10 @@ class LoadRequest:
 class Checkpoints:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._buffers = CopyBuffers(shard.transport.agent, shard.settings.borrow_bytes)
+        borrow_bytes = shard.settings.borrow_bytes
+        self._buffers = CopyBuffers(shard.transport.agent, borrow_bytes, shard.deltas)
         shard.observed.staged["buffers"] = lambda: self._buffers.size_bytes
+        shard.observed.staged["deltas"] = lambda: shard.deltas.size_bytes
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property
@@ -238,21 +241,25 @@ class _Save:
         self._deadline = shard.deadline(self.asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
+        self._base: Published | None = None  # of a delta to this copy
+        self._link: Link | None = None
         copying = request.copying
         self._transforms = copying.transforms if copying is not None else ()
         self.memory = stager_memory
 
     def run(self) -> bool:
         shard, request = self._shard, self._request
-        self._registered = None
+        self._registered, held = None, shard.held
+        self._base = shard.deltas.base(held.uid if held else None, shard.tensors.registered)
         self._give_way()
-        store_wait_s = request.store_wait_s
+        content, store_wait_s = Content(self._register, self._table), request.store_wait_s
         try:
             is_offered = publish(
-                shard, request.version, self._register, self.asked, self._deadline, store_wait_s
+                shard, request.version, content, self.asked, self._deadline, store_wait_s
             )
             assert self._state is not None
             self.memory = memory_of(self._state) if request.from_stager else set()
+            self._make_delta(is_offered=is_offered)
             return is_offered
         finally:
             shard.withdraw_unless_held()
@@ -310,15 +317,37 @@ class _Save:
         state, copying = self._request.state, self._request.copying
         if isinstance(state, BaseException):
             raise state
-        return state if copying is None else self._buffers.fill(state, copying)
+        if copying is None:
+            return state
+        if copying.deltas and self._shard.settings.depth != "full":
+            raise UsageError(
+                f"deltas={copying.deltas}: readers need digests of all content; open this handle "
+                f'with digests="full" (it has {self._shard.settings.depth!r})'
+            )
+        return self._buffers.fill(state, copying)
 
     def _register(self) -> Registered:
         self._state = self._state or self._gather()
         if self._registered is None:
             self._buffers.turn()  # before they are shown: Ctrl-C may come at any moment
-            self._registered = self._shard.tensors.show(self._state)
-            self._buffers.lend(self._registered)
+            self._registered = registered = self._shard.tensors.show(self._state)
+            self._buffers.lend(registered)
+            if (copying := self._request.copying) is not None:
+                self._link = self._shard.deltas.shown(
+                    self._base, registered, self._request.version, copying.deltas
+                )
         return self._registered
+
+    def _table(self, uid: str, is_made: bool) -> int:  # of `Content`
+        return self._shard.deltas.offer(self._link, uid, is_made=is_made)
+
+    def _make_delta(self, *, is_offered: bool) -> None:
+        held, registered, deltas = self._shard.held, self._registered, self._shard.deltas
+        if self._request.copying is None or held is None or registered is None:
+            return
+        deltas.published(held.uid, registered)
+        if is_offered:
+            deltas.start(self._link, held.uid)
 
 
 class Load(Target):

@@ -33,6 +33,7 @@ from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
+from torch_ros.transfer.deltas import Deltas, Outcome
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
@@ -89,6 +90,7 @@ class Shard:
     mailbox: Mailbox
     reading: Reading
     transport: Transport
+    deltas: Deltas  # of the copies that are published
     word: OwnWord
     tensors: Tensors
     bases: Bases
@@ -116,7 +118,8 @@ class Shard:
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
-        self.word = OwnWord(group, mailbox)
+        self.deltas = Deltas(self._made_delta)
+        self.word = OwnWord(group, mailbox, self.deltas)
         self.tensors = Tensors(mailbox, pages)
         self.bases = Bases(group.ledger, mailbox, self.tensors)
         self.manifests = Manifests(group, mailbox, reading.peers)
@@ -158,6 +161,9 @@ class Shard:
             f"ShardHandle(model={self.model!r}, replica={seat.replica!r}, "
             f"rank={seat.rank} of {seat.world_size}{held}{state})"
         )
+
+    def _made_delta(self, outcome: Outcome, size_bytes: int, elapsed_s: float) -> None:
+        self.observed.tally.made_delta(outcome, size_bytes, elapsed_s)
 
     # One call at a time
 
@@ -432,6 +438,7 @@ class Shard:
                     self.reading.close()
                     self.reading.peers.close()
                     self.mailbox.close()
+                    self.deltas.close()
                     self.tensors.forget()
                     self.transport.close()
                 _open_shards.discard(self)

@@ -24,7 +24,7 @@ from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
-from torch_ros.shard.publishing import publish
+from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
 from torch_ros.shard.streams import Stream, Streams
@@ -227,8 +227,8 @@ class ShardHandle:
         """
         shard, asked = self._shard, f"publish {version}"
         deadline = shard.deadline(asked, timeout_s)
-        tensors = partial(shard.ready, "publish")
-        flow = partial(publish, shard, version, tensors, asked, deadline, store_wait_s)
+        content = Content(partial(shard.ready, "publish"))
+        flow = partial(publish, shard, version, content, asked, deadline, store_wait_s)
         return shard.busy(lambda: shard.as_one(asked, flow))
 
     def publish_copy(
@@ -239,6 +239,8 @@ class ShardHandle:
         transform: Transform | Sequence[Transform] | None = None,
         to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
+        deltas: int = 0,
+        delta_bytes: int | None = None,
         timeout_s: float | None = None,
         store_wait_s: float | None = None,
     ) -> bool:
@@ -261,6 +263,11 @@ class ShardHandle:
                 32 MiB that cross while others are made: the GPU has no buffer, and readers no
                 business with it. None: the buffers are where the tensors are.
             copy_bytes: Bound on the two buffers together; None: twice the size of the copy.
+            deltas: Up to so many changes from one copy to the next (16 at most) are kept for
+                replicas that `update` from an older one. When this has returned, a thread compares
+                the two buffers; the next `publish_copy` tells it to stop. Needs a handle with
+                `digests="full"`, and copies in host memory.
+            delta_bytes: Bound on their memory; None: an eighth of the copy.
             store_wait_s: As for `publish`.
 
         Returns:
@@ -268,14 +275,15 @@ class ShardHandle:
 
         Raises:
             As `publish`; and UsageError: The copy does not fit into `copy_bytes`, a transform
-                failed, or a shard cuts a block that a transform needs whole; ManifestMismatch: The
+                failed, a shard cuts a block that a transform needs whole, or there can be no
+                `deltas`; ManifestMismatch: The
                 ranks have different transforms; CallMismatch: some have none, and nothing is held.
                 In each case what was held is held still.
 
         Cost: As unpublish and publish, and one copy on each rank. If nothing is held, several
         ranks with a transform ask etcd as often as if something were.
         """
-        copying = Copying.asked(transform, to, copy_bytes)
+        copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
         state: LocalState | Exception
         try:
             state = LocalState(local_chunks(named_tensors), {}, {})

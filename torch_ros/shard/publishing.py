@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch_ros.deadline import Deadline
 from torch_ros.protocol.call import GroupCall
@@ -16,30 +17,40 @@ from torch_ros.transfer.registered import Registered, finish_kernels
 log: logging.Logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The tensors to offer.
+
+    Args:
+        tensors: Registers them, or says where the registered ones are. Called within the call.
+        deltas: Writes the table of deltas to what is offered as this uid, and says where it is; the
+            second argument is whether one more will be made.
+    """
+
+    tensors: Callable[[], Registered]
+    deltas: Callable[[str, bool], int] = lambda *_: 0
+
+
 def publish(
     shard: Shard,
     version: int,
-    tensors: Callable[[], Registered],
+    content: Content,
     asked: str,
     deadline: Deadline,
     store_wait_s: float | None,
 ) -> bool:
-    """Offer tensors as a version; the answer is whether they are offered now.
-
-    Args:
-        tensors: Registers them, or says where the registered ones are. Called within the call.
-    """
+    """Offer tensors as a version; the answer is whether they are offered now."""
     watch = Stopwatch()
 
     def perform(call: GroupCall) -> bool:
         if call.may_hold is None:
             shard.word.void_unless_held()  # the last call may have ended badly
         watch.lap("decide")
-        registered = tensors()
+        registered = content.tensors()
         watch.lap("tensors")
         call.decide_to_publish(check_version(version), tracing.traceparent())
         watch.lap("decide")
-        offer(call, registered)
+        offer(call, registered, is_made=True)
         with call.ending():
             if not call.has_ended and (said := call.finish(registered.sharding.digest)):
                 call.complete(shard.manifests.together(registered, said, deadline))
@@ -50,22 +61,22 @@ def publish(
 
     def unseated(call: GroupCall) -> bool:
         watch.lap("decide")
-        registered = tensors()
+        registered = content.tensors()
         watch.lap("tensors")
         end = shard.manifests.alone(registered)
         call.traceparent = tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
-        offer(call, registered)
+        offer(call, registered, is_made=False)
         report(call, registered, is_offered=False)
         log.info("version %d of %r is held, and offered when etcd is back", version, shard.model)
         return False
 
-    def offer(call: GroupCall, registered: Registered) -> None:
+    def offer(call: GroupCall, registered: Registered, *, is_made: bool) -> None:
         """Digest the tensors, and say that all of them are there as the call's version."""
         finish_kernels(registered.cuda_devices)
         depth = shard.settings.depth
         shard.digests = Digests(depth, registered.digests(depth))
-        shard.mailbox.show_digests(shard.digests)
+        shard.mailbox.show_digests(shard.digests, content.deltas(call.ref.uid, is_made))
         shard.word.serve(call.mark, registered.lent)
         watch.lap("digest")
 

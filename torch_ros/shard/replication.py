@@ -69,6 +69,7 @@ class Target:
     def prepare(self) -> None:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
         lent = self._shard.ready("replicate").lent
+        self._shard.deltas.forget()  # the copy that it was made of may be written to
         if lent is None:
             return
         if not lent.close():

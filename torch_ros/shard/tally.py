@@ -64,12 +64,21 @@ class Tally:
         self.read_bytes: Counter[str] = Counter[str]()  # by way
         self.read_s: dict[str, Histogram] = {}  # by stage
         self.publish_s, self.drain_s = Histogram(), Histogram()
+        self.deltas: Counter[str] = Counter[str]()  # by how the making of each ended
+        self.delta_bytes, self.delta_s = 0, 0.0  # of those that were made
         self.reroutes = self.corrupt = self.left_behind = 0
         self.seats_lost: int = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
         self.failures[type(error).__name__] += 1
+
+    def made_delta(self, outcome: str, size_bytes: int, elapsed_s: float) -> None:
+        """The making of a delta has ended. By the thread that made it."""
+        self.deltas[outcome] += 1
+        if outcome == "made":
+            self.delta_bytes += size_bytes
+            self.delta_s += elapsed_s
 
     def add(self, report: Report) -> None:
         """A call has ended well."""
@@ -98,12 +107,15 @@ class Tally:
             (self.failures, other.failures),
             (self.reads, other.reads),
             (self.read_bytes, other.read_bytes),
+            (self.deltas, other.deltas),
         ):
             mine.update(dict(its))
         for stage, times in dict(other.read_s).items():
             self._stage(stage).merge(times)
         self.publish_s.merge(other.publish_s)
         self.drain_s.merge(other.drain_s)
+        self.delta_bytes += other.delta_bytes
+        self.delta_s += other.delta_s
         self.left_behind += other.left_behind
         self.reroutes += other.reroutes
         self.corrupt += other.corrupt

@@ -9,14 +9,15 @@ from torch_ros.p2p.lending import LentMemory
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import mark
 from torch_ros.transfer.card import ALL_BLOCKS, Word
+from torch_ros.transfer.deltas import Deltas
 from torch_ros.transfer.mailbox import Mailbox
 
 
 class OwnWord:
     """The word follows the group's calls: readers believe it, whatever became of a call."""
 
-    def __init__(self, group: Group, mailbox: Mailbox) -> None:
-        self._ledger, self._mailbox = group.ledger, mailbox
+    def __init__(self, group: Group, mailbox: Mailbox, deltas: Deltas) -> None:
+        self._ledger, self._mailbox, self._deltas = group.ledger, mailbox, deltas
         self._ledger.skip = self.skip
 
     def serve(self, mark: int, lent: LentMemory | None = None) -> None:
@@ -28,6 +29,7 @@ class OwnWord:
     def void(self) -> None:
         """Clear it: tensors are written to, or taken back, next."""
         self._mailbox.void()
+        self._deltas.stop()
 
     def void_unless_held(self) -> None:
         """Clear it if the replica holds nothing: where a call ends, and before the next begins.

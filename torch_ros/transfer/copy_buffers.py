@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -11,17 +11,21 @@ import torch
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.lending import LentMemory
+from torch_ros.transfer.deltas import Deltas
 from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.transfer.turns import BUFFERS, Turns
-from torch_ros.weights.local import LocalChunk
+from torch_ros.weights.delta_table import ENTRIES_MAX, TABLE_BYTES
+from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Manifest
 from torch_ros.weights.transforms import Box, Making, Transform, makings
 
 log: logging.Logger = logging.getLogger(__name__)
 
 HOST_MEMORY = torch.device("cpu")
+RING_SHARE = 8  # of a copy's bytes: five deltas of 1 % of bfloat16, and room for the next
+RING_BYTES_MIN = 1 << 16
 PIECE_BYTES = 32 << 20  # made at a time; on a GPU two more of them are on their way to the host
 
 Asked = Transform | Sequence[Transform] | None
@@ -34,12 +38,23 @@ class Copying:
     transforms: Sequence[Transform] = ()
     to: Literal["cpu"] | None = None
     copy_bytes: int | None = None
+    deltas: int = 0
+    delta_bytes: int | None = None
 
     @classmethod
-    def asked(cls, transform: Asked, to: Literal["cpu"] | None, copy_bytes: int | None) -> Self:
+    def asked(
+        cls,
+        transform: Asked,
+        to: Literal["cpu"] | None,
+        copy_bytes: int | None,
+        deltas: int,
+        delta_bytes: int | None,
+    ) -> Self:
         """Raises: UsageError: An option of another type than it should have."""
         arguments.optional(arguments.one_of(("cpu",)))("to", to)
         arguments.optional(arguments.whole(0, 1 << 50))("copy_bytes", copy_bytes)
+        arguments.whole(0, ENTRIES_MAX)("deltas", deltas)
+        arguments.optional(arguments.whole(2 * TABLE_BYTES, 1 << 50))("delta_bytes", delta_bytes)
         if transform is None:
             transforms: Sequence[Transform] = ()
         else:
@@ -55,7 +70,13 @@ class Copying:
                     f"transform={each!r}: its repr says where it is and not what it does, by which "
                     "ranks compare theirs; make it a frozen dataclass"
                 )
-        return cls(tuple(transforms), to, copy_bytes)
+        return cls(tuple(transforms), to, copy_bytes, deltas, delta_bytes)
+
+    def ring_bytes(self, copy_bytes: int) -> int:
+        """The size of the ring for deltas of copies of that size; 0: none are asked for."""
+        if not self.deltas:
+            return 0
+        return self.delta_bytes or TABLE_BYTES + max(copy_bytes // RING_SHARE, RING_BYTES_MIN)
 
 
 @dataclass(slots=True)
@@ -104,9 +125,11 @@ class CopyBuffers:
     Args:
         agent: Of this process.
         borrow_bytes: How much of the host memory among it may be lent at a time.
+        deltas: Between its copies.
     """
 
-    def __init__(self, agent: str, borrow_bytes: int) -> None:
+    def __init__(self, agent: str, borrow_bytes: int, deltas: Deltas | None = None) -> None:
+        self._deltas = deltas or Deltas()
         self._turns: dict[torch.device, Turns] = {}
         self._lender = agent if borrow_bytes else None
         self._borrow_bytes = borrow_bytes
@@ -153,12 +176,15 @@ class CopyBuffers:
         The state dict's objects are not copied: they are copies already.
 
         Raises:
-            UsageError: A transform cannot make its tensors of these; or they do not fit into
-                `copying.copy_bytes`, beside what is kept of earlier ones. Nothing was copied,
-                unless a transform failed on its way.
+            UsageError: A transform cannot make its tensors of these; they do not fit into
+                `copying.copy_bytes`, beside what is kept of earlier ones; or no deltas can be made
+                of them. Nothing was copied, unless a transform failed on its way.
         """
         made = makings(state.tensors, copying.transforms)
         plan = [_Part.all_of(making, copying.to) for making in made]
+        if copying.deltas:
+            _require_comparable(plan, state.objects)
+        self._deltas.end()  # nobody reads the buffer that is filled any more
         paths, sizes = _paths(state, made), _sizes(plan)
         if self._lender is not None:
             room = _manifest_room(made, paths, state.objects)
@@ -167,18 +193,11 @@ class CopyBuffers:
         memory = [chunk.tensor for tensor in state.tensors for chunk in tensor.chunks]
         finish_kernels({chunk.device for chunk in memory if chunk.is_cuda})
         rooms = {device: _Room(self._turns[device].take(sizes[device])) for device in sizes}
-        tensors, ferry = [], Ferry()
-        for making, parts in zip(made, plan, strict=True):
-            chunks: dict[str, list[LocalChunk]] = {name: [] for name in making.outputs}
-            for part in parts:
-                places = part.places(rooms[part.device])
-                for name, place in places.items():
-                    chunks[name].append(LocalChunk(part.boxes[name][0], place))
-                is_here = part.device == part.chunk.tensor.device
-                make(making, part.chunk.tensor, places, None if is_here else ferry)
-            tensors += [making.output(name, chunks[name]) for name in making.outputs]
-        ferry.land()
+        tensors = _made(zip(made, plan, strict=True), rooms)
         pools = [buffer.room for turns in self._turns.values() for buffer in turns.buffers]
+        ring = self._deltas.prepare(copying.ring_bytes(sum(room.end for room in rooms.values())))
+        if ring is not None:
+            pools.append(ring)
         lent = self._turns[HOST_MEMORY].filled.lent if self._lender is not None else None
         if lent is not None:
             here = (c.tensor for t in tensors for c in t.chunks if c.tensor.device == HOST_MEMORY)
@@ -198,6 +217,40 @@ class CopyBuffers:
             )
         for device, size in new.items():
             self._turns[device] = Turns(size, device, self._lender)
+
+
+def _made(
+    plan: Iterable[tuple[Making, Sequence[_Part]]], rooms: Mapping[torch.device, _Room]
+) -> list[LocalTensor]:
+    tensors, ferry = [], Ferry()
+    for making, parts in plan:
+        chunks: dict[str, list[LocalChunk]] = {name: [] for name in making.outputs}
+        for part in parts:
+            places = part.places(rooms[part.device])
+            for name, place in places.items():
+                chunks[name].append(LocalChunk(part.boxes[name][0], place))
+            is_here = part.device == part.chunk.tensor.device
+            make(making, part.chunk.tensor, places, None if is_here else ferry)
+        tensors += [making.output(name, chunks[name]) for name in making.outputs]
+    ferry.land()
+    return tensors
+
+
+def _require_comparable(
+    plan: Sequence[Sequence[_Part]], objects: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises: UsageError: No delta could be made of these copies, or none could be read."""
+    if objects:
+        raise UsageError(
+            f"deltas: the state dict has objects ({next(iter(objects))!r}), and a replica that "
+            "updates by deltas has tensors only; save these as another model, or leave deltas out"
+        )
+    for part in (part for parts in plan for part in parts):
+        if part.device != HOST_MEMORY:
+            raise UsageError(
+                f"deltas: the copy of {part.making.tensor.fqn!r} would be on {part.device}; they "
+                'are made in host memory: pass to="cpu"'
+            )
 
 
 def make(

@@ -111,12 +111,20 @@ class Mailbox:
             self._post(manifest)
         return manifest
 
-    def show_digests(self, digests: Digests) -> None:
-        """Say what the content of the tensors shown is now."""
+    def show_digests(self, digests: Digests, deltas: int = 0) -> None:
+        """Say what the content of the tensors shown is now.
+
+        Args:
+            deltas: Where a table of deltas to it is; 0: there is none.
+        """
         manifest = self.manifest
         assert manifest is not None
         now = msgspec.structs.replace(
-            manifest, depth=digests.depth, digests=digests.chunks, totals=dict(digests.totals)
+            manifest,
+            depth=digests.depth,
+            digests=digests.chunks,
+            totals=dict(digests.totals),
+            deltas=deltas,
         )
         if now != manifest:
             self._post(now)
