@@ -424,7 +424,7 @@ def test_an_error_in_the_thread_is_no_error_of_the_trainer(opened, monkeypatch, 
         patched.setattr(deltas, "compare", compare)
         publishing(trainer, weights)
         assert made(trainer) == DeltaTable()
-    assert "no delta to version 2 was made" in caplog.text
+    assert "no delta to version 2: an error" in caplog.text
     trainer.publish_copy(3, weights, deltas=1)
     assert len(made(trainer).entries) == 1
 

@@ -195,7 +195,7 @@ class DeltaRead:
                 if chain is None:
                     return None
                 chains[rank] = chain
-            if not any(chain.coming for chain in chains.values()):
+            if not any(chain.is_coming for chain in chains.values()):
                 return chains
             if time.monotonic() > until_s:
                 return None

@@ -169,8 +169,10 @@ class _Making:
         except _TooLarge:
             self.outcome = "too large"
         except Exception:
-            log.exception("no delta to version %d was made", link.version)
+            log.exception("no delta to version %d: an error", link.version)
         finally:
+            if self.outcome in ("cut off", "too large"):
+                log.info("no delta to version %d: %s", link.version, self.outcome)
             try:
                 self.elapsed_s = time.perf_counter() - began_s
                 link.ring.write(DeltaTable(entries))
@@ -302,7 +304,7 @@ class Deltas:
         try:
             run.start()
         except RuntimeError as error:  # no thread to be had
-            log.warning("no delta to version %d is made: %s", link.version, error)
+            log.warning("no delta to version %d: %s", link.version, error)
             self.end()
 
     def _ended(self, making: _Making) -> None:
