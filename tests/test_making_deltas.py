@@ -23,7 +23,7 @@ from torch_ros.dcp import ROSWriter
 from torch_ros.errors import UsageError, VersionConflict
 from torch_ros.metrics import HandleCollector
 from torch_ros.transfer import copy_buffers, deltas
-from torch_ros.transfer.deltas import Deltas, Ring
+from torch_ros.transfer.deltas import CopyDeltas, Ring
 from torch_ros.weights.delta import SEGMENT, apply, pieces
 from torch_ros.weights.delta_table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.weights.local import build, local_chunks
@@ -367,7 +367,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
 
 
 def test_a_closed_handle_makes_none():
-    pool = Deltas()
+    pool = CopyDeltas()
     pool.close()
     pool.start(SimpleNamespace(base=SimpleNamespace(uid="a"), leads_to=lambda _: True), "b")
     assert pool._making is None
@@ -461,7 +461,7 @@ def test_a_script_that_ends_does_not_wait_for_the_whole_delta():
     assert took_s < 8  # 256 windows of 50 ms
 
 
-# Room
+# RingRoom
 
 
 def test_a_delta_that_is_too_large_is_given_up_and_the_next_has_more_room(opened):
@@ -615,7 +615,7 @@ def test_a_publication_that_is_not_waited_for_promises_none():
         ring=Ring(2 * TABLE_BYTES),
     )
     for is_made, coming in ((True, "a"), (False, None)):
-        assert Deltas().offer(link, "b", is_made=is_made) == link.ring.address
+        assert CopyDeltas().offer(link, "b", is_made=is_made) == link.ring.address
         assert link.ring.table == msgspec.structs.replace(DeltaTable(), coming=coming)
     assert np.array_equal(link.ring.bytes[TABLE_BYTES:], np.zeros(TABLE_BYTES, np.uint8))
     link.ring.close()

@@ -27,7 +27,6 @@ from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.delta import Delta
 from torch_ros.weights.delta_table import (
     TABLE_BYTES,
-    Coming,
     DeltaEntry,
     DeltaHead,
     DeltaTable,
@@ -89,9 +88,9 @@ class Publisher:
             if base in self.chunks:
                 self.make(base, version)
         uids = self.uids.get(version - 1, ""), self.uids[version]
-        self.show(Coming(*uids, 1.0, 0, 0) if coming else None)
+        self.show(uids[0] if coming else None)
 
-    def show(self, coming: Coming | None = None) -> None:
+    def show(self, coming: str | None = None) -> None:
         """Write the table, and say where it is."""
         table = DeltaTable(tuple(self.entries), coming)
         self.ring.numpy()[:TABLE_BYTES] = np.frombuffer(table.encode(), np.uint8)
@@ -114,7 +113,7 @@ class Publisher:
         encoded, at = head.encode(), begin + head.body_bytes
         ring[at : at + len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._end = begin + padded(head.body_bytes + len(encoded))
-        where = self.ring.data_ptr() + begin, head.body_bytes, len(encoded), head.changed
+        where = self.ring.data_ptr() + begin, head.body_bytes, len(encoded)
         entry = DeltaEntry(self.uids[base], self.uids[version], *where, digest_of(encoded))
         self.entries.insert(0, entry)
 

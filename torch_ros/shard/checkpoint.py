@@ -27,7 +27,7 @@ from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
-from torch_ros.transfer.deltas import Link, Published
+from torch_ros.transfer.deltas import PlannedDelta, PublishedCopy
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.manifest import Layout, logical
@@ -241,8 +241,8 @@ class _Save:
         self._deadline = shard.deadline(self.asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
-        self._base: Published | None = None  # of a delta to this copy
-        self._link: Link | None = None
+        self._base: PublishedCopy | None = None  # of a delta to this copy
+        self._link: PlannedDelta | None = None
         copying = request.copying
         self._transforms = copying.transforms if copying is not None else ()
         self.memory = stager_memory

@@ -33,7 +33,7 @@ from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
-from torch_ros.transfer.deltas import Deltas, Outcome
+from torch_ros.transfer.deltas import CopyDeltas, Outcome
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
@@ -90,7 +90,7 @@ class Shard:
     mailbox: Mailbox
     reading: Reading
     transport: Transport
-    deltas: Deltas  # of the copies that are published
+    deltas: CopyDeltas  # of the copies that are published
     word: OwnWord
     tensors: Tensors
     bases: Bases
@@ -118,7 +118,7 @@ class Shard:
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
-        self.deltas = Deltas(self._made_delta)
+        self.deltas = CopyDeltas(self._made_delta)
         self.word = OwnWord(group, mailbox, self.deltas)
         self.tensors = Tensors(mailbox, pages)
         self.bases = Bases(group.ledger, mailbox, self.tensors)

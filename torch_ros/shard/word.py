@@ -9,14 +9,14 @@ from torch_ros.p2p.lending import LentMemory
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import mark
 from torch_ros.transfer.card import ALL_BLOCKS, Word
-from torch_ros.transfer.deltas import Deltas
+from torch_ros.transfer.deltas import CopyDeltas
 from torch_ros.transfer.mailbox import Mailbox
 
 
 class OwnWord:
     """The word follows the group's calls: readers believe it, whatever became of a call."""
 
-    def __init__(self, group: Group, mailbox: Mailbox, deltas: Deltas) -> None:
+    def __init__(self, group: Group, mailbox: Mailbox, deltas: CopyDeltas) -> None:
         self._ledger, self._mailbox, self._deltas = group.ledger, mailbox, deltas
         self._ledger.skip = self.skip
 

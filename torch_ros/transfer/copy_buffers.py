@@ -11,7 +11,7 @@ import torch
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.lending import LentMemory
-from torch_ros.transfer.deltas import Deltas
+from torch_ros.transfer.deltas import CopyDeltas
 from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
 from torch_ros.transfer.staging_buffers import aligned
@@ -47,8 +47,8 @@ class Copying:
         transform: Asked,
         to: Literal["cpu"] | None,
         copy_bytes: int | None,
-        deltas: int,
-        delta_bytes: int | None,
+        deltas: int = 0,
+        delta_bytes: int | None = None,
     ) -> Self:
         """Raises: UsageError: An option of another type than it should have."""
         arguments.optional(arguments.one_of(("cpu",)))("to", to)
@@ -128,8 +128,8 @@ class CopyBuffers:
         deltas: Between its copies.
     """
 
-    def __init__(self, agent: str, borrow_bytes: int, deltas: Deltas | None = None) -> None:
-        self._deltas = deltas or Deltas()
+    def __init__(self, agent: str, borrow_bytes: int, deltas: CopyDeltas | None = None) -> None:
+        self._deltas = deltas or CopyDeltas()
         self._turns: dict[torch.device, Turns] = {}
         self._lender = agent if borrow_bytes else None
         self._borrow_bytes = borrow_bytes

@@ -37,7 +37,7 @@ CHANGED_SHARE, CHANGED_MIN = 1 / 16, 1 << 20
 Outcome = Literal["made", "cut off", "too large", "failed"]
 
 
-class Room(NamedTuple):
+class RingRoom(NamedTuple):
     """Where a ring takes in the next delta."""
 
     start: int
@@ -66,16 +66,16 @@ class Ring:
     def address(self) -> int:
         return self.bytes.ctypes.data
 
-    def room(self) -> Room:
+    def room(self) -> RingRoom:
         """The room of the next delta: behind the newest, if that fits, else at the beginning."""
         size = self.size_bytes - TABLE_BYTES
         if self._made_bytes:
             size = min(size, padded(2 * self._made_bytes))
         newest = self.table.entries[:1]
         start = max((self._span(each)[1] for each in newest), default=TABLE_BYTES)
-        return Room(start if start + size <= self.size_bytes else TABLE_BYTES, size)
+        return RingRoom(start if start + size <= self.size_bytes else TABLE_BYTES, size)
 
-    def outside(self, room: Room) -> tuple[DeltaEntry, ...]:
+    def outside(self, room: RingRoom) -> tuple[DeltaEntry, ...]:
         """The deltas that stay when one is written into that room."""
         return tuple(each for each in self.table.entries if not room.overlaps(*self._span(each)))
 
@@ -97,7 +97,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedCopy:
     """A copy that is held, or was, and its content's uid."""
 
     uid: str
@@ -105,7 +105,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PlannedDelta:
     """A delta that may be made when a save has ended well.
 
     Args:
@@ -116,10 +116,10 @@ class Link:
     """
 
     version: int
-    base: Published | None
+    base: PublishedCopy | None
     copy: Registered
     ring: Ring
-    room: Room
+    room: RingRoom
     entries: tuple[DeltaEntry, ...]
     entries_max: int
 
@@ -139,7 +139,7 @@ class _TooLarge(Exception):
 class _Making:
     """One delta on its way. The table is the thread's until it has ended."""
 
-    def __init__(self, link: Link, base: Published, uid: str) -> None:
+    def __init__(self, link: PlannedDelta, base: PublishedCopy, uid: str) -> None:
         self._link, self._base, self._uid = link, base, uid
         self.is_told_to_stop = False
         self.has_ended = False
@@ -243,7 +243,7 @@ class _Making:
         raise _TooLarge
 
 
-class Deltas:
+class CopyDeltas:
     """The deltas of one process: at most one is being made.
 
     Args:
@@ -255,7 +255,7 @@ class Deltas:
         self._on_end = on_end
         self._ring: Ring | None = None  # that is shown
         self._next: Ring | None = None  # that will be
-        self._published: Published | None = None
+        self._published: PublishedCopy | None = None
         self._making: _Making | None = None
         self._was_cut_off = False  # the last one: nobody waits for the next
         self._is_closed = False
@@ -291,7 +291,7 @@ class Deltas:
         if self._ring is not None and self._ring.table.coming is not None:
             self._ring.write(DeltaTable(self._ring.table.entries))
 
-    def start(self, link: Link | None, uid: str) -> None:
+    def start(self, link: PlannedDelta | None, uid: str) -> None:
         """A call has ended well, that offered a copy as `uid`; make the delta. Does not raise."""
         if link is None:
             return
@@ -313,7 +313,7 @@ class Deltas:
 
     # What a save does, in this order
 
-    def base(self, uid: str | None, copy: Registered | None) -> Published | None:
+    def base(self, uid: str | None, copy: Registered | None) -> PublishedCopy | None:
         """What is held where a save begins, if it was published from a copy that is there still."""
         known = self._published
         if known is None or known.uid != uid or known.copy is not copy:
@@ -333,8 +333,8 @@ class Deltas:
         return self._next.pool if self._next is not None else None
 
     def shown(
-        self, base: Published | None, copy: Registered, version: int, entries_max: int
-    ) -> Link | None:
+        self, base: PublishedCopy | None, copy: Registered, version: int, entries_max: int
+    ) -> PlannedDelta | None:
         """The copy is registered, and its ring; choose where its delta would be. The word is 0."""
         before, self._ring = self._ring, self._next
         if before is not None and before is not self._ring:
@@ -343,10 +343,10 @@ class Deltas:
             return None
         if base is not None and base.copy.layout != copy.layout:
             base = None
-        room = ring.room() if base is not None else Room(TABLE_BYTES, 0)
-        return Link(version, base, copy, ring, room, ring.outside(room), entries_max)
+        room = ring.room() if base is not None else RingRoom(TABLE_BYTES, 0)
+        return PlannedDelta(version, base, copy, ring, room, ring.outside(room), entries_max)
 
-    def offer(self, link: Link | None, uid: str, *, is_made: bool) -> int:
+    def offer(self, link: PlannedDelta | None, uid: str, *, is_made: bool) -> int:
         """Write the table of a content that is about to be served; its address, 0: there is none.
 
         Args:
@@ -361,7 +361,7 @@ class Deltas:
 
     def published(self, uid: str, copy: Registered) -> None:
         """This copy is held."""
-        self._published = Published(uid, copy)
+        self._published = PublishedCopy(uid, copy)
 
     def forget(self) -> None:
         """The registered copy is about to be written to: it is no base any more."""
