@@ -108,7 +108,7 @@ def opened(endpoint):
 
     yield open_
     for handle in handles:
-        handle.close()
+        handle.close(linger_s=0)
 
 
 @pytest.fixture

@@ -1,16 +1,22 @@
-"""Scenes of a replica that is told its end: readers finish, or find somebody else by the word."""
+"""Scenes of a replica's end: readers finish, or go on elsewhere; archivers get the last version."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from checks import demand
-from replicas import Process
-from scenes import SCENES, Scene, publish, replicate
+from replicas import TTL_S, Process
+from scenes import SCENES, Scene, _close, publish, replicate, unpublish
 
+from torch_ros.errors import NotAvailable
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.records import VersionRef
 
 DEATH_S = 30.0  # from the notice on
+LINGER_S = 40.0
+SOON_S = 2.0
+UPLOAD_S = 3.0
 
 
 def read_from(scene: Scene, name: str) -> set[str]:
@@ -105,7 +111,203 @@ def leaves_with_a_copy(scene: Scene) -> None:
     scene.play()
 
 
+def _archive(me: Process, uploads: Callable[[VersionRef], object]) -> None:
+    """As `torch-ros archive` does, until the scene is over; `uploads` writes what was read."""
+    scene, seen = me.world, None
+    while "over" not in scene.reached:
+        me.handle.archives.say(seen)
+        scene.reach(f"{me.start.replica} says {seen.version if seen else None}")
+        latest = me.handle.fleet(timeout_s=20).latest
+        if latest in (None, seen):
+            scene.sleep(0.2)
+            continue
+        try:
+            me.streamed(latest.version)
+        except NotAvailable:  # it went meanwhile
+            continue
+        uploads(latest)
+        seen = latest
+
+
+def _archiver(scene: Scene, uploads: Callable[[VersionRef], object] | None = None) -> list[str]:
+    """The uids that are in its bucket, in order."""
+    there: list[str] = []
+
+    def upload(ref: VersionRef) -> None:
+        scene.sleep(UPLOAD_S)
+        there.append(ref.uid)
+
+    script = partial(_archive, uploads=uploads or upload)
+    scene.start("a", script, size=1, spot=True, sharding="whole")
+    return there
+
+
+def _two_versions(me: Process, *, number: int = 2) -> None:
+    """The first one is in the bucket when the second one is published."""
+    publish(me, 1)
+    me.world.until("a says 1")
+    unpublish(me)
+    publish(me, number, 8)
+
+
+def last_version(scene: Scene) -> None:
+    """A trainer that closes right after its last publication stays until a bucket has that."""
+    size, is_told = 1 + scene.seed % 2, scene.seed % 3 == 0
+    there = _archiver(scene)
+
+    def train(me: Process) -> None:
+        _two_versions(me)
+        took_s = _leave(me, DEATH_S - 2) if is_told else _close(me)
+        demand(len(there) == 2, "I4: the last version is not in the bucket")
+        demand(took_s < UPLOAD_S + TTL_S, f"I6: it stayed {took_s:.0f} s for what the bucket has")
+        scene.reach(f"{me.rank} is over")
+        scene.until(*(f"{rank} is over" for rank in range(size)))
+        scene.reach("over")
+
+    scene.start("t", train, size=size, linger_s=LINGER_S)
+    scene.play()
+
+
+def last_version_anew(scene: Scene) -> None:
+    """A bucket in which its number has another content has not got the last version."""
+    there = _archiver(scene)
+
+    def train(me: Process) -> None:
+        _two_versions(me, number=1)
+        _close(me)
+        demand(len({*there}) == 2, "I4: the last version is not in the bucket")
+        scene.reach("over")
+
+    scene.start("t", train, size=1, linger_s=LINGER_S)
+    scene.play()
+
+
+def archiver_dies(scene: Scene) -> None:
+    """I6: nobody stays for an archiver that has died, or left."""
+    is_killed = scene.seed % 2 == 0
+
+    def upload(ref: VersionRef) -> None:
+        [process] = scene.start_named("a").processes
+        if ref.version == 1:
+            return
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        if is_killed:
+            scene.at(scene.now_s, scene.kill_process, process)
+            scene.sleep(1)
+        process.handle.close()
+        scene.reach("over")
+
+    def train(me: Process) -> None:
+        _two_versions(me)
+        took_s = _close(me)
+        most_s = TTL_S + SOON_S if is_killed else SOON_S
+        demand(took_s < most_s, f"I6: it stayed {took_s:.0f} s for an archiver that is gone")
+        scene.reach("over")
+
+    _archiver(scene, upload)
+    scene.start("t", train, size=1, linger_s=LINGER_S)
+    scene.play()
+
+
+def bucket_is_dead(scene: Scene) -> None:
+    """I6: an archiver whose bucket does not answer costs `linger_s`; an unpublish, nothing."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.when(lambda: scene.start_named("a").processes[0].handle, "an archiver")
+        scene.until("a says None")
+        for version in (2, 3):
+            took_s = unpublish(me)
+            demand(took_s < SOON_S, f"I6: an unpublish took {took_s:.0f} s beside an archiver")
+            publish(me, version, 5 + version)
+        demand(not scene.seen["unpublished with a copy"], "I6: a copy was made for an archiver")
+        took_s = _close(me)
+        demand(LINGER_S <= took_s < LINGER_S + SOON_S, f"I6: it stayed {took_s:.0f} s")
+        scene.reach("over")
+
+    _archiver(scene, lambda _: scene.until("over"))
+    scene.start("t", train, size=1, linger_s=LINGER_S)
+    scene.play()
+
+
+def archiver_is_ahead(scene: Scene) -> None:
+    """I6: nobody stays with an older version than the one that the bucket has."""
+    _archiver(scene)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("a says 2")
+        took_s = _close(me)
+        demand(took_s < SOON_S, f"I6: it stayed {took_s:.0f} s with an older version")
+        scene.reach("over")
+
+    def publish_newer(me: Process) -> None:
+        scene.until("a says 1")
+        publish(me, 2, 8)
+        scene.until("over")
+
+    scene.start("t", train, size=1, linger_s=LINGER_S)
+    scene.start("u", publish_newer, size=1, spot=True)  # it does not count for what is retained
+    scene.play()
+
+
+def archived_elsewhere(scene: Scene) -> None:
+    """I6: no archiver is stayed for with what others hold, and is wanted here."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("over")
+
+    def read(me: Process) -> None:
+        replicate(me, 1)
+        scene.until("r1 is here", "a says None")
+        took_s = _close(me)
+        demand(took_s < SOON_S, f"I6: it stayed {took_s:.0f} s with what another holds")
+        scene.reach("over")
+
+    def want(me: Process) -> None:
+        scene.reach("r1 is here")
+        scene.until("over")
+
+    here = {"size": 1, "datacenter": "east"}
+    _archiver(scene, lambda _: scene.until("over"))
+    scene.start("t", train, size=1, datacenter="west")
+    scene.start("r", read, linger_s=LINGER_S, **here)
+    scene.start("r1", want, spot=True, retain=("latest@here",), **here)
+    scene.play()
+
+
+def archiver_comes_back(scene: Scene) -> None:
+    """An archiver that has taken another seat is stayed for, as before."""
+    there = _archiver(scene)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("a says 1")
+        [archiver] = scene.start_named("a").processes
+        group = archiver.handle._shard.group
+        before = group.seat
+        scene.end_lease(archiver)
+        scene.when(lambda: group.seat is not before and group.state == "seated", "another seat")
+        scene.sleep(1)
+        unpublish(me)
+        publish(me, 2, 8)
+        _close(me)
+        demand(len(there) == 2, "I4: the last version is not in the bucket")
+        scene.reach("over")
+
+    scene.start("t", train, size=1, linger_s=LINGER_S)
+    scene.play()
+
+
 SCENES |= {
+    "last version": last_version,
+    "last version anew": last_version_anew,
+    "archiver dies": archiver_dies,
+    "bucket is dead": bucket_is_dead,
+    "archiver is ahead": archiver_is_ahead,
+    "archived elsewhere": archived_elsewhere,
+    "archiver comes back": archiver_comes_back,
     "leaves with a copy": leaves_with_a_copy,
     "leaves": partial(leaves, read_s=0.5, within_s=20.0, reroutes=0),
     "leaves in a hurry": partial(leaves, read_s=1.0, within_s=2.0, reroutes=1),

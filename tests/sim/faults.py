@@ -34,8 +34,8 @@ import stragglers  # noqa: F401
 from torch_ros import errors
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
-from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
+    archives,
     calls,
     claimed,
     closing,
@@ -57,10 +57,12 @@ from torch_ros.protocol import (
     unpublish,
     versions,
 )
+from torch_ros.protocol import call as call_module
 from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
+from torch_ros.shard import archives as shard_archives
 from torch_ros.shard import (
     base,
     beginnings,
@@ -1422,6 +1424,81 @@ def _(let_finish):
         if isinstance(step, Act):
             return Wait("", closing.let_finish_ranges(seat, leaving))
         return step
+
+    return faulty
+
+
+# The last version reaches the bucket
+
+fault("close ignores archivers", (archives, "behind"), scenario="last version")(
+    lambda _: lambda *_: []
+)
+fault("archivers are stayed for, and want nothing", (closing, "_wanted"), scenario="last version")(
+    lambda _: lambda *_: ()
+)
+
+
+@fault("who lingers does not watch archivers", (closing, "linger"), scenario="last version")
+def _(linger):
+    def faulty(view, each, world_size):
+        step = linger(view, each, world_size)
+        if isinstance(step, Wait):
+            ranges = tuple(r for r in step.ranges if r != each.keys.archives())
+            return msgspec.structs.replace(step, ranges=ranges)
+        return step
+
+    return faulty
+
+
+fault("archivers count by number", (archives, "_is_behind"), scenario="last version anew")(
+    lambda _: lambda said, ref: said.order < ref.order
+)
+fault("what an archiver says outlives it", (archives, "say"), scenario="archiver dies")(
+    edited(ops=lambda op: msgspec.structs.replace(op, lease_id=0))
+)
+
+
+@fault(
+    "unpublish looks at archivers",
+    (unpublish, "keeping"),
+    (unpublish, "keeping_ranges"),
+    scenario="bucket is dead",
+)
+def _(rule):
+    def ranges(keys, *args):
+        return (*rule(keys, *args), keys.archives())
+
+    def keeping(view, keys, ref, given_up):
+        wanted = ("latest",) if archives.behind(view, keys, ref) else ()
+        return rule(view, keys, ref, dataclasses.replace(given_up, retain=wanted))
+
+    return ranges if rule.__name__ == "keeping_ranges" else keeping
+
+
+fault(
+    "an archiver that has something newer is stayed for",
+    (archives, "_is_behind"),
+    scenario="archiver is ahead",
+)(lambda _: lambda said, ref: said.uid != ref.uid)
+
+
+@fault(
+    "an archiver is stayed for with what is wanted here",
+    (closing, "_awaited"),
+    scenario="archived elsewhere",
+)
+def _(awaited):
+    def faulty(view, each, inst, keep):
+        return awaited(view, each, inst, dataclasses.replace(keep, only_in=None))
+
+    return faulty
+
+
+@fault("an archiver speaks once", (shard_archives.Archives, "_say"), scenario="archiver comes back")
+def _(say):
+    def faulty(self, ref, timeout_s):
+        if self._said is None or self._said[1] != ref:
+            say(self, ref, timeout_s)
 
     return faulty
 

@@ -32,6 +32,8 @@ OTHERS = {
     "readers/{run}/00000000000000000001/{source}/junk": b"{}",
     "readers/junk": b"{}",
     "suspects/junk": b"{}",
+    "archives/junk": GARBAGE,
+    "archives/a/b": b"{}",
     "shards/{source}/zzz": b"{}",
 }
 

@@ -14,6 +14,8 @@ def test_keys_parse_back(name):
     inst = k.instance(name, "beef")
     assert k.replica_of(inst) == name
     assert k.parse_run(keys.run(name)) == name
+    assert k.parse_archive(keys.archive(name)) == name
+    assert keys.archive(name) in keys.archives()
     assert k.parse_version(keys.version(name, 7)) == (name, 7)
     held = keys.holding(name, 7, name, inst)
     assert k.parse_holding(held) == k.HoldingKey(name, 7, name, inst)

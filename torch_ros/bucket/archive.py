@@ -44,6 +44,7 @@ BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
 LOOK_S = 600.0  # between two looks at a bucket for which the fleet has nothing new
 SCRAPE_S = 4.0  # for etcd to say how far the bucket is behind: Prometheus waits for ten seconds
+SAY_S = 20.0  # for etcd to take what is said to those who close
 GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -138,8 +139,7 @@ class Archiver:
         self._handle, self._bucket, self._keep = handle, bucket, keep
         self._grace_s, self._form = grace_s, form
         self._before: _Written | None = None
-        # Run, version and uid of what the bucket has, or needs not have.
-        self._seen: tuple[str, int, str] | None = None
+        self._seen: torch_ros.VersionRef | None = None  # the bucket has it, or needs not have it
         self._newest: InBucket | None = None  # of its run
         self.model, self.totals = bucket.model, Totals()
         self._looked_s = -math.inf  # when the bucket was collected last
@@ -149,7 +149,7 @@ class Archiver:
     @property
     def seen(self) -> int | None:
         """The newest version, when the fleet was asked last. The bucket has it, or a newer one."""
-        return self._seen and self._seen[1]
+        return self._seen and self._seen.version
 
     @property
     def due_s(self) -> float:
@@ -171,6 +171,15 @@ class Archiver:
                 return chain.behind(self._newest, each.ref.run, each.ref.version, at_ms, now_ms)
         return None
 
+    def say(self) -> None:
+        """Tell who closes what the bucket has; who alone has something newer stays for a while.
+
+        Costs a request or two, if that has changed, or this process has taken another seat.
+
+        Raises: BackendError, SeatLost: Nobody is told.
+        """
+        self._handle.archives.say(self._seen, timeout_s=SAY_S)
+
     def archive(self, progress: OnBytes) -> Archived | None:
         """Write the newest version, unless the bucket has it, or there is none.
 
@@ -181,25 +190,25 @@ class Archiver:
             PeerError, NotAvailable, BackendError: As `ShardHandle.stream`; likewise.
         """
         handle, bucket = self._handle, self._bucket
+        self.say()
         fleet = handle.fleet()
         if (ref := fleet.latest) is None:
             return None
-        mine = (ref.run, ref.version, ref.uid)
-        if mine == self._seen and self.due_s > 0:
+        if ref == self._seen and self.due_s > 0:
             return None
         kept_ = bucket.kept()
         there = self._counted(kept_, fleet.runs.keys())
         of_run = chain.living(each for each in there if each.run == ref.run)
         self._newest = next(iter(of_run), None)
-        if any((e.run, e.version, e.uid) == mine for e in there):
-            self._seen = mine
+        if any(_is_of(ref, each) for each in there):
+            self._seen = ref
             return None
         began_s = monotonic()
         contents = handle.contents(ref.version)
         [published] = [each for each in fleet.versions if each.ref == ref]
         new = _named(fleet, published, there)
         if new in chain.to_collect([*there, new], self._keep, fleet.runs.keys()):
-            self._seen = mine
+            self._seen = ref
             return None  # an older one, whose newer ones have left the fleet and not the bucket
         before, self._before = self._before, None  # until this one is there
         try:
@@ -211,9 +220,9 @@ class Archiver:
             why = f"writing it took longer than {self._grace_s / 2:g} s, half of the grace"
             bucket.store.refuse(f"{bucket.root}/{new.key}", why)
         self._commit(new, stored)
-        odd = [e for e in kept_ if e not in there and (e.run, e.version, e.uid) == mine]
+        odd = [each for each in kept_ if each not in there and _is_of(ref, each)]
         bucket.store.delete(f"{bucket.root}/{each.key}" for each in odd)
-        self._seen, self._before, self._newest = mine, after, new
+        self._seen, self._before, self._newest = ref, after, new
         took_s, base = monotonic() - began_s, new.base and new.base[0]
         sizes = len(contents.tensors), stored.size_bytes
         self.totals.versions += 1
@@ -440,6 +449,10 @@ def _named(
         ref.uid,
         token_hex(4),
     )
+
+
+def _is_of(ref: torch_ros.VersionRef, there: InBucket) -> bool:
+    return (ref.run, ref.version, ref.uid) == (there.run, there.version, there.uid)
 
 
 def _layout(tensors: Held) -> Mapping[str, object]:

@@ -105,6 +105,7 @@ def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Arc
         if written.left_out:
             out.write(f"left out, since only dcp.load reads pickles: {some(written.left_out)}\n")
         out.flush()
+    archiver.say()
     if written is not None or is_due:
         archiver.collect()
     return written
@@ -121,6 +122,7 @@ def _await_work(handle: torch_ros.ShardHandle, archiver: Archiver, ends: threadi
 
     until_s = time.monotonic() + min(FLEET_S, archiver.due_s)
     while not ends.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        archiver.say()  # again, from another seat
         try:
             handle.wait(is_other, timeout_s=min(LOOK_S, left_s))
         except DeadlineExceeded:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from torch_ros.protocol import archives
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody
@@ -49,7 +50,8 @@ class Leaving:
 
     @property
     def retention(self) -> Ranges:
-        return keeping_ranges(self.keys, self.ref, self.datacenter)
+        needed = keeping_ranges(self.keys, self.ref, self.datacenter)
+        return (*needed, self.keys.archives())
 
     @property
     def readers(self) -> tuple[Range, Range]:
@@ -87,7 +89,7 @@ def let_finish_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
         for range_ in (
             one(each.held),
             each.readers[0],
-            *keeping_ranges(each.keys, each.ref, each.datacenter),
+            *each.retention,
         )
     )
     return tuple(dict.fromkeys((*seat.own, *of_each)))
@@ -103,7 +105,7 @@ def let_finish(
     anchor, there = own_group(view, seat).lease_id, _there(view, leaving)
     keeps = {each: _keeping(view, each, seat) for each in there}
     needed = [] if seat.spot else [each for each in there if keeps[each].is_needed]
-    lingers = any(_awaited(view, each, seat, keeps[each]) for each in needed)
+    lingers = any(_awaited(view, each, seat.inst, keeps[each]) for each in needed)
     state: Literal["full", "draining"] = "full" if lingers else "draining"
     # Peers that do not leave keep a copy full for as long as it is needed.
     changed = (
@@ -174,7 +176,7 @@ def give_up(
     needed = [e for e in there if keeps[e].is_needed and there[e].state == "full"]
     if not needed:
         return _dropped(view, there, own, keeps.values()) if there else Done(Gone())
-    waiting = {name for each in needed for name in _awaited(view, each, seat, keeps[each])}
+    waiting = {name for each in needed for name in _awaited(view, each, seat.inst, keeps[each])}
     alive = _ranks(view, keys.shards(seat.inst))
     is_ahead = any(call.number > calls_made for call in calls_of(view, seat))
     if not (is_patient and waiting) or len(alive) < world_size or is_ahead:
@@ -254,8 +256,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
         return Act(Txn((same,), gone), lambda _: lost)
     holding = Holding.decode(entry.value, each.lingers)
     keep = _keeping_still(view, each)
-    owner = k.owner_of(each.inst)
-    waiting = awaited(view, keys, ref, owner, keep.only_in) if keep.is_needed else []
+    waiting = _awaited(view, each, k.owner_of(each.inst), keep) if keep.is_needed else []
     if waiting and holding.state == "full":
         reason = _reason(waiting, [each], is_here=keep.only_in is not None)
         return Wait(reason, linger_ranges(each))
@@ -288,18 +289,28 @@ def stop(view: View, each: Leaving) -> Step[Gone]:
 
 
 def _keeping(view: View, each: Leaving, seat: Seat) -> Keeping:
-    dropped = GivenUp(seat.inst, each.datacenter, is_leaving=True)
+    wanted = _wanted(view, each)
+    dropped = GivenUp(seat.inst, each.datacenter, is_leaving=True, retain=wanted)
     return keeping(view, each.keys, each.ref, dropped)
-
-
-def _awaited(view: View, each: Leaving, seat: Seat, keep: Keeping) -> list[str]:
-    return awaited(view, each.keys, each.ref, seat.inst, keep.only_in)
 
 
 def _keeping_still(view: View, each: Leaving) -> Keeping:
     """Whether a version is needed that lingers."""
-    dropped = GivenUp(each.lingering, each.datacenter, retain=each.retain)
+    wanted = (*each.retain, *_wanted(view, each))
+    dropped = GivenUp(each.lingering, each.datacenter, retain=wanted)
     return keeping(view, each.keys, each.ref, dropped)
+
+
+def _wanted(view: View, each: Leaving) -> tuple[str, ...]:
+    """What archivers want, none of which says so in a group's record."""
+    return ("latest",) if archives.behind(view, each.keys, each.ref) else ()
+
+
+def _awaited(view: View, each: Leaving, inst: str, keep: Keeping) -> list[str]:
+    """The replicas that could take a version that is needed: archivers first, then others."""
+    keys, ref = each.keys, each.ref
+    archivers = [] if keep.only_in else archives.behind(view, keys, ref)
+    return archivers or awaited(view, keys, ref, inst, keep.only_in)
 
 
 def _reading(view: View, ranges: Iterable[Range]) -> list[str]:

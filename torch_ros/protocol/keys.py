@@ -254,6 +254,14 @@ class Keys:
     def install(self, inst: str) -> str:
         return f"{self.root}/installs/{inst}"
 
+    # The versions that buckets have
+
+    def archives(self) -> Range:
+        return under(f"{self.root}/archives/")
+
+    def archive(self, replica: str) -> str:
+        return f"{self.root}/archives/{_name(replica)}"
+
     def _reads(self, run: str, version: int, source: str) -> str:
         return f"{self.root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
 
@@ -329,6 +337,14 @@ def parse_install(key: str) -> str | None:
     match key.split("/"):
         case ["", _, _, "installs", inst] if _is_inst(inst):
             return inst
+    return None
+
+
+def parse_archive(key: str) -> str | None:
+    """The archiver whose `archives/` key this is."""
+    match key.split("/"):
+        case ["", _, _, "archives", replica]:
+            return _unquoted(replica)
     return None
 
 

@@ -238,6 +238,12 @@ class VersionRef(Record, frozen=True):
         return other is not None and self.run == other.run and self.version > other.version
 
 
+class ArchiveRecord(Record, frozen=True):
+    """`archives/<replica>`: the version that an archiver has dealt with last; None: none yet."""
+
+    ref: VersionRef | None = None  # its bucket has it, or need not have it
+
+
 class Rejection(Record, frozen=True):
     """An install that failed."""
 

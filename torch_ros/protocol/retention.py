@@ -57,7 +57,7 @@ class GivenUp:
     inst: str
     datacenter: str
     is_leaving: bool = False  # with all that `inst` offers, copies in host memory included
-    retain: tuple[str, ...] = ()  # of its group, which has ended; no record says it any more
+    retain: tuple[str, ...] = ()  # what no group's record says: its own, if that has ended
 
 
 @dataclass(frozen=True, slots=True)

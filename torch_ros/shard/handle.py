@@ -18,6 +18,7 @@ from torch_ros.protocol.records import Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.aio import AsyncHandle
+from torch_ros.shard.archives import Archives
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
@@ -66,6 +67,8 @@ class ShardHandle:
         self.model: str = shard.model
         self.checkpoints: Checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
+        self.archives: Archives = Archives(shard)
+        """For torch_ros.bucket; no stable interface."""
         self._reads, self._streams = Reads(shard), Streams(shard)
         self._installs = Installs(shard)
 
@@ -823,7 +826,8 @@ class ShardHandle:
 
         A version that is retained, here or elsewhere, and held nowhere else stays until another
         replica has it: for at most `linger_s`, while one that is not spot lives and could take it,
-        and until those have finished that read it then. Handing over takes all ranks, which close
+        and until those have finished that read it then. So does the newest version while a
+        `torch-ros archive` that runs has not written it. Handing over takes all ranks, which close
         at about the same time; one that ends without ends it. Other versions go at once, and their
         readers are not waited for; `unpublish` first to let them finish.
 

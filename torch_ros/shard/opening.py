@@ -145,7 +145,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
             source, or fail.
         linger_s: How long `close` stays with a version that is retained, and that nobody else
-            has, for another replica to take it.
+            has, for another replica to take it, or for an archiver to write it to its bucket.
         digests: Of the content of what is published, and of what was read: "full" finds every
             flipped bit and every element in a wrong place, at a few GB/s per thread; "sampled"
             looks at 1/64 of it; "off" trusts. Versions published with digests are verified by
