@@ -274,6 +274,7 @@ def stray_cell(scene: Scene, *, loses_seat: bool = False) -> None:
         scene.until(*(f"t.0/{rank} made 3" for rank in range(2)))
         update(me, "full", 3, wrong=1)  # whoever has done so will do it again
         scene.reach(f"{me} has 3")
+        scene.until(*has(scene, "r", 3))  # who leaves ends the replica
 
     def scribble(me: Process) -> None:
         if not strays:
