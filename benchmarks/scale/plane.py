@@ -94,7 +94,7 @@ class Mailbox:
         self.manifest = self._shown
         return self._shown
 
-    def show_digests(self, digests: Digests) -> None:
+    def show_digests(self, digests: Digests, deltas: int = 0) -> None:
         pass
 
     def withdraw(self) -> None:
