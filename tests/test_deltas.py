@@ -1,24 +1,32 @@
 """Updates by deltas: real publishers and readers, in memory and over etcd."""
 
+import asyncio
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import CorruptDelta
+from torch_ros.errors import ClosedError, CorruptDelta, UsageError, VersionNotFound
 from torch_ros.transfer.delta_reading import DeltaRead
 
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
 
 
 @pytest.fixture(params=["memory", "etcd"])
-def pair(request):
+def options(request):
     endpoint = f"memory://{uuid.uuid4().hex}"
     if request.param == "etcd":
         endpoint = request.getfixturevalue("etcd_endpoint")
-    options = {"endpoint": endpoint, "digests": "full", "timeout_s": 20}
+    return {"endpoint": endpoint, "digests": "full", "timeout_s": 20}
+
+
+@pytest.fixture
+def pair(options):
     model = "m-" + uuid.uuid4().hex[:8]
     trainer = torch_ros.open(model, replica="trainer", **options)
     rollout = torch_ros.open(model, replica="rollout", costs=FAR, **options)
@@ -43,6 +51,12 @@ def assert_same(found, expected):
     for name, tensor in expected.items():
         bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found[name], tensor)]
         assert torch.equal(*bits), name
+
+
+def write_astray(found, tensors):
+    """Where no delta has anything, which would write over it."""
+    same = (found["w"] == tensors["w"]).view(-1).nonzero()[0]
+    found["w"].view(-1)[same] += 1
 
 
 def publish(trainer, version, tensors):
@@ -84,7 +98,7 @@ def test_tensors_that_were_written_to_are_read_in_full_and_so_from_then_on(pair)
         step(tensors, version)
         publish(trainer, version, tensors)
         if version == 1:
-            found["w"][7, 7] += 1  # where no delta has anything, most likely
+            write_astray(found, tensors)
         assert rollout.update() is True
         assert rollout.last_read.via == "full"
         assert_same(found, tensors)
@@ -164,3 +178,246 @@ def test_tied_tensors_are_changed_once(pair):
     rollout.update()
     assert rollout.last_read.via == "delta"
     assert_same(found, tensors)
+
+
+# Prefetch
+
+
+def changed(trainer, rollout):
+    """A trainer that has published 1 after 0, which the rollout holds."""
+    tensors, found = first(trainer, rollout)
+    step(tensors, 1)
+    publish(trainer, 1, tensors)
+    return tensors, found
+
+
+@pytest.fixture
+def no_delta_is_read(monkeypatch):
+    """From when it is called."""
+
+    def refuse():
+        for name in ("find", "stage"):
+            monkeypatch.setattr(DeltaRead, name, lambda *_: pytest.fail("a delta is read"))
+
+    return refuse
+
+
+def test_an_update_applies_what_was_prefetched_and_reads_no_delta(pair, no_delta_is_read):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    assert rollout.prefetch() == 1
+    assert rollout.version == 0
+    assert_same(found, before)
+    no_delta_is_read()
+    assert rollout.prefetch("latest") == 1  # it is here
+    assert rollout.update() is True
+    read = rollout.last_read
+    assert (read.via, read.base, read.links, read.prefetched) == ("delta", 0, 1, True)
+    assert 0 < read.bytes_read == sum(read.ways.values()) < read.bytes_total / 10
+    assert_same(found, tensors)
+    assert rollout.prefetch() is None
+    assert rollout._shard.observed.staged["prefetched"]() == 0
+
+
+def test_what_leads_to_another_version_is_dropped(pair):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    step(tensors, 2)
+    publish(trainer, 2, tensors)
+    assert rollout.update() is True
+    read = rollout.last_read
+    assert (read.version, read.via, read.links, read.prefetched) == (2, "delta", 2, False)
+    assert rollout._shard.ahead.kept is None
+    assert_same(found, tensors)
+
+
+def test_the_newest_prefetch_counts(pair):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    step(tensors, 2)
+    publish(trainer, 2, tensors)
+    assert rollout.prefetch() == 2
+    rollout.update()
+    assert (rollout.last_read.links, rollout.last_read.prefetched) == (2, True)
+    assert_same(found, tensors)
+
+
+def test_a_number_that_was_published_anew_is_not_what_was_prefetched(pair):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch(1) == 1
+    trainer.unpublish()
+    step(tensors, 1)
+    publish(trainer, 1, tensors)
+    assert rollout.update(1) is True
+    assert not rollout.last_read.prefetched
+    assert_same(found, tensors)
+
+
+def test_what_was_prefetched_is_applied_when_its_publisher_has_gone(pair, options):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    with torch_ros.open(rollout.model, **options) as other:
+        other.register({name: torch.empty_like(tensor) for name, tensor in tensors.items()})
+        other.replicate()
+        trainer.unpublish()
+        assert rollout.update() is True
+    assert rollout.last_read.prefetched
+    assert_same(found, tensors)
+
+
+@pytest.mark.parametrize("call", ["unpublish", "read again"])
+def test_what_leads_from_what_is_not_held_any_more_is_dropped(pair, call):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    rollout.unpublish()
+    assert rollout.prefetch() is None
+    if call == "read again":
+        found["w"].zero_()
+    rollout.update()
+    assert (rollout.last_read.via, rollout.last_read.prefetched) == ("full", False)
+    assert_same(found, tensors)
+
+
+def test_a_stray_write_before_a_prefetched_update_is_found(pair):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    write_astray(found, tensors)
+    assert rollout.update() is True
+    assert rollout.last_read.via == "full"
+    assert_same(found, tensors)
+
+
+def test_inference_tensors_are_prefetched_for(pair):
+    trainer, rollout = pair
+    with torch.inference_mode():
+        tensors, found = changed(trainer, rollout)
+        assert rollout.prefetch() == 1
+    assert rollout.update() is True
+    assert rollout.last_read.prefetched
+    assert_same(found, tensors)
+
+
+def test_nothing_is_prefetched_where_nothing_is_newer_or_held_or_worth_it(pair):
+    trainer, rollout = pair
+    assert rollout.prefetch() is None  # nothing is held
+    tensors, found = first(trainer, rollout)
+    assert rollout.prefetch() is None  # nothing is newer
+    with pytest.raises(VersionNotFound):
+        trainer.publish_copy(5, tensors)
+        rollout.prefetch(3)
+    for tensor in tensors.values():
+        tensor.add_(1)
+    publish(trainer, 6, tensors)
+    assert rollout.prefetch() is None  # all has changed
+    assert rollout.update() is True
+    assert_same(found, tensors)
+
+
+@contextmanager
+def meanwhile(rollout, monkeypatch):
+    """Within, a prefetch stands where all has landed and no word was asked; yields its future."""
+    there, go_on, was = threading.Event(), threading.Event(), DeltaRead._certify
+
+    def certify(self, ranks):
+        there.set()
+        assert go_on.wait(20)
+        was(self, ranks)
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patched:
+        patched.setattr(DeltaRead, "_certify", certify)
+        ended = pool.submit(rollout.prefetch)
+        assert there.wait(20)
+        patched.setattr(DeltaRead, "_certify", was)
+        try:
+            yield ended
+        finally:
+            go_on.set()
+
+
+def test_an_update_does_not_wait_for_a_prefetch_which_then_is_in_vain(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    with meanwhile(rollout, monkeypatch) as ended:
+        assert rollout.update() is True
+        assert (rollout.last_read.via, rollout.last_read.prefetched) == ("delta", False)
+    assert ended.result() is None
+    assert rollout._shard.ahead.kept is None
+    assert_same(found, tensors)
+
+
+def test_a_source_that_goes_on_meanwhile_is_prefetched_from_again(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    with meanwhile(rollout, monkeypatch) as ended:
+        step(tensors, 2)
+        publish(trainer, 2, tensors)
+    assert ended.result() == 2
+    rollout.update()
+    assert (rollout.last_read.links, rollout.last_read.prefetched) == (2, True)
+    assert_same(found, tensors)
+
+
+def test_a_source_that_leaves_meanwhile_leaves_nothing_staged(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+    with meanwhile(rollout, monkeypatch) as ended:
+        trainer.unpublish()
+    assert ended.result() is None  # and nothing is newer
+
+
+def test_closing_ends_a_prefetch(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+    with meanwhile(rollout, monkeypatch) as ended:
+        closing = threading.Thread(target=rollout.close)
+        closing.start()
+        while not rollout.is_closed:
+            time.sleep(0.001)
+    with pytest.raises(ClosedError):
+        ended.result()
+    closing.join()
+    with pytest.raises(ClosedError):
+        rollout.prefetch()
+
+
+def test_a_prefetch_of_asyncio_goes_on_beside_other_calls(pair):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+
+    async def both():
+        assert await rollout.aio.prefetch() == 1
+        assert await rollout.aio.update() is True
+
+    asyncio.run(both())
+    assert rollout.last_read.prefetched
+    assert_same(found, tensors)
+
+
+def test_a_signal_handler_makes_no_call_within_a_prefetch(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+    was, refused = DeltaRead._certify, []
+
+    def handler(self, ranks):
+        for call in (rollout.update, rollout.prefetch, rollout.close):
+            with pytest.raises(UsageError, match="in the middle of"):
+                call()
+            refused.append(call)
+        was(self, ranks)
+
+    monkeypatch.setattr(DeltaRead, "_certify", handler)
+    assert rollout.prefetch() == 1
+    assert len(refused) == 3
+
+
+def test_a_prefetch_needs_digests_of_all_bytes():
+    handle = torch_ros.open("m", endpoint=f"memory://{uuid.uuid4().hex}")
+    with handle, pytest.raises(UsageError, match="digests='full'"):
+        handle.prefetch()

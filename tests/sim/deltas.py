@@ -69,16 +69,24 @@ class Publisher:
             made.append(LocalTensor(tensor.fqn, tensor.dtype, tensor.shape, (copy,), spread=True))
         return made
 
-    def save(self, version: int, *, bases: Sequence[int] | None = None, coming: bool = False):
+    def save(
+        self,
+        version: int,
+        *,
+        bases: Sequence[int] | None = None,
+        coming: bool = False,
+        content: int | None = None,
+    ):
         """Publish a version; then make the deltas from `bases`, by default the one before.
 
         Args:
             coming: Say that one is being made, which is not so.
+            content: If it is not that of its number.
         """
         me = self.me
-        me.world.contents[version] = version
+        me.world.contents[version] = version if content is None else content
         buffer = self.buffers[version % 2]
-        buffer.numpy()[:] = me.expected(version)
+        buffer.numpy()[:] = me.expected(me.world.contents[version])
         state = LocalState(self._tensors(buffer), {}, {}, pools=[self.ring])
         me.handle.checkpoints.save(SaveRequest(version, state, timeout_s=100))
         shard = me.handle._shard
@@ -142,15 +150,19 @@ def corrupt(me: Process) -> int:
 def holds(me: Process, version: int) -> None:
     found = me.handle.version
     demand(found == version, f"{me} has version {found}, not {version}")
-    is_whole = np.array_equal(me.cells, me.expected(version))
-    demand(is_whole, f"I1: {me} has {version} as {me.cells}, not {me.expected(version)}")
+    expected = me.expected(me.world.contents[version])
+    is_whole = np.array_equal(me.cells, expected)
+    demand(is_whole, f"I1: {me} has {version} as {me.cells}, not {expected}")
 
 
-def update(me: Process, expected: str, version: int, *, wrong: int = 0) -> None:
+def update(
+    me: Process, expected: str, version: int, *, wrong: int = 0, ahead: bool = False
+) -> None:
     """Go to a version, in a way that is known."""
     me.handle.update(timeout_s=100)
     holds(me, version)
     read = me.handle.last_read
+    demand(read.prefetched == ahead, f"{me} has prefetched {version}: {read.prefetched}")
     demand(read.via == expected, f"I1: {me} has read {version} by {read.via}, not {expected}")
     demand(corrupt(me) == wrong, f"I1: what {me} has read was wrong {corrupt(me)} times")
 
@@ -483,6 +495,145 @@ def coming(scene: Scene) -> None:
         played(scene)
 
 
+def prefetched(scene: Scene) -> None:
+    """I1: some ranks have staged a chain of deltas before they update, and others have not."""
+    order = (2, 4, 7)
+
+    def script(me: Process, publisher: Publisher) -> None:
+        for version in range(2, 8):
+            publisher.save(version)
+            if version in order:
+                scene.reach(f"{me} made {version}")
+                scene.until(*has(scene, "r", version))
+
+    def read(me: Process) -> None:
+        first(me)
+        for version in order:
+            scene.until(*(f"t.0/{rank} made {version}" for rank in range(2)))
+            is_ahead = me.rank != version % 3
+            if is_ahead:
+                staged = me.handle.prefetch(timeout_s=100)
+                demand(staged == version, f"{me} has staged {staged}, not {version}")
+            update(me, "delta", version, ahead=is_ahead)
+            scene.reach(f"{me} has {version}")
+        scene.until(*has(scene, "r", 7))  # who leaves ends the replica
+
+    train(scene, script)
+    scene.start("r", read, size=scene.rng.choice([1, 2, 3]), digests="full")
+    played(scene)
+
+
+def prefetch_rewritten(scene: Scene) -> None:
+    """I1: changes that landed when their source had something else there are not kept."""
+    late: list[Process] = []
+
+    def script(me: Process, publisher: Publisher) -> None:
+        publisher.save(2)
+        scene.reach(f"{me} made 2")
+        scene.when(lambda: late, "a prefetch whose reads are late")
+        publisher.reuse()
+        publisher.save(3)
+        publisher.reuse()
+        publisher.save(4, bases=[1])
+        scene.reach(f"{me} made 4")
+        scene.until(*has(scene, "r", 4))
+
+    def read(me: Process) -> None:
+        first(me)
+        scene.until(*(f"t.0/{rank} made 2" for rank in range(2)))
+        staged = None
+        with suppress(SourceLost):
+            staged = me.handle.prefetch(timeout_s=100)
+        demand(staged != 2, f"I1: {me} keeps what nobody vouches for")
+        scene.slow_s[me] = 0.0
+        scene.until(*(f"t.0/{rank} made 4" for rank in range(2)))
+        me.handle.update(timeout_s=100)
+        holds(me, 4)
+        demand(corrupt(me) == 0, f"I1: {me} has applied what nobody vouches for")
+        scene.reach(f"{me} has 4")
+
+    def is_late(me: Process) -> None:
+        if me not in late:
+            late.append(me)
+            scene.slow_s[me] = 6.0  # they land while it stands still
+            scene.at(scene.now_s + 0.2, partial(scene._suspend, me, 8.0))
+
+    train(scene, script, drain_s=2.0)
+    scene.start("r", read, size=1, digests="full")
+    with before(scene, delta_reading.DeltaHead, "segments", is_late):
+        played(scene)
+
+
+def prefetch_in_vain(scene: Scene) -> None:
+    """I1: what was staged beside an update is not applied to what that has brought."""
+
+    def script(me: Process, publisher: Publisher) -> None:
+        publisher.save(2, bases=[])
+        scene.until(*has(scene, "r2", 2))
+        publisher.save(3, bases=[1])  # it does not name what went from A to B and back
+        scene.reach(f"{me} made 3")
+        scene.until(*has(scene, "r", 3))
+
+    def read(me: Process) -> None:
+        first(me)
+        scene.until(*(f"t.0/{rank} made 3" for rank in range(2)))
+        scene.spawn(me, "prefetches", partial(prefetch, me))
+        scene.until("landed")
+        me.handle.update(2, timeout_s=100)
+        holds(me, 2)
+        scene.reach("updated")
+        scene.until("prefetched")
+        update(me, "full", 3)
+        scene.reach(f"{me} has 3")
+
+    def prefetch(me: Process) -> None:
+        me.handle.prefetch(timeout_s=100)
+        scene.reach("prefetched")
+
+    def stand(me: Process) -> None:
+        if "landed" not in scene.reached:
+            scene.reach("landed")
+            scene.until("updated")
+
+    def seed(me: Process) -> None:
+        me.handle.replicate(2, timeout_s=100)
+        scene.reach(f"{me} has 2")
+        scene.until(*has(scene, "r", 3))
+
+    train(scene, script)
+    scene.start("r", read, size=1, digests="full")
+    scene.start("r2", seed, size=1, digests="full")
+    with before(scene, delta_reading.DeltaRead, "_certify", stand):
+        played(scene)
+
+
+def prefetch_of_another(scene: Scene) -> None:
+    """I1: what was staged for a number is not applied for other content of that number."""
+
+    def script(me: Process, publisher: Publisher) -> None:
+        publisher.save(2)
+        scene.reach(f"{me} made 2")
+        scene.until("r.1/0 staged 2")
+        me.handle.unpublish(timeout_s=100)
+        publisher.save(2, bases=[1], content=102)
+        scene.reach(f"{me} made 2 again")
+        scene.until(*has(scene, "r", 2))
+
+    def read(me: Process) -> None:
+        first(me)
+        scene.until(*(f"t.0/{rank} made 2" for rank in range(2)))
+        staged = me.handle.prefetch(timeout_s=100)
+        demand(staged == 2, f"{me} has staged {staged}")
+        scene.reach(f"{me} staged 2")
+        scene.until(*(f"t.0/{rank} made 2 again" for rank in range(2)))
+        update(me, "delta", 2)
+        scene.reach(f"{me} has 2")
+
+    train(scene, script)
+    scene.start("r", read, size=1, digests="full")
+    played(scene)
+
+
 MINE = {
     "by deltas": by_deltas,
     "rewritten": rewritten,
@@ -494,5 +645,9 @@ MINE = {
     "not held": not_held,
     "one without digests": one_without_digests,
     "delta coming": coming,
+    "prefetched": prefetched,
+    "prefetch rewritten": prefetch_rewritten,
+    "prefetch in vain": prefetch_in_vain,
+    "prefetch of another": prefetch_of_another,
 }
 SCENES |= MINE

@@ -62,6 +62,7 @@ from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.keys import Keys
+from torch_ros.shard import ahead as ahead_module
 from torch_ros.shard import archives as shard_archives
 from torch_ros.shard import (
     base,
@@ -71,6 +72,7 @@ from torch_ros.shard import (
     following,
     forerunner,
     manifests,
+    prefetching,
     reads,
     replication,
     word,
@@ -2433,6 +2435,47 @@ def _(void_unless_held):
             self.void()
 
     return faulty
+
+
+@fault(
+    "changes are kept before the word of their source is asked",
+    (delta_reading.DeltaRead, "_certify"),
+    (delta.Delta, "received"),  # checksums would refuse them, too
+    scenario="prefetch rewritten",
+)
+def _(was):
+    if getattr(was, "__self__", None) is delta.Delta:
+        return classmethod(lambda cls, elements, *arrays: cls(elements, *arrays))
+    return lambda self, ranks: None
+
+
+@fault(
+    "what is prefetched outlives its base",
+    (prefetching.Prefetching, "_check"),
+    (ahead_module.Ahead, "keep"),
+    (ahead_module.Prefetched, "leads"),
+    scenario="prefetch in vain",
+)
+def _(was):
+    match was.__name__:
+        case "_check":
+            return lambda self, turn, deadline: deadline.check_open()
+        case "keep":
+            return lambda self, found, turn: was(self, found, self.turn)
+    return lambda self, base, ref: self.ref.uid == ref.uid
+
+
+fault(
+    "what is prefetched is told by its number",
+    (ahead_module.Prefetched, "leads"),
+    scenario="prefetch of another",
+)(
+    lambda leads: (
+        lambda self, base, ref: (
+            self.base.registered is base.registered and self.ref.version == ref.version
+        )
+    )
+)
 
 
 @contextmanager

@@ -77,6 +77,12 @@ class AsyncHandle:
             lambda: handle.update(version, skip=skip, wait_s=wait_s, timeout_s=timeout_s)
         )
 
+    async def prefetch(
+        self, version: int | str = "latest", *, timeout_s: float | None = None
+    ) -> int | None:
+        """As `ShardHandle.prefetch`: beside other calls, also of this object."""
+        return await _aside(lambda: self._handle.prefetch(version, timeout_s=timeout_s))
+
     async def follow(
         self,
         version: str = "latest",

@@ -21,6 +21,7 @@ from torch_ros.protocol.call import ALONE, CLEAN_UP_S, GroupCall, Missed, Passin
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
+from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.handover import Closing, all_leaving
@@ -94,6 +95,7 @@ class Shard:
     word: OwnWord
     tensors: Tensors
     bases: Bases
+    ahead: Ahead
     manifests: Manifests
     copies: Copies
     beginnings: Beginnings
@@ -105,6 +107,7 @@ class Shard:
     is_closed: bool
     before_end: list[Callable[[], object]]  # done first when it closes
     lock: threading.RLock  # of the call that is under way
+    beside: set[int]  # threads in calls beside which others go on
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class Shard:
         self.word = OwnWord(group, mailbox, self.deltas)
         self.tensors = Tensors(mailbox, pages)
         self.bases = Bases(group.ledger, mailbox, self.tensors)
+        self.ahead = Ahead()
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
@@ -135,6 +139,7 @@ class Shard:
         self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
+        self.beside = set()
         self._closing: Closing | None = None
         self._hurries = False  # somebody does not wait for `close` any more
         _open_shards.add(self)
@@ -176,7 +181,7 @@ class Shard:
             is_member: Whether the call needs this process to be in its group still.
         """
         self.require_usable()
-        self._refuse_nested("used")
+        self.refuse_nested("used")
         with self.lock:
             try:
                 self._caller = threading.get_ident()
@@ -186,9 +191,9 @@ class Shard:
             finally:
                 self._caller = 0
 
-    def _refuse_nested(self, what: str) -> None:
+    def refuse_nested(self, what: str) -> None:
         """Refuse a call from a signal handler: the call it interrupted resumes afterwards."""
-        if self._caller == threading.get_ident():
+        if threading.get_ident() in {self._caller, *self.beside}:
             raise UsageError(
                 f"{self} cannot be {what} within a call that it is in the middle of; let the "
                 "signal handler raise (SystemExit, say), and go on when the call has ended"
@@ -407,7 +412,7 @@ class Shard:
         """Leave; see `ShardHandle.close`, and, if readers are let finish, `ShardHandle.leave`."""
         if os.getpid() != self._pid:
             return
-        self._refuse_nested("closed")
+        self.refuse_nested("closed")
         self.is_closed = True
         if linger_s <= 0:
             self._hurry()  # a close that is under way in another thread

@@ -25,6 +25,7 @@ from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
+from torch_ros.shard.prefetching import Prefetching
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
@@ -71,6 +72,7 @@ class ShardHandle:
         """For torch_ros.bucket; no stable interface."""
         self._reads, self._streams = Reads(shard), Streams(shard)
         self._installs = Installs(shard)
+        self._prefetching = Prefetching(shard)
 
     def __repr__(self) -> str:
         return repr(self._shard)
@@ -187,6 +189,7 @@ class ShardHandle:
         def unregister() -> None:
             self._shard.require_nothing_held("unregister")
             self._shard.tensors.withdraw()
+            self._shard.ahead.take()
 
         self._shard.busy(unregister)
 
@@ -338,6 +341,7 @@ class ShardHandle:
         def unpublish() -> None:
             deadline = shard.deadline("unpublish", timeout_s)
             shard.as_one("unpublish", lambda: shard.unpublish(deadline))
+            shard.ahead.take()
 
         shard.busy(unpublish, is_member=False)
 
@@ -444,6 +448,49 @@ class ShardHandle:
         """
         shard, request = self._shard, UpdateRequest(version, skip, timeout_s)
         return shard.busy(lambda: update(shard, request, wait_s)) is not None
+
+    def prefetch(
+        self, version: int | str = "latest", *, timeout_s: float | None = None
+    ) -> int | None:
+        """Have the changes up to a newer version here, so that `update` then only applies them.
+
+            handle.prefetch("latest")  # while the engine generates
+            engine.pause()
+            handle.update("latest")
+
+        This process's own question: no collective, no record in etcd, and nobody waits for it. What
+        is held stays as it is, and is served on. Meanwhile other threads may make any other call of
+        this handle; another prefetch waits for this one. An `update` waits for nothing: it takes
+        what is staged if that leads from what it gives up to what it goes to, and drops it
+        otherwise; then, or where other ranks have staged nothing, it reads as ever. Either way all
+        bytes are digested and compared. `unpublish`, `unregister` and all that reads a version drop
+        it too.
+
+        Deltas of a publisher with `publish_copy(deltas=...)` in this datacenter are read, into host
+        memory, under the conditions of `update`. If the last one is being made, it is waited
+        for, for half the time of a read in full.
+
+        Args:
+            version: As for `update`.
+            timeout_s: For all of it.
+
+        Returns:
+            The version for which something is staged now, also if it was before. None: nothing is
+            newer, this handle holds nothing that it has read, there are no deltas or they are not
+            worth it, or something else was read meanwhile.
+
+        Raises:
+            UsageError: The handle's `digests` are not "full".
+            SourceLost: Three publishers were lost, one after the other.
+            VersionNotFound, ManifestMismatch, DeadlineExceeded, StoreUnavailable: As `update`.
+            ClosedError: The handle was closed.
+
+        In each case nothing has changed, and `update` works.
+
+        Cost: 2 reads of etcd, if something is newer; else 1. Memory: of the changes, at most a
+        quarter of the tensors; until they are applied or dropped.
+        """
+        return self._prefetching.prefetch(version, timeout_s)
 
     def follow(
         self,

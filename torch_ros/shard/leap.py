@@ -7,9 +7,10 @@ from typing import Literal
 
 from torch_ros.errors import CorruptDelta
 from torch_ros.protocol.call import GroupCall
+from torch_ros.shard.ahead import Prefetched
 from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
-from torch_ros.transfer.delta_reading import DeltaRead
+from torch_ros.transfer.delta_reading import DeltaRead, Staged
 from torch_ros.transfer.feed import Progress, Supply
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -23,10 +24,12 @@ class Applied:
     links: int
     changed: int  # elements
 
+    is_ahead: bool  # they had been staged by a prefetch
+
     @property
-    def told(self) -> tuple[Literal["delta"], int, int, int]:
+    def told(self) -> tuple[Literal["delta"], int, int, int, bool]:
         """In a report."""
-        return "delta", self.base, self.links, self.changed
+        return "delta", self.base, self.links, self.changed, self.is_ahead
 
 
 class Leap:
@@ -35,35 +38,46 @@ class Leap:
     def __init__(self, shard: Shard, call: GroupCall, base: Base, progress: Progress) -> None:
         self._shard, self._call, self._base, self._progress = shard, call, base, progress
 
-    def over(self, supplies: Sequence[Supply]) -> Applied | None:
-        """Try it with the first of these sources that shows deltas; None: read it in full.
+    def over(self, supplies: Sequence[Supply], ahead: Prefetched | None) -> Applied | None:
+        """Try it with what is staged already, or with the first source that shows deltas.
+
+        None: read it in full.
 
         Raises:
             SourceLost, DeadlineExceeded, SeatLost: As any read.
         """
         if self._base.registered is not self._progress.target:
             return None
+        is_ahead = ahead is not None and ahead.leads(self._base, self._call.ref)
+        found = (ahead.read, ahead.staged) if ahead and is_ahead else self._staged(supplies)
+        if found is None:
+            return None
+        read, staged = found
+        try:
+            read.scatter(staged)
+        except MemoryError:
+            log.warning("%s: there is too little memory to apply deltas", self._what)
+            return None
+        self._progress.fill(read.bytes_read)
+        self._progress.ways.update(read.ways)
+        return Applied(self._base.ref.version, read.links, read.changed, is_ahead)
+
+    @property
+    def _what(self) -> str:
+        return f"version {self._call.ref.version} of {self._shard.model!r} is read in full"
+
+    def _staged(self, supplies: Sequence[Supply]) -> tuple[DeltaRead, Staged] | None:
         reads = (self._read(supply) for supply in supplies)
         read = next((each for each in reads if each.is_possible()), None)
         if read is None:
             return None
-        what = f"version {self._call.ref.version} of {self._shard.model!r}"
         try:
             chains = read.find(self._base.ref.uid, self._call.ref.uid)
             staged = read.stage(chains) if chains is not None else None
         except CorruptDelta as error:
-            log.warning("%s is read in full: %s", what, error)
+            log.warning("%s: %s", self._what, error)
             return None
-        if staged is None:
-            return None
-        try:
-            read.scatter(staged)
-        except MemoryError:
-            log.warning("%s is read in full: there is too little memory to apply deltas", what)
-            return None
-        self._progress.fill(read.bytes_read)
-        self._progress.ways.update(read.ways)
-        return Applied(self._base.ref.version, read.links, read.changed)
+        return (read, staged) if staged is not None else None
 
     def _read(self, supply: Supply) -> DeltaRead:
         shard, target = self._shard, self._progress.target

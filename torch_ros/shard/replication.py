@@ -295,9 +295,10 @@ class Replication:
         self._watch.lap("plan")
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
+        ahead = self._shard.ahead.take()  # the base changes now
         if base := self._taken():
             leap = Leap(self._shard, call, base, progress)
-            self._applied, self._should_be_fast = leap.over(supplies[-1]), False
+            self._applied, self._should_be_fast = leap.over(supplies[-1], ahead), False
             self._watch.lap("delta")
         for of_phase, phase in zip(supplies, phases, strict=True):
             self._shard.reading.read(of_phase, phase, progress, self._deadline, meter.add)

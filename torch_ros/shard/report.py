@@ -38,6 +38,7 @@ class ReadReport:
     base: int | None = None  # the version held before, if its changes were read
     links: int = 0  # deltas that were applied one after the other
     changed: int = 0  # elements that they had, in this rank's part
+    prefetched: bool = False  # `prefetch` had brought them before; `bytes_read` counts them
 
     def line(self, model: str) -> str:
         """One line for the log."""

@@ -1,0 +1,185 @@
+"""Staging the deltas to a newer version beside what is held: docs/PROTOCOL.md#prefetch."""
+
+import logging
+import threading
+from dataclasses import replace
+from functools import partial
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import (
+    CorruptDelta,
+    DeadlineExceeded,
+    SourceLost,
+    StoreUnavailable,
+    UsageError,
+)
+from torch_ros.protocol.claimed import GLANCE_S
+from torch_ros.protocol.keys import inst_at, replica_of
+from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges
+from torch_ros.protocol.presence import still_offers, there_ranges
+from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.sources import Source
+from torch_ros.protocol.versions import Spec, newer_ranges
+from torch_ros.shard.ahead import Prefetched
+from torch_ros.shard.base import Base
+from torch_ros.shard.core import Shard
+from torch_ros.shard.filling import Dropped
+from torch_ros.store.loops import Done
+from torch_ros.transfer.delta_reading import DeltaRead
+from torch_ros.transfer.feed import FeedSource, Supply, connect
+from torch_ros.transfer.reading import Reading
+
+log: logging.Logger = logging.getLogger(__name__)
+
+TRIES_MAX = 3  # to find a source that stays: a trainer gives its version up for the next one
+CLOSE_S = 5.0  # for reads in flight to end, when the handle closes
+
+
+class Prefetching:
+    """The prefetches of one handle, one at a time."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._busy = threading.Lock()
+        self._reading: Reading | None = None  # connected; for prefetches alone
+        shard.observed.staged["prefetched"] = lambda: self.held_bytes
+        shard.before_end.append(self.close)
+
+    @property
+    def held_bytes(self) -> int:
+        """Any thread may ask."""
+        kept, reading = self._shard.ahead.kept, self._reading
+        fetched = reading.staging_bytes if reading is not None else 0
+        return fetched + (kept.size_bytes if kept is not None else 0)
+
+    def prefetch(self, version: int | str, timeout_s: float | None) -> int | None:
+        """Stage what leads there; the number of the version, if it is staged."""
+        shard, spec = self._shard, Spec.parse(version)
+        if shard.settings.depth != "full":
+            raise UsageError(
+                f"prefetch: this handle was opened with digests={shard.settings.depth!r}, and "
+                "deltas are proven by digests of all bytes; open it with digests='full'"
+            )
+        shard.require_usable()
+        shard.refuse_nested("used")
+        with self._busy:
+            try:
+                shard.beside.add(threading.get_ident())
+                shard.require_usable()
+                return self._prefetch(spec, shard.deadline(f"prefetch {version}", timeout_s))
+            finally:
+                shard.beside.discard(threading.get_ident())
+                if self._reading is not None:
+                    self._reading.room.close()  # what is staged stays, and is nobody else's
+                self._end_if_closed()
+
+    def _prefetch(self, spec: Spec, deadline: Deadline) -> int | None:
+        shard = self._shard
+        turn, base = shard.ahead.turn, shard.bases.now()  # the older of both decides
+        if base is None:
+            return None
+        deadline = replace(deadline, check_open=partial(self._check, turn, deadline))
+        try:
+            return self._found(spec, base, turn, deadline)
+        except Dropped:
+            shard.require_usable()
+            return None
+
+    def _check(self, turn: int, deadline: Deadline) -> None:
+        deadline.check_open()
+        if self._shard.ahead.turn != turn:
+            raise Dropped("prefetch: what it leads from is not held any more")
+
+    def _found(self, spec: Spec, base: Base, turn: int, deadline: Deadline) -> int | None:
+        group = self._shard.group
+        seat, lost = group.seat, None
+        rule = partial(oldest_original, seat=seat, spec=spec, held=base.ref)
+        for _ in range(TRIES_MAX):
+            original = group.ask(newer_ranges(seat.keys, base.ref), rule, deadline)
+            if original is None:
+                return None
+            kept = self._shard.ahead.kept
+            if kept is not None and kept.leads(base, original.ref):
+                return original.ref.version
+            self._shard.ahead.forget()  # no memory for two
+            try:
+                found = self._staged(original, base, deadline)
+            except SourceLost as error:
+                log.info("%s: lost %r (%s)", deadline.what, error.replica, error.what)
+                lost = error
+            else:
+                is_kept = found is not None and self._shard.ahead.keep(found, turn)
+                return original.ref.version if is_kept else None
+        assert lost is not None
+        raise lost
+
+    def _staged(self, original: Original, base: Base, deadline: Deadline) -> Prefetched | None:
+        """The changes, if its publisher shows a chain of them that is worth it."""
+        shard, ref, target = self._shard, original.ref, base.registered
+        if self._reading is None:
+            self._reading = shard.reading.beside()
+        reading, rank = self._reading, shard.group.seat.rank
+        feed = connect(reading.peers, *self._reached(original, deadline), deadline)
+        if any(manifest.depth != "full" for _, manifest in feed.manifests):
+            return None
+        costs = reading.costs([agent for agent, _ in feed.manifests])
+        plan = reading.plan(feed.layouts, target.phases[-1].layout, rank, costs)
+        read = DeltaRead(reading.room, Supply(plan, feed), target, rank, costs, deadline)
+        try:
+            chains = read.find(base.ref.uid, ref.uid) if read.is_possible() else None
+            staged = read.stage(chains) if chains is not None else None
+        except CorruptDelta as error:
+            log.warning("%s: nothing is staged: %s", deadline.what, error)
+            return None
+        if staged is None:
+            return None
+        log.info(
+            "staged for version %d of %r, from %r: %d elements in %.1f MB",
+            ref.version,
+            shard.model,
+            feed.source.replica,
+            read.changed,
+            read.bytes_read / 1e6,
+        )
+        return Prefetched(base, ref, read, staged, reading.room.held_bytes)
+
+    def _reached(self, original: Original, deadline: Deadline) -> tuple[list[bytes], FeedSource]:
+        group = self._shard.group
+        seat = group.seat
+        rule = partial(reach, seat=seat, original=original)
+        source = group.ask(reach_ranges(seat, original), rule, deadline)
+        there = FeedSource(
+            replica_of(inst_at(original.place)),
+            source.mark,
+            is_full=True,
+            is_there=partial(self._is_there, original.ref, source, deadline),
+            has_other=lambda _: True,  # a read in full, by the update
+            check=partial(deadline.check, "it prefetches"),
+        )
+        return [shard.card for shard in source.shards], there
+
+    def _is_there(self, ref: VersionRef, source: Source, deadline: Deadline) -> bool:
+        group = self._shard.group
+        seat, soon = group.seat, Deadline(deadline.what, GLANCE_S, check_open=deadline.check_open)
+        ranges = there_ranges(seat, ref, source)
+        try:
+            return group.ask(ranges, lambda v: Done(still_offers(v, seat, ref, source)), soon)
+        except (DeadlineExceeded, StoreUnavailable):
+            return True
+
+    # The end
+
+    def close(self) -> None:
+        """End the one that is under way, and let go of what there is."""
+        self._shard.ahead.take()
+        if self._busy.acquire(timeout=CLOSE_S):  # else it does so itself, when it ends
+            try:
+                self._end_if_closed()
+            finally:
+                self._busy.release()
+
+    def _end_if_closed(self) -> None:
+        if self._shard.is_closed and self._reading is not None:
+            reading, self._reading = self._reading, None
+            reading.close()
+            reading.peers.close()
