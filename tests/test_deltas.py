@@ -7,11 +7,13 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import prometheus_client
 import pytest
 import torch
 
 import torch_ros
 from torch_ros.errors import ClosedError, CorruptDelta, UsageError, VersionNotFound
+from torch_ros.metrics import HandleCollector
 from torch_ros.transfer.delta_reading import DeltaRead
 
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
@@ -218,6 +220,34 @@ def test_an_update_applies_what_was_prefetched_and_reads_no_delta(pair, no_delta
     assert_same(found, tensors)
     assert rollout.prefetch() is None
     assert rollout._shard.observed.staged["prefetched"]() == 0
+
+
+def test_collectors_are_told_how_versions_came(pair):
+    trainer, rollout = pair
+    tensors, _ = first(trainer, rollout)
+    read = [rollout.last_read.bytes_read]
+    for version in (1, 2):
+        step(tensors, version)
+        publish(trainer, version, tensors)
+        if version == 2:
+            assert [rollout.prefetch(), rollout.prefetch()] == [2, 2]
+        rollout.update()
+        read.append(rollout.last_read.bytes_read)
+    rollout.prefetch()
+    with pytest.raises(VersionNotFound):
+        rollout.prefetch(1)
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(HandleCollector())
+    labels = rollout._shard.observed.tally.whose._asdict()
+
+    def figures(name, label, *values):
+        value = registry.get_sample_value
+        return [value(f"torch_ros_{name}_total", {**labels, label: each}) for each in values]
+
+    via = "full", "delta", "prefetched"
+    assert figures("reads_via", "via", *via) == [1, 1, 1]
+    assert figures("read_via_bytes", "via", *via) == read
+    assert figures("prefetches", "outcome", "staged", "nothing", "VersionNotFound") == [2, 1, 1]
 
 
 def test_what_leads_to_another_version_is_dropped(pair):

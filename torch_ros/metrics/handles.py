@@ -66,6 +66,32 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
     ("delta_bytes", "Bytes of the deltas that were made.", lambda tally: tally.delta_bytes),
     ("delta_seconds", "Time that they took to make.", lambda tally: tally.delta_s),
 )
+_LABELLED: tuple[tuple[str, str, str, Callable[[Tally], Mapping[str, int]]], ...] = (
+    (
+        "reads_via",
+        "Reads that ended well: in full, by deltas, or by deltas that were prefetched.",
+        "via",
+        lambda tally: tally.reads_via,
+    ),
+    (
+        "read_via_bytes",
+        "Bytes that came for them.",
+        "via",
+        lambda tally: tally.read_via_bytes,
+    ),
+    (
+        "deltas",
+        "Deltas between copies, by how the making of each ended.",
+        "outcome",
+        lambda tally: tally.deltas,
+    ),
+    (
+        "prefetches",
+        "Prefetches: staged, nothing, or the error's class.",
+        "outcome",
+        lambda tally: tally.prefetches,
+    ),
+)
 
 
 class HandleCollector(Collector):
@@ -96,7 +122,7 @@ class HandleCollector(Collector):
         counted = tallies.all()
         for name, text, count in _COUNTERS:
             yield _counter(name, text, {whose: count(tally) for whose, tally in counted.items()})
-        yield _deltas(counted)
+        yield from _labelled(counted)
         lost = Counter({whose: tally.seats_lost for whose, tally in counted.items()})
         lost.update({whose: shard.group.ledger.seats_lost for whose, shard in shards.items()})
         yield _counter("seat_lost", "Seats in etcd that were lost.", lost)
@@ -156,13 +182,13 @@ def _reads(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
     yield _histogram("read_seconds", text, stages, "stage")
 
 
-def _deltas(counted: Mapping[Whose, Tally]) -> Metric:
-    text = "Deltas between copies, by how the making of each ended."
-    deltas = CounterMetricFamily(PREFIX + "deltas", text, labels=(*WHOSE, "outcome"))
-    for whose, tally in counted.items():
-        for outcome, count in dict(tally.deltas).items():
-            deltas.add_metric((*whose, outcome), count)
-    return deltas
+def _labelled(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
+    for name, text, label, of in _LABELLED:
+        metric = CounterMetricFamily(PREFIX + name, text, labels=(*WHOSE, label))
+        for whose, tally in counted.items():
+            for value, count in dict(of(tally)).items():
+                metric.add_metric((*whose, value), count)
+        yield metric
 
 
 def _histogram(name: str, text: str, values: _Times, *labels: str) -> Metric:

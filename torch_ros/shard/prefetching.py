@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch_ros.errors import (
     DeadlineExceeded,
     SourceLost,
     StoreUnavailable,
+    TorchRosError,
     UsageError,
 )
 from torch_ros.protocol.claimed import GLANCE_S
@@ -66,12 +68,23 @@ class Prefetching:
             try:
                 shard.beside.add(threading.get_ident())
                 shard.require_usable()
-                return self._prefetch(spec, shard.deadline(f"prefetch {version}", timeout_s))
+                deadline = shard.deadline(f"prefetch {version}", timeout_s)
+                return self._counted(partial(self._prefetch, spec, deadline))
             finally:
                 shard.beside.discard(threading.get_ident())
                 if self._reading is not None:
                     self._reading.room.close()  # what is staged stays, and is nobody else's
                 self._end_if_closed()
+
+    def _counted(self, prefetch: Callable[[], int | None]) -> int | None:
+        tally = self._shard.observed.tally
+        try:
+            staged = prefetch()
+        except TorchRosError as error:
+            tally.prefetched(type(error).__name__)
+            raise
+        tally.prefetched("nothing" if staged is None else "staged")
+        return staged
 
     def _prefetch(self, spec: Spec, deadline: Deadline) -> int | None:
         shard = self._shard

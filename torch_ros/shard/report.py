@@ -52,8 +52,9 @@ class ReadReport:
     @property
     def _how(self) -> str:
         if self.via == "delta":
+            kind = "prefetched deltas" if self.prefetched else "deltas"
             return (
-                f"by {self.links} deltas from version {self.base}: {self.changed} elements in "
+                f"by {self.links} {kind} from version {self.base}: {self.changed} elements in "
                 f"{self.bytes_read / 1e6:.1f} MB"
             )
         reading_s = max(self.stages_s["read"], 1e-9)

@@ -62,16 +62,23 @@ class Tally:
             str
         ]()  # that ended well, by the way of most of their bytes
         self.read_bytes: Counter[str] = Counter[str]()  # by way
+        self.reads_via: Counter[str] = Counter[str]()  # that ended well, by what was read
+        self.read_via_bytes: Counter[str] = Counter[str]()
         self.read_s: dict[str, Histogram] = {}  # by stage
         self.publish_s, self.drain_s = Histogram(), Histogram()
         self.deltas: Counter[str] = Counter[str]()  # by how the making of each ended
         self.delta_bytes, self.delta_s = 0, 0.0  # of those that were made
+        self.prefetches: Counter[str] = Counter[str]()  # by how each ended
         self.reroutes = self.corrupt = self.left_behind = 0
         self.seats_lost: int = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
         self.failures[type(error).__name__] += 1
+
+    def prefetched(self, outcome: str) -> None:
+        """A prefetch has ended. By the thread that made it, and no other at the same time."""
+        self.prefetches[outcome] += 1
 
     def made_delta(self, outcome: str, size_bytes: int, elapsed_s: float) -> None:
         """The making of a delta has ended. By the thread that made it."""
@@ -87,6 +94,9 @@ class Tally:
                 self.reads[max(ways, key=ways.__getitem__, default="none")] += 1
                 for way, size_bytes in ways.items():
                     self.read_bytes[way] += size_bytes
+                via = "prefetched" if report.prefetched else report.via
+                self.reads_via[via] += 1
+                self.read_via_bytes[via] += report.bytes_read
                 for stage, seconds in report.stages_s.items():
                     self._stage(stage).add(seconds)
                 self._stage(WHOLE).add(report.elapsed_s)
@@ -107,7 +117,10 @@ class Tally:
             (self.failures, other.failures),
             (self.reads, other.reads),
             (self.read_bytes, other.read_bytes),
+            (self.reads_via, other.reads_via),
+            (self.read_via_bytes, other.read_via_bytes),
             (self.deltas, other.deltas),
+            (self.prefetches, other.prefetches),
         ):
             mine.update(dict(its))
         for stage, times in dict(other.read_s).items():
