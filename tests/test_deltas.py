@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import prometheus_client
 import pytest
@@ -400,6 +400,58 @@ def test_a_source_that_leaves_meanwhile_leaves_nothing_staged(pair, monkeypatch)
     with meanwhile(rollout, monkeypatch) as ended:
         trainer.unpublish()
     assert ended.result() is None  # and nothing is newer
+
+
+def test_prefetches_and_updates_beside_each_other_are_exact(pair):
+    trainer, rollout = pair
+    tensors, found = first(trainer, rollout)
+    contents, is_over, staged = [], threading.Event(), []
+
+    def prefetch():
+        while not is_over.is_set():
+            staged.append(rollout.prefetch())
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(prefetch)
+        try:
+            contents.append({name: tensor.clone() for name, tensor in tensors.items()})
+            for version in range(1, 16):
+                step(tensors, version)
+                contents.append({name: tensor.clone() for name, tensor in tensors.items()})
+                publish(trainer, version, tensors)
+                if version % 3 == 0:
+                    assert rollout.prefetch() == version
+                if version % 3 != 1:
+                    rollout.update()
+                    assert version % 3 or rollout.last_read.prefetched
+                    assert_same(found, contents[rollout.version])
+        finally:
+            is_over.set()
+        ended.result()
+    assert rollout._shard.observed.tally.corrupt == 0
+    assert any(staged)
+
+
+def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_from(options):
+    model = "m-" + uuid.uuid4().hex[:8]
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        trainer = stack.enter_context(torch_ros.open(model, replica="trainer", **options))
+        tensors = weights()
+        publish(trainer, 0, tensors)
+        rollouts, founds = [], []
+        for number in range(4):
+            handle = torch_ros.open(model, replica=f"rollout-{number}", costs=FAR, **options)
+            rollouts.append(stack.enter_context(handle))
+            founds.append({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+            handle.register(founds[-1])
+            handle.replicate()
+        step(tensors, 1)
+        publish(trainer, 1, tensors)
+        assert [*pool.map(lambda handle: handle.prefetch(), rollouts)] == [1, 1, 1, 1]
+        assert all(pool.map(lambda handle: handle.update(), rollouts))
+        assert all(handle.last_read.prefetched for handle in rollouts)
+        for found in founds:
+            assert_same(found, tensors)
 
 
 def test_closing_ends_a_prefetch(pair, monkeypatch):

@@ -18,7 +18,7 @@ from checks import demand
 from replicas import CONTENT, Process
 from scenes import SCENES, Scene
 
-from torch_ros.errors import SourceLost, TorchRosError
+from torch_ros.errors import ClosedError, SourceLost, TorchRosError
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Watch
 from torch_ros.transfer import delta_reading, feed, reading
@@ -634,6 +634,44 @@ def prefetch_of_another(scene: Scene) -> None:
     played(scene)
 
 
+def prefetch_beside(scene: Scene) -> None:
+    """I1, I6: one that is under way at any moment of an update, or of the end, is in no way."""
+    last = 6
+
+    def script(me: Process, publisher: Publisher) -> None:
+        for version in range(2, last + 1):
+            publisher.save(version)
+            scene.reach(f"{me} made {version}")
+            scene.until(*has(scene, "r", version))
+
+    def read(me: Process) -> None:
+        first(me)
+        scene.spawn(me, "prefetches", partial(prefetch, me))
+        scene.slow_s[me] = scene.rng.choice([0.0, 0.05, 0.2])
+        for version in range(2, last + 1):
+            scene.until(*(f"t.0/{rank} made {version}" for rank in range(2)))
+            scene.sleep(scene.rng.uniform(0.0, 0.5))
+            me.handle.update(timeout_s=100)
+            holds(me, version)
+            scene.reach(f"{me} has {version}")
+        demand(corrupt(me) == 0, f"I1: what {me} has read was wrong {corrupt(me)} times")
+        scene.until(*has(scene, "r", last))
+        me.handle.close()
+        scene.until(f"{me} prefetches no more", limit_s=5.0)
+
+    def prefetch(me: Process) -> None:
+        with suppress(ClosedError):
+            while True:
+                with suppress(SourceLost):
+                    me.handle.prefetch(timeout_s=100)
+                scene.sleep(scene.rng.uniform(0.0, 0.2))
+        scene.reach(f"{me} prefetches no more")
+
+    train(scene, script, drain_s=2.0)
+    scene.start("r", read, size=scene.rng.choice([1, 2]), digests="full")
+    played(scene)
+
+
 MINE = {
     "by deltas": by_deltas,
     "rewritten": rewritten,
@@ -649,5 +687,6 @@ MINE = {
     "prefetch rewritten": prefetch_rewritten,
     "prefetch in vain": prefetch_in_vain,
     "prefetch of another": prefetch_of_another,
+    "prefetch beside": prefetch_beside,
 }
 SCENES |= MINE

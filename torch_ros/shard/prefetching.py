@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
-from torch_ros.protocol.claimed import GLANCE_S
+from torch_ros.protocol.claimed import GLANCE_S, RETRY_S
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges
 from torch_ros.protocol.presence import still_offers, there_ranges
@@ -108,6 +109,8 @@ class Prefetching:
         seat, lost = group.seat, None
         rule = partial(oldest_original, seat=seat, spec=spec, held=base.ref)
         for _ in range(TRIES_MAX):
+            if lost is not None:
+                time.sleep(RETRY_S)
             original = group.ask(newer_ranges(seat.keys, base.ref), rule, deadline)
             if original is None:
                 return None
