@@ -10,6 +10,11 @@ from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Read
 
 
+@pytest.mark.parametrize("transport", ["auto", "ucx", "ucx-tcp"])
+def test_ranks_of_another_sharding_follow_by_deltas(jobs, transport):
+    jobs.run_ranks(2, "sparse", transport=transport)
+
+
 def test_an_unchanged_sharded_job_is_planned_and_registered_once(jobs):
     jobs.run_ranks(2, "planned")
 

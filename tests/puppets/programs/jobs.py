@@ -77,6 +77,15 @@ def check(state_dict, expected):
         assert torch.equal(local, full), fqn
 
 
+def fill(tensor, full):
+    """Write into what a rank has of a tensor."""
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        tensor = tensor.to_local()
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    tensor.copy_(full)
+
+
 def open_handle(model, name, **options):
     return torch_ros.open(model, replica=name, timeout_s=30, **options)
 
@@ -107,6 +116,34 @@ def shown(handle):
 
 
 # Jobs of two ranks
+
+
+def sparse(model, transport):
+    """TP(2) follows copies of FSDP(2), in which little changes, by deltas."""
+    mesh, options = init_device_mesh("cpu", (2,)), {"digests": "full", "transport": transport}
+    trainer = open_handle(model, "trainer", **options)
+    far = torch_ros.Costs(read_bytes_per_s=1e6)  # so that deltas are faster
+    rollout = open_handle(model, "rollout", costs=far, **options)
+    content, state = whole(1), get_model_state_dict(fsdp(1, mesh))
+    target = get_model_state_dict(tensor_parallel(0, mesh))
+    rollout.register(target)
+    for version in range(1, 6):
+        for fqn, tensor in state.items():
+            content[fqn].view(-1)[version * 37 :: 997] += 1
+            fill(tensor, content[fqn])
+        trainer.publish_copy(version, state, deltas=2)
+        while (making := trainer._shard.deltas._making) is not None and not making.has_ended:
+            time.sleep(0.001)
+        dist.barrier()
+        if version == 1:
+            rollout.replicate()
+        elif version != 3:
+            assert rollout.update()
+            read = rollout.last_read
+            assert (read.via, read.links) == ("delta", 2 if version == 4 else 1), read
+        if version != 3:
+            check(target, content)
+    close_all(trainer, rollout)
 
 
 def reshard(model):
@@ -187,13 +224,7 @@ def planned(model):
         trainer.unpublish()
         expected = whole(version)
         for fqn, tensor in get_model_state_dict(module).items():
-            full = expected[fqn]
-            if isinstance(tensor, DTensor):
-                tensor.to_local().copy_(
-                    distribute_tensor(full, mesh, tensor.placements, src_data_rank=None).to_local()
-                )
-            else:
-                tensor.copy_(full)
+            fill(tensor, expected[fqn])
         target = {"model": get_model_state_dict(parallel), "step": 0}
         step(version, saved_state(version), target, use_collectives=version != 3)
         check(target["model"], expected)
