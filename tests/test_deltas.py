@@ -1,11 +1,13 @@
 """Updates by deltas: real publishers and readers, in memory and over etcd."""
 
 import asyncio
+import signal
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from random import Random
 
 import prometheus_client
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch_ros
 from torch_ros.errors import ClosedError, CorruptDelta, UsageError, VersionNotFound
 from torch_ros.metrics import HandleCollector
+from torch_ros.shard import prefetching
 from torch_ros.transfer.delta_reading import DeltaRead
 
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
@@ -452,6 +455,42 @@ def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_fr
         assert all(handle.last_read.prefetched for handle in rollouts)
         for found in founds:
             assert_same(found, tensors)
+
+
+# With NIXL a Ctrl-C may leave an open file behind, of which other tests of this process would tell.
+@pytest.mark.parametrize("options", ["memory"], indirect=True)
+# A Ctrl-C that comes in a finalizer is told, and lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_prefetch_leaves_a_handle_that_prefetches_again(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    monkeypatch.setattr(prefetching, "RETRY_S", 0.0)
+    was, rng, interrupted = signal.signal(signal.SIGALRM, signal.default_int_handler), Random(7), 0
+    rollout.prefetch()
+    rollout._shard.ahead.forget()
+    began_s = time.perf_counter()
+    rollout.prefetch()  # connected, as most are
+    usual_s = time.perf_counter() - began_s
+    try:
+        for _ in range(100):
+            rollout._shard.ahead.forget()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, usual_s))
+                try:
+                    rollout.prefetch()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.signal(signal.SIGALRM, was)
+    assert interrupted > 10
+    assert not rollout._prefetching._busy.locked()
+    assert not rollout._shard.beside
+    assert rollout.prefetch() == 1
+    rollout.update()
+    assert rollout.last_read.prefetched
+    assert_same(found, tensors)
 
 
 def test_closing_ends_a_prefetch(pair, monkeypatch):
