@@ -116,7 +116,7 @@ def _old_versions(view: View, keys: Keys, held: Mapping[str, set[int]]) -> Itera
             if number >= newest or number in held.get(run, ()):
                 continue
             key = keys.version(run, number)
-            guards = (above, view.unchanged(key), Empty(keys.holdings_of(run, number)))
+            guards = (above, Empty(keys.holdings_of(run, number)))
             reason = f"nobody holds it, and version {newest} came after it"
             yield Leftover(key, reason, guards)
 
