@@ -883,7 +883,9 @@ fault("who waits does not hear of its peers", (calls, "_with_own"), scenario="wa
     lambda rule: lambda wait, seat: wait
 )
 fault(
-    "a copy that is whole here wakes nobody", (lookout, "near_range"), scenario="waits for a copy"
+    "a copy that is whole here wakes nobody",
+    (lookout, "near_range"),
+    scenario="waits for a neighbour",
 )(lambda range_: lambda seat, ref: one("nothing"))
 fault(
     "who comes second is not asked to stop",
@@ -1063,13 +1065,9 @@ def _(rule):
     return lambda self, needs: True
 
 
-@fault("progress counts blocks, not the prefix", (feed.Progress, "_tell"))
-def _(tell):
-    def faulty(self):
-        done = int(np.sum(self.done))
-        self._mailbox.serve(self._mark, ALL_BLOCKS if self.done.all() else done)
-
-    return faulty
+fault("progress counts blocks, not the prefix", (feed, "_position"))(
+    lambda position: lambda told: ALL_BLOCKS if told.all() else int(np.sum(told))
+)
 
 
 @fault(

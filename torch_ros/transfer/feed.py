@@ -98,10 +98,14 @@ class Progress(Arrivals):
             # that are not certain yet.
             is_open = np.isin(overlaps, overlaps[~told]) & (overlaps >= 0)
             told = told & ~is_open
-        is_all = bool(told.all())
-        if self._is_hushed and not is_all:
-            return
-        self._mailbox.serve(self.mark, ALL_BLOCKS if is_all else int(np.argmin(told)))
+        position = _position(told)
+        if not self._is_hushed or position == ALL_BLOCKS:
+            self._mailbox.serve(self.mark, position)
+
+
+def _position(told: Bools) -> int:
+    """How many blocks are there before the first that is not."""
+    return ALL_BLOCKS if told.all() else int(np.argmin(told))
 
 
 @dataclass(frozen=True, slots=True)
