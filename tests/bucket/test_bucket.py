@@ -78,6 +78,7 @@ def archived(opened, bucket):
         trainer.publish(version)
         archiver = Archiver(opened("archiver", spot=True), bucket, keep=5, **options)
         written = archiver.archive(lambda *_: None)
+        archiver.say()
         if close:
             trainer.close()
         return written
@@ -408,6 +409,7 @@ def test_an_older_version_is_not_written_only_to_be_collected(archived, bucket, 
         trainer.publish(version)
     archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
     assert archiver.archive(lambda *_: None).version == 8
+    archiver.say()
     newer.close()
     assert archiver.archive(lambda *_: None) is None
     assert bucket.list() == {8: "full"}

@@ -134,8 +134,7 @@ def test_archivers_that_are_killed_leave_whole_versions_and_nothing_that_stays(
         reading.result()
     print({stage: stages[1:].count(stage) for stage in stages}, reader.load_count, "loads")
     reader.read_once()
-    assert set(stages[1:]) != {"whole"}
-    assert KILLS < 20 or kinds == {"full", "delta"}
+    assert KILLS < 20 or (set(stages[1:]) > {"whole"} and kinds == {"full", "delta"})
     assert len(reader.seen) >= stages.count("whole")
     assert len(bucket.kept()) >= min(KEEP, stages.count("whole"))
     collector = Archiver(opened("archiver", spot=True), bucket, keep=KEEP, grace_s=GRACE_S)
