@@ -876,7 +876,7 @@ fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passe
     scenario="passed by",
 )
 def _(read):
-    return lambda shard, spec, deadline: read(shard, versions.Spec(floor=spec.only), deadline)
+    return lambda shard, spec, *rest: read(shard, versions.Spec(floor=spec.only), *rest)
 
 
 fault("who waits does not hear of its peers", (calls, "_with_own"), scenario="waits for versions")(
