@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from itertools import chain
@@ -218,6 +221,38 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
             bucket.load([mine["w"]])
         assert not mine["w"].any()
         bucket.load({"w": torch.zeros(4)})
+
+
+@memory_only
+def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
+    archived, bucket, monkeypatch
+):
+    """Its store stands still: the bytes that it was asked for come when the caller has gone on."""
+    archived(7, {"w": torch.ones(1 << 10)})
+    comes, came = threading.Event(), threading.Event()
+    get_ranges, copy_out = bucket.store.get_ranges, reading._copy_out
+
+    def slow(*asked):
+        found = get_ranges(*asked)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        comes.wait(60)
+        return found
+
+    def copied(*asked):
+        came.set()
+        copy_out(*asked)
+
+    monkeypatch.setattr(bucket.store, "get_ranges", slow)
+    monkeypatch.setattr(reading, "_copy_out", copied)
+    mine, threads, began_s = torch.zeros(1 << 10), set(threading.enumerate()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bucket.load({"w": mine})
+    assert time.monotonic() - began_s < 30
+    comes.set()
+    for late in set(threading.enumerate()) - threads:
+        late.join(60)
+    assert not came.is_set()
+    assert not mine.any()
 
 
 def spoil(path, how):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from torch_ros.weights.staging import StagedCopy, copy_staged
 
 WINDOW_BYTES = 16 * PART_BYTES  # of a file, that one thread fetches, checks and copies out
 THREADS = 4  # each has two windows of memory
+COPY_S = 0.001  # between two looks whether windows are copied
 
 
 @dataclass(slots=True)
@@ -38,10 +41,52 @@ class Window:
         return sorted(found)
 
 
+class _Gate:
+    """Threads write within it. When it has been shut, none does, whatever it still waits for.
+
+    Without a lock, which Ctrl-C might leave taken: each side writes before it looks at the other's.
+    """
+
+    def __init__(self) -> None:
+        self._inside, self._is_shut = set[int](), False
+
+    def __enter__(self) -> None:
+        self._inside.add(threading.get_ident())
+        if self._is_shut:
+            self.__exit__()
+            raise _Shut
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.discard(threading.get_ident())
+
+    def shut(self) -> None:
+        """Returns when nobody writes, however often Ctrl-C comes: copying a window is soon done."""
+        interrupted = None
+        while not self._is_shut or self._inside:
+            try:
+                self._is_shut = True
+                while self._inside:
+                    time.sleep(COPY_S)
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+class _Shut(Exception):
+    """It came too late."""
+
+
 def fill(
-    store: ObjectStore, folder: str, stored: StoredVersion, tensors: Mapping[str, torch.Tensor]
+    store: ObjectStore,
+    folder: str,
+    stored: StoredVersion,
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Fill these tensors, or this process's shards of them. Their content is undefined on an error.
+
+    Nothing is written to them after the return, or an error: requests that are under way then end
+    by themselves, and what they bring is dropped.
 
     Takes 512 MiB of memory at most, and reads the parts of files that have something for them.
 
@@ -55,20 +100,22 @@ def fill(
     with torch.no_grad():
         targets = [_bytes_of(chunk) for chunk in memory]
 
+    gate = _Gate()
+
     def load(window: Window) -> None:
         file = stored.files[window.file]
         with torch.no_grad():
             for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
-                _copy_out(window, first, content, targets, memory)
+                with gate:
+                    _copy_out(window, first, content, targets, memory)
 
-    with ThreadPoolExecutor(THREADS, "torch_ros bucket") as pool:
-        under_way = [pool.submit(load, window) for window in windows(planned, stored.files)]
-        try:
-            for each in under_way:
-                each.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(THREADS, "torch_ros bucket")
+    try:
+        for each in [pool.submit(load, window) for window in windows(planned, stored.files)]:
+            each.result()
+    finally:
+        gate.shut()
+        pool.shutdown(wait=False, cancel_futures=True)
     torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
 
 
