@@ -24,6 +24,7 @@ from torch_ros.store.txn import Watch
 from torch_ros.transfer import delta_reading, feed, reading
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.registered import LocalState
+from torch_ros.weights import delta_choice
 from torch_ros.weights.delta import Delta
 from torch_ros.weights.delta_table import (
     TABLE_BYTES,
@@ -491,7 +492,7 @@ def coming(scene: Scene) -> None:
 
     train(scene, script)
     scene.start("r", read, size=1, digests="full")
-    with patch.object(delta_reading, "full_s", lambda *_: 10.0):
+    with patch.object(delta_choice, "full_s", lambda *_: 10.0):
         played(scene)
 
 

@@ -2398,9 +2398,9 @@ def _(scatter):
 
 fault(
     "a delta that is being made is waited for without a bound",
-    (delta_reading, "WAIT_SHARE"),
+    (delta_reading, "wait_s"),
     scenario="delta coming",
-)(lambda share: math.inf)
+)(lambda wait_s: lambda *_: math.inf)
 
 
 @fault(

@@ -5,7 +5,7 @@ import torch
 
 from torch_ros.costs import HOST_COSTS, TCP_COSTS
 from torch_ros.weights.delta import pieces
-from torch_ros.weights.delta_choice import Deltas, are_faster, reaches
+from torch_ros.weights.delta_choice import Deltas, are_faster, full_s, reaches, wait_s
 from torch_ros.weights.digest import chunk_digests, first_unproven, totals
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 
@@ -26,6 +26,11 @@ def one_percent(share):
 def test_deltas_are_chosen_where_they_win_clearly(share, here, across):
     assert are_faster(one_percent(share), GIB, HOST_COSTS) == here
     assert are_faster(one_percent(share), GIB, TCP_COSTS) == across
+
+
+def test_a_delta_that_cannot_come_in_time_is_not_waited_for():
+    assert wait_s(GIB, HOST_COSTS) == 0
+    assert wait_s(GIB, TCP_COSTS) == full_s(GIB, TCP_COSTS) / 2
 
 
 def test_no_more_than_a_quarter_of_the_target_is_staged():

@@ -30,14 +30,7 @@ from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, close_al
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.stall import SILENCE_S
 from torch_ros.weights.delta import Delta, Piece, apply, pieces
-from torch_ros.weights.delta_choice import (
-    WAIT_SHARE,
-    Deltas,
-    Extent,
-    are_faster,
-    full_s,
-    reaches,
-)
+from torch_ros.weights.delta_choice import Deltas, Extent, are_faster, reaches, wait_s
 from torch_ros.weights.delta_table import (
     ALIGNMENT_BYTES,
     TABLE_BYTES,
@@ -186,8 +179,8 @@ class DeltaRead:
 
         If the last link is being made, waits for that, but not as long as it may pay.
         """
-        most_s = WAIT_SHARE * full_s(self._target.bytes_total, self._costs)
-        until_s, pause_s = time.monotonic() + most_s, COMING_S
+        until_s = time.monotonic() + wait_s(self._target.bytes_total, self._costs)
+        pause_s = COMING_S
         while True:
             chains: dict[int, Chain] = {}
             for rank, table in self._tables().items():
@@ -197,7 +190,7 @@ class DeltaRead:
                 chains[rank] = chain
             if not any(chain.is_coming for chain in chains.values()):
                 return chains
-            if time.monotonic() > until_s:
+            if time.monotonic() >= until_s:
                 return None
             self._feed.source.check()
             self._deadline.check("a delta is being made")

@@ -13,6 +13,7 @@ from torch_ros.weights.delta import Piece
 MARGIN = 0.8
 STAGED_SHARE = 0.25  # of the target's bytes: more is not staged
 WAIT_SHARE = 0.5  # of a read in full, for a delta that is being made
+MADE_BYTES_PER_S = 2.7e9  # of the copy: 0.4 s per GiB, at 1 %
 # One thread of `benchmarks/delta.py`. Digests are made of all the memory either way.
 CHANGES_PER_S = 50e6
 STEP_S = 1e-4  # of a link and a piece, however few changes are there: Python and numpy
@@ -47,6 +48,12 @@ class Deltas:
 def full_s(bytes_total: int, costs: Costs) -> float:
     """The time of a read in full, without its digests."""
     return bytes_total / costs.read_bytes_per_s
+
+
+def wait_s(bytes_total: int, costs: Costs) -> float:
+    """How long to wait for a delta to a target of that size, while that is being made."""
+    most_s = WAIT_SHARE * full_s(bytes_total, costs)
+    return most_s if bytes_total / MADE_BYTES_PER_S <= most_s else 0.0
 
 
 def are_faster(deltas: Deltas, bytes_total: int, costs: Costs) -> bool:
