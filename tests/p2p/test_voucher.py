@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import pathlib
+import re
 import threading
 from contextlib import contextmanager, suppress
 
@@ -519,7 +520,8 @@ def number_changed(connection, before, after, ping):
     from torch_ros.p2p import nixl
 
     agent, where, blob = nixl._unpack("?", nixl._CONNECTION, connection)
-    blob = blob.replace(before.to_bytes(4, "little"), after.to_bytes(4, "little"))
+    number = re.escape(before.to_bytes(4, "little")) + b"(?!\0\0\0\0)"  # not a length, of 8 bytes
+    blob = re.sub(number, lambda _: after.to_bytes(4, "little"), blob)
     blob = blob.replace(where[:8], ping.to_bytes(8, "little"))
     return nixl._pack(nixl._CONNECTION, agent, ping.to_bytes(8, "little") + where[8:], blob)
 
