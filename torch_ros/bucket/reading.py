@@ -48,26 +48,24 @@ class _Gate:
     """
 
     def __init__(self) -> None:
-        self._inside, self._is_shut = set[int](), False
+        self._inside, self.is_shut = set[int](), False
 
     def __enter__(self) -> None:
         self._inside.add(threading.get_ident())
-        if self._is_shut:
+        if self.is_shut:
             self.__exit__()
             raise _Shut
 
     def __exit__(self, *_: object) -> None:
         self._inside.discard(threading.get_ident())
 
-    def shut(self) -> None:
-        """Returns when nobody writes, however often Ctrl-C comes: copying a window is soon done."""
-        interrupted = None
-        while not self._is_shut or self._inside:
+    def await_empty(self) -> None:
+        """Returns when nobody writes, whatever interrupts it: copying a window is soon done."""
+        interrupted: BaseException | None = None
+        while self._inside:
             try:
-                self._is_shut = True
-                while self._inside:
-                    time.sleep(COPY_S)
-            except KeyboardInterrupt as error:
+                time.sleep(COPY_S)
+            except (KeyboardInterrupt, SystemExit) as error:
                 interrupted = error
         if interrupted is not None:
             raise interrupted
@@ -114,8 +112,9 @@ def fill(
         for each in [pool.submit(load, window) for window in windows(planned, stored.files)]:
             each.result()
     finally:
-        gate.shut()
+        gate.is_shut = True  # first, and no call: the next Ctrl-C finds it done
         pool.shutdown(wait=False, cancel_futures=True)
+        gate.await_empty()
     torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
 
 

@@ -65,14 +65,15 @@ class Prefetching:
             )
         shard.require_usable()
         shard.refuse_nested("used")
+        mine = threading.get_ident()
         with self._busy:
             try:
-                shard.beside.add(threading.get_ident())
+                shard.beside.add(mine)
                 shard.require_usable()
                 deadline = shard.deadline(f"prefetch {version}", timeout_s)
                 return self._counted(partial(self._prefetch, spec, deadline))
             finally:
-                shard.beside.discard(threading.get_ident())
+                shard.beside.discard(mine)
                 if self._reading is not None:
                     self._reading.room.close()  # what is staged stays, and is nobody else's
                 self._end_if_closed()
