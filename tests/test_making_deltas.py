@@ -244,7 +244,8 @@ class Held:
             for each in real(older, newer):
                 self.is_there.set()
                 assert self.may_go.wait(WITHIN_S)
-                self.seen = older.clone()
+                if self.seen is None:  # that of this delta, not of the next
+                    self.seen = older.clone()
                 yield each
 
         monkeypatch.setattr(deltas, "compare", compare)
