@@ -4,6 +4,7 @@
     python examples/restart.py       # goes on from the last version that anybody has
 
 Beside it, a rollout keeps what it reads: python examples/follow.py follow --model restart-me
+With TORCH_ROS_BUCKET, or open(bucket=...), it goes on from there when everybody has gone.
 """
 
 import argparse

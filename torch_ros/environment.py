@@ -6,6 +6,7 @@
 import os
 
 ENDPOINT = "TORCH_ROS_ENDPOINT"  # `open(endpoint=...)`
+BUCKET = "TORCH_ROS_BUCKET"  # `open(bucket=...)`
 MODEL = "TORCH_ROS_MODEL"  # of `dcp.save` and `dcp.load` without a handle
 TRANSPORT = "TORCH_ROS_TRANSPORT"  # `open(transport=...)`
 CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`

@@ -26,6 +26,7 @@ from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
 from torch_ros.errors import BucketError, ManifestMismatch, UsageError, VersionNotFound
+from torch_ros.weights.local import build, local_chunks
 
 pytest.importorskip("obstore")
 
@@ -247,6 +248,47 @@ def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
     mine, threads, began_s = torch.zeros(1 << 10), set(threading.enumerate()), time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         bucket.load({"w": mine})
+    assert time.monotonic() - began_s < 30
+    comes.set()
+    for late in set(threading.enumerate()) - threads:
+        late.join(60)
+    assert not came.is_set()
+    assert not mine.any()
+
+
+@memory_only
+def test_a_read_that_is_given_up_ends_at_once_and_writes_nothing_afterwards(
+    archived, bucket, monkeypatch
+):
+    """Its store stands still, so that what it was asked for comes when somebody else writes."""
+    archived(7, {"w": torch.ones(1 << 10)})
+    [of] = bucket.kept()
+    comes, came = threading.Event(), threading.Event()
+    get_ranges = bucket.store.get_ranges
+
+    def slow(*asked):
+        found = get_ranges(*asked)
+        comes.wait(60)
+        return found
+
+    def gives_up(_):
+        raise TimeoutError
+
+    copy_out = reading._copy_out
+
+    def copied(*asked):
+        copy_out(*asked)
+        came.set()
+
+    monkeypatch.setattr(bucket.store, "get_ranges", slow)
+    monkeypatch.setattr(reading, "_copy_out", copied)
+    mine = torch.zeros(1 << 10)
+    threads = set(threading.enumerate())
+    began_s = time.monotonic()
+    stored = bucket.manifest(of)
+    target, folder = build(local_chunks({"w": mine}), {}), f"{bucket.root}/{of.files_at}"
+    with pytest.raises(TimeoutError):
+        reading.fill_chunks(bucket.store, folder, stored, target, gives_up)
     assert time.monotonic() - began_s < 30
     comes.set()
     for late in set(threading.enumerate()) - threads:

@@ -32,7 +32,7 @@ class Counts:
         self.read_count = self.wait_count = 0
 
     def archiver(self, handle, bucket, **options):
-        kv, wait = handle._shard.group.kv, handle.wait
+        kv, wait = handle._shard.group.kv, handle.archives.wait
 
         def counted(ask):
             def asking(request, *, timeout_s):
@@ -45,7 +45,8 @@ class Counts:
             self.wait_count += 1
             return wait(predicate, timeout_s=timeout_s)
 
-        kv.read, kv.commit, handle.wait = counted(kv.read), counted(kv.commit), waiting
+        kv.read, kv.commit = counted(kv.read), counted(kv.commit)
+        handle.archives.wait = waiting
         return Archiver(handle, bucket, **options)
 
 

@@ -471,6 +471,8 @@ class Checks:
             self.moments.pop(key, None)
             return
         record = VersionRecord.decode(entry.value, key)
+        if k.parse_version(key)[0] == k.BUCKET:  # no span, and a bucket's moment
+            return
         uid, known = self.moments.setdefault(key, (record.uid, set()))
         if uid != record.uid:  # published anew
             known = set()

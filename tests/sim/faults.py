@@ -22,6 +22,7 @@ import ahead  # noqa: F401
 import collecting  # noqa: F401
 import deltas  # noqa: F401
 import farewell  # noqa: F401
+import floors  # noqa: F401
 import here  # noqa: F401
 import installing  # noqa: F401
 import loans  # noqa: F401
@@ -32,6 +33,7 @@ import seeding  # noqa: F401
 import stragglers  # noqa: F401
 
 from torch_ros import errors
+from torch_ros.bucket import chain
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import (
@@ -40,6 +42,8 @@ from torch_ros.protocol import (
     claimed,
     closing,
     elsewhere,
+    fleet,
+    floor,
     forerunners,
     installs,
     ledger,
@@ -68,6 +72,7 @@ from torch_ros.shard import (
     base,
     beginnings,
     borrowing,
+    falling_back,
     filling,
     following,
     forerunner,
@@ -2472,6 +2477,235 @@ fault(
         lambda self, base, ref: (
             self.base.registered is base.registered and self.ref.version == ref.version
         )
+    )
+)
+
+
+fault(
+    "two replicas that nobody has anything for read the bucket",
+    (falling_back, "fall_back"),
+    scenario="decided at once",
+)(edited(without(Empty, NoneNewer)))
+
+
+fault(
+    "a bucket is read as soon as nobody holds anything",
+    (floor.Quiet, "has_lasted"),
+    scenario="trained meanwhile",
+)(lambda _: lambda self, view, seat, now_s: not floor.is_held(view, seat))
+
+
+@fault(
+    "time in which somebody has held something counts for the bucket",
+    (floor.Quiet, "has_lasted"),
+    scenario="held in between",
+)
+def _(has_lasted):
+    def faulty(self, view, seat, now_s):
+        self._written = math.inf
+        if floor.is_held(view, seat):
+            return False
+        was_begun = self._rev > 0
+        lasted = has_lasted(self, view, seat, now_s) if was_begun else False
+        if not was_begun:
+            self._since_s, self._seen_s, self._rev = now_s, now_s, view.rev
+        return lasted
+
+    return faulty
+
+
+@fault(
+    "time without a seat, or without a store, counts for the bucket",
+    (falling_back.FallBack, "_quiet_of"),
+    scenario="store away, and a bucket",
+)
+def _(quiet_of):
+    def faulty(self, seat, number):
+        self._inst = seat.inst
+        quiet = quiet_of(self, seat, number)
+        if self._quiet is None:
+            self._quiet = quiet = floor.Quiet(seat, number, 10)
+        quiet._ttl_s = math.inf
+        return quiet
+
+    return faulty
+
+
+fault(
+    "who waits while another reads a bucket asks again and again",
+    (floor.Quiet, "has_begun"),
+    scenario="corrupt in a bucket",
+)(lambda _: True)
+
+
+fault(
+    "the bucket's run is the newest",
+    (versions, "number_of"),
+    (fleet, "number_of"),
+    (retention, "number_of"),
+    scenario="opens beside a bucket's",
+)(
+    lambda number_of: (
+        lambda run, numbers: 10**6 if run == keys_module.BUCKET else number_of(run, numbers)
+    )
+)
+
+
+@fault(
+    "a trainer publishes in the bucket's run",
+    (membership, "_choose_run"),
+    scenario="opens beside a bucket's",
+)
+def _(choose_run):
+    def faulty(view, who):
+        key = who.keys.run(keys_module.BUCKET)
+        if who.run is None and (entry := view.get(key)):
+            return keys_module.BUCKET, [], (Created(key, entry.create_rev),)
+        return choose_run(view, who)
+
+    return faulty
+
+
+@fault(
+    "a number below the bucket's is gone",
+    (versions, "_resolve"),
+    scenario="opens beside a bucket's",
+)
+def _(resolve):
+    def faulty(view, keys, spec):
+        offers = versions.offered(view, keys)
+        ref = offers[0][0].ref if offers else None
+        if ref and ref.run == keys_module.BUCKET and (spec.absolute or ref.version) < ref.version:
+            raise errors.VersionNotFound(keys.model, str(spec), "it is gone")
+        return resolve(view, keys, spec)
+
+    return faulty
+
+
+@fault(
+    "the bucket's version of a number is taken for the trainer's",
+    (forerunners, "newer"),
+    scenario="trainer restarts",
+)
+def _(newer):
+    def faulty(view, keys, spec, held):
+        return None if spec.absolute == held.version else newer(view, keys, spec, held)
+
+    return faulty
+
+
+@fault(
+    "where a version may be missing, no bucket is waited for",
+    (falling_back.FallBack, "__init__"),
+    scenario="nothing archived",
+)
+def _(init):
+    def faulty(self, shard, below, spec, deadline):
+        init(self, shard, below, spec, deadline)
+        self._spec = spec
+
+    return faulty
+
+
+@fault(
+    "a bucket that does not answer has nothing",
+    (falling_back.FallBack, "_ask"),
+    scenario="nothing archived",
+)
+def _(ask):
+    def faulty(self, call):
+        try:
+            ask(self, call)
+        except errors.BucketError:
+            self._has_none = True
+
+    return faulty
+
+
+@fault(
+    "a version of a bucket that could not be read is tried again",
+    (falling_back.FallBack, "is_passed_over"),
+    scenario="corrupt in a bucket",
+)
+def _(is_passed_over):
+    def faulty(self, manifest, error):
+        is_again = is_passed_over(self, manifest, error)
+        self._shard.avoided.clear()
+        return is_again
+
+    return faulty
+
+
+@fault(
+    "who could not read a version of a bucket waits again before the next",
+    (falling_back.FallBack, "is_passed_over"),
+    scenario="corrupt in a bucket",
+)
+def _(is_passed_over):
+    def faulty(self, manifest, error):
+        is_again = is_passed_over(self, manifest, error)
+        if self._quiet is not None:
+            self._quiet.begin()
+        return is_again
+
+    return faulty
+
+
+fault(
+    "a rank reads a bucket on when its peer has given up",
+    (falling_back.FallBack, "_require_wanted"),
+    scenario="corrupt in a bucket",
+)(lambda _: lambda self, call: None)
+
+
+fault(
+    "who comes back with a bucket's older choice brings that, too",
+    (membership, "is_passed"),
+    scenario="dead lineage",
+)(lambda _: lambda *_: False)
+
+
+fault(
+    "a bucket's newest number is its newest version",
+    (chain, "_age"),
+    (chain, "living"),
+    scenario="dead lineage",
+)(
+    lambda was: (
+        (lambda of: of.version)
+        if was.__name__ == "_age"
+        else (lambda there: sorted(there, key=lambda of: of.version, reverse=True))
+    )
+)
+
+
+fault(
+    "who has held a trainer's version goes back to the bucket",
+    (falling_back, "may_fall_back"),
+    scenario="goes back",
+)(lambda _: lambda spec, ledger: True)
+
+
+@fault(
+    "a version of a bucket is shown before it is there",
+    (falling_back.FallBack, "fill"),
+    scenario="cold start",
+)
+def _(fill):
+    def faulty(self, call, meter):
+        self._shard.word.serve(call.mark)
+        return fill(self, call, meter)
+
+    return faulty
+
+
+fault(
+    "archivers are stayed for with what comes from a bucket",
+    (archives, "behind"),
+    scenario="nothing to archive",
+)(
+    lambda behind: (
+        lambda view, keys, ref: behind(view, keys, msgspec.structs.replace(ref, run="another"))
     )
 )
 

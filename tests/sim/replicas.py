@@ -60,6 +60,7 @@ class Start:
     run: str | None = None
     spot: bool = False
     retain: tuple = ()
+    bucket: str | None = None
     datacenter: str = "default"
     drain_s: float = 60.0
     linger_s: float = 0.0
@@ -246,6 +247,7 @@ class Process:
                 rank=self.rank,
                 world_size=start.size,
                 run=start.run,
+                bucket=start.bucket,
                 retain=start.retain,
                 datacenter=start.datacenter,
                 spot=start.spot,

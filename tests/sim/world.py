@@ -176,6 +176,7 @@ class World(Scheduler):
         self.versions: dict[str, int] = {}  # by uid
         self.is_calm = False
         self.meetings: dict[str, set] = {}
+        self.floor = None  # the bucket of those that have one
         self.loans: dict[Process, list[Loan]] = {}
         self.steps = 0
         self.shapes = rng.choice(SHAPES)
@@ -643,6 +644,7 @@ class World(Scheduler):
             "choose_transport": lambda *_, replica, **__: Wire(
                 world, world.current.process, replica
             ),
+            "floor_of": lambda url, _: world.floor if url else None,
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,

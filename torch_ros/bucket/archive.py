@@ -164,12 +164,19 @@ class Archiver:
 
         Raises: BackendError: etcd does not answer.
         """
-        fleet = self._handle.fleet(timeout_s=SCRAPE_S)
+        fleet = self._fleet(SCRAPE_S)
         for each in fleet.versions:
             if each.ref == fleet.latest:
                 now_ms, at_ms = time_ns() // 10**6, each.at_ms or 0
                 return chain.behind(self._newest, each.ref.run, each.ref.version, at_ms, now_ms)
         return None
+
+    def _fleet(self, timeout_s: float | None = None) -> torch_ros.Fleet:
+        """All that trainers have published: what comes from a bucket, in run 0, is there."""
+        fleet = self._handle.fleet(timeout_s=timeout_s)
+        runs = {name: number for name, number in fleet.runs.items() if number}
+        versions = [each for each in fleet.versions if each.ref.run_number]
+        return replace(fleet, runs=runs, versions=versions)
 
     def say(self) -> None:
         """Tell who closes what the bucket has; who alone has something newer stays for a while.
@@ -191,7 +198,7 @@ class Archiver:
         """
         handle, bucket = self._handle, self._bucket
         self.say()
-        fleet = handle.fleet()
+        fleet = self._fleet()
         if (ref := fleet.latest) is None:
             return None
         if ref == self._seen and self.due_s > 0:
@@ -391,7 +398,7 @@ class Archiver:
 
     def _require_same(self, new: InBucket) -> None:
         """The stream has this uid, too: a number that is published anew never gets an old one."""
-        fleet = self._handle.fleet()
+        fleet = self._fleet()
         of_run = [each.ref for each in fleet.versions if each.ref.run == new.run]
         is_there = any((ref.version, ref.uid) == (new.version, new.uid) for ref in of_run)
         if not is_there or fleet.latest is None or fleet.latest.run != new.run:
@@ -413,7 +420,7 @@ class Archiver:
             BucketError: The store refuses, or does not answer; some may be deleted.
         """
         bucket, now_s = self._bucket, monotonic()
-        known = self._handle.fleet().runs.keys()
+        known = self._fleet().runs.keys()
         keys = bucket.keys()
         found = [each for key in keys if (each := kept(key))]
         there = self._counted(found, known)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +15,17 @@ from torch_ros.bucket.files import PART_BYTES, StoredFile, StoredVersion, is_par
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.weights.columns import Ints, numbered
 from torch_ros.weights.local import build, local_chunks, span_of
+from torch_ros.weights.manifest import Layout
 from torch_ros.weights.plan import ReadPlan, plan
 from torch_ros.weights.staging import StagedCopy, copy_staged
 
 WINDOW_BYTES = 16 * PART_BYTES  # of a file, that one thread fetches, checks and copies out
 THREADS = 4  # each has two windows of memory
 COPY_S = 0.001  # between two looks whether windows are copied
+LOOK_S = 1.0  # who waits for a window looks this often whether to go on
+
+Look = Callable[[int], object]
+"""Told how many more bytes have been filled, and asked whether to go on: it raises if not."""
 
 
 @dataclass(slots=True)
@@ -31,6 +36,11 @@ class Window:
     direct: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Offset in the file, bytes, target chunk, offset there in bytes."""
     staged: list[tuple[int, StagedCopy]] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that are wanted of it."""
+        return sum(each[1] for each in self.direct) + sum(c.size_bytes for _, c in self.staged)
 
     def parts(self) -> Sequence[int]:
         wanted = [(start, size) for start, size, _, _ in self.direct]
@@ -76,46 +86,69 @@ class _Shut(Exception):
 
 
 def fill(
+    store: ObjectStore, folder: str, stored: StoredVersion, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill these tensors, or this process's shards of them. Their content is undefined on an error.
+
+    Otherwise as `fill_chunks`.
+
+    Raises:
+        UsageError: No plain tensors. Nothing was read.
+    """
+    layout, memory = build(local_chunks(tensors), {})
+    fill_chunks(store, folder, stored, (layout, memory))
+    torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
+
+
+def fill_chunks(
     store: ObjectStore,
     folder: str,
     stored: StoredVersion,
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
-    """Fill these tensors, or this process's shards of them. Their content is undefined on an error.
+    target: tuple[Layout, Sequence[torch.Tensor]],
+    look: Look = lambda _: None,
+) -> int:
+    """Fill chunks of memory; how many bytes were wanted of the files.
 
     Nothing is written to them after the return, or an error: requests that are under way then end
     by themselves, and what they bring is dropped.
 
     Takes 512 MiB of memory at most, and reads the parts of files that have something for them.
 
+    Args:
+        target: The chunks, and the memory of each.
+        look: Called by this thread, for each window and while it waits. What it raises ends it.
+
     Raises:
         ManifestMismatch: A name, shape or dtype that the version does not have. Nothing was read.
-        UsageError: No plain tensors. Nothing was read.
         BucketError: A file is gone, or has other bytes than were archived.
     """
-    layout, memory = build(local_chunks(tensors), {})
+    layout, memory = target
     planned = plan([file.layout for file in stored.files], layout, staging_bytes=PART_BYTES)
     with torch.no_grad():
         targets = [_bytes_of(chunk) for chunk in memory]
 
-    gate = _Gate()
+    gate, size_bytes = _Gate(), 0
 
-    def load(window: Window) -> None:
+    def load(window: Window) -> int:
         file = stored.files[window.file]
         with torch.no_grad():
             for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
                 with gate:
                     _copy_out(window, first, content, targets, memory)
+        return window.size_bytes
 
     pool = ThreadPoolExecutor(THREADS, "torch_ros bucket")
     try:
         for each in [pool.submit(load, window) for window in windows(planned, stored.files)]:
-            each.result()
+            while not wait([each], LOOK_S).done:
+                look(0)
+            size_bytes += each.result()
+            look(each.result())
     finally:
         gate.is_shut = True  # first, and no call: the next Ctrl-C finds it done
         pool.shutdown(wait=False, cancel_futures=True)
         gate.await_empty()
-    torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])
+    return size_bytes
 
 
 def windows(planned: ReadPlan, files: Sequence[StoredFile]) -> Sequence[Window]:

@@ -124,7 +124,7 @@ def _await_work(handle: torch_ros.ShardHandle, archiver: Archiver, ends: threadi
     while not ends.is_set() and (left_s := until_s - time.monotonic()) > 0:
         archiver.say()  # again, from another seat
         try:
-            handle.wait(is_other, timeout_s=min(LOOK_S, left_s))
+            handle.archives.wait(is_other, timeout_s=min(LOOK_S, left_s))
         except DeadlineExceeded:
             continue
         return

@@ -99,11 +99,10 @@ class GroupCall(Attempt):
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
         # How often a source was lost; whether a rank has said that deltas brought its part.
-        self.reroutes, self.has_delta = 0, False
+        self.reroutes, self.has_delta, self._refuses = 0, False, False
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
-        self._refuses = False
         self.at_ms: int = wall_ms()  # when it began
         self.traceparent: str = ""  # the span in which it publishes
 
@@ -123,6 +122,11 @@ class GroupCall(Attempt):
     def ref(self) -> VersionRef:
         assert self.decided.ref is not None
         return self.decided.ref
+
+    @property
+    def manifest(self) -> str:
+        """Of the version of a bucket that is read; "": it is decided to read none."""
+        return self._call.manifest if self._call is not None else ""
 
     @property
     def fresh_uid(self) -> str:
@@ -252,7 +256,7 @@ class GroupCall(Attempt):
         """Decide which version, by this rule, and claim a source of it."""
         while not self.has_ended:
             self.decide(calls.replicate_ranges(self.seat), effects)
-            if self.has_ended or self.decided.sources:
+            if self.has_ended or self.decided.sources or self.manifest:
                 return
             claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
             if claimed is None:  # the version went away in between

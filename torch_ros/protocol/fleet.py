@@ -24,7 +24,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.schema import require_own
 from torch_ros.protocol.sources import suspects
-from torch_ros.protocol.versions import offered, run_numbers
+from torch_ros.protocol.versions import number_of, offered, run_numbers
 from torch_ros.store.txn import Entry, Range, Ranges, View, one
 
 Kind = Literal["original", "replica", "copy", "lingering"]
@@ -200,7 +200,7 @@ def _versions(
 ) -> Iterator[Published]:
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     for _, (run, number), record, _ in found:
-        ref = VersionRef(run, number, record.uid, numbers.get(run, 0))
+        ref = VersionRef(run, number, record.uid, number_of(run, numbers))
         tensor_count, size_bytes = record.sizes or (None, None)
         yield Published(ref, ref in there, tensor_count, size_bytes, record.at_ms or None)
 
@@ -226,7 +226,7 @@ def _held(
     sources: dict[tuple[VersionRef, str], set[str]] = {}
     held = legible.holdings(records.within(keys.holdings()))
     for _, where, holding, _ in held:
-        ref = VersionRef(where.run, where.version, holding.uid, numbers.get(where.run, 0))
+        ref = VersionRef(where.run, where.version, holding.uid, number_of(where.run, numbers))
         reads = records.within(keys.readers_of(ref.run, ref.version, where.inst))
         readers = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
         replica = k.replica_of(k.owner_of(where.inst))

@@ -20,6 +20,7 @@ LINGERS = "linger"
 STREAMS = "stream"
 AHEAD = "+host"
 DEFAULT_DATACENTER = "default"
+BUCKET = "bucket"  # the run of what comes from a bucket, below all others
 
 
 def instance(replica: str, nonce: str) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
+from torch_ros.protocol.keys import BUCKET
 from torch_ros.protocol.records import (
     Call,
     Failure,
@@ -127,6 +128,8 @@ class Ledger:
         self.ended: deque[Call] = deque(maxlen=CALLS_KEPT)
         self.held: Kept | None = None
         """The version that this replica holds, as far as this rank knows the ends of its calls."""
+        self.has_held = False
+        """Whether it has held, or shown, a version that came from no bucket."""
         self.unfinished: Attempt | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller = ""
@@ -233,6 +236,7 @@ class Ledger:
                 self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:
                 self.held = Kept.of(call, outcome.said)
+                self.has_held = self.has_held or call.ref.run != BUCKET
 
     def learn_install(self, install: Install, seat: Seat) -> None:
         """Note what the record says now that it was written from this seat.
@@ -289,6 +293,7 @@ class Ledger:
             if self.unfinished is not None and self.unfinished.kind != "unpublish":
                 self._end_without(self.unfinished)  # or peers that make it would wait for this rank
             self.unfinished, self.calls_made, self.pending = call, call.number, 0
+            self.has_held = True
             self._given_up = ("", "")
             self._changes += 1
             return True

@@ -31,7 +31,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.retention import Wish
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
-from torch_ros.protocol.versions import run_numbers, spec_ranges
+from torch_ros.protocol.versions import is_passed, run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Count,
@@ -215,8 +215,9 @@ def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard,
     likely = max(numbers, key=by_age, default=None) if who.run is None else who.run
     if likely not in live:
         live = _live_runs(view.within, keys) & numbers.keys()
-    if who.run is None and live:
-        name = max(live, key=by_age)
+    trained = live - {k.BUCKET}  # nobody publishes in the other one
+    if who.run is None and trained:
+        name = max(trained, key=by_age)
     else:
         name = who.fresh_run if who.run in (None, "new") else who.run
     assert name is not None
@@ -273,7 +274,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         holder = ShardRecord.decode(taken.value, own)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
         return Wait(reason, (one(own), one(who.group)))
-    number = run_numbers(view, who.keys).get(group.run, who.run_number)
+    number = run_numbers(view, who.keys).get(group.run) or max(1, who.run_number)
     seated = Joined(group, number, is_complete=False)
     if taken is None:
         return _sit_down(view, who, group, seated)
@@ -446,13 +447,21 @@ def _adopt(
     ref = kept.ref
     key = who.keys.version(ref.run, ref.version)
     record = VersionRecord.at(view, key)
-    if record is not None and record.uid != ref.uid:
+    if (record is not None and record.uid != ref.uid) or is_passed(view, who.keys, ref):
         return ops, guards
+    if ref.run == k.BUCKET:
+        guards = (*guards, NoneNewer(who.keys.versions(ref.run), view.rev))
     run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
     run_ops.append(Put(key, kept.record(record).encode()))
-    holding = Holding(
-        ref.uid,
+    held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
+    put = Put(held, _brought(who, group, kept).encode(), entry.lease_id)
+    return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
+
+
+def _brought(who: Applicant, group: GroupRecord, kept: Kept) -> Holding:
+    return Holding(
+        kept.ref.uid,
         kept.call,
         "full",
         group.world_size,
@@ -461,9 +470,6 @@ def _adopt(
         spot=group.spot,
         at_ms=who.at_ms,
     )
-    held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
-    put = Put(held, holding.encode(), entry.lease_id)
-    return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
 
 
 def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:

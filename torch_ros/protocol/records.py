@@ -322,6 +322,7 @@ class Call(Record, frozen=True):
     by: Number  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
+    manifest: str = ""  # replicate: in a bucket, of the version that is read from there
     pace: Literal["", "slow", "rests"] = ""  # replicate: it stepped aside; did so the time before
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for

@@ -13,7 +13,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, RetainRecord, VersionRef
 from torch_ros.protocol.sources import suspects
-from torch_ros.protocol.versions import Spec, run_numbers, spec_ranges
+from torch_ros.protocol.versions import Spec, number_of, run_numbers, spec_ranges
 from torch_ros.store.txn import (
     Entry,
     Guard,
@@ -237,7 +237,7 @@ def _keepers(
     for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
         if not _counts(holding) or datacenter not in (None, where.datacenter):
             continue
-        number = numbers.get(where.run, 0)
+        number = number_of(where.run, numbers)
         ref = VersionRef(where.run, where.version, holding.uid, number)
         if k.lingers(where.inst) or where.inst in suspected:
             doubtful.add(ref)

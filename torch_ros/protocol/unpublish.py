@@ -33,6 +33,7 @@ from torch_ros.protocol.seat import (
     recall,
     recorded,
 )
+from torch_ros.protocol.versions import is_passed
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost, settle
 from torch_ros.store.txn import Delete, Op, Put, Range, Ranges, Steps, Txn, View, one
 
@@ -229,7 +230,7 @@ def _is_of_no_use(
 ) -> bool:
     """Whether nothing will come of the parts of a copy that is not offered."""
     record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
-    if record is not None and record.uid != ref.uid:
+    if (record is not None and record.uid != ref.uid) or is_passed(view, seat.keys, ref):
         return True
     call = find(view, seat, number)
     if call is None:

@@ -15,6 +15,7 @@ from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, Versio
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Range, Ranges, Sample, Unseen, View, one, sample
 
+GLIMPSES_MAX = 8  # versions of which these are looked at, the newest first
 HOLDERS_MAX = 8  # that are looked at to see that a version is available
 
 
@@ -94,14 +95,27 @@ def newer_ranges(keys: Keys, held: VersionRef | None) -> Ranges:
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:
     """The runs and their numbers; newer ones have greater numbers."""
     found = readable(view.within(keys.runs()), k.parse_run, RunRecord)
-    return {name: run.number for _, name, run, _ in found}
+    return {name: number_of(name, {name: run.number}) for _, name, run, _ in found}
+
+
+def number_of(run: str, numbers: Mapping[str, int]) -> int:
+    """The number by which a run is ordered, also where its record cannot be read."""
+    return 0 if run == k.BUCKET else max(1, numbers.get(run, 1))
+
+
+def is_passed(view: View, keys: Keys, ref: VersionRef) -> bool:
+    """Whether the bucket's run, which has one version, has another one by now."""
+    if ref.run != k.BUCKET:
+        return False
+    there = keyed(view.within(keys.versions(ref.run)), k.parse_version)
+    return any(number != ref.version for _, (_, number), _ in there)
 
 
 def _records(view: View, keys: Keys) -> Iterator[tuple[VersionRef, VersionRecord]]:
     numbers = run_numbers(view, keys)
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     for _, (run, number), record, _ in found:
-        yield VersionRef(run, number, record.uid, numbers.get(run, 0)), record
+        yield VersionRef(run, number, record.uid, number_of(run, numbers)), record
 
 
 def offered(view: View, keys: Keys) -> list[list[AvailableVersion]]:
@@ -120,9 +134,14 @@ def offered(view: View, keys: Keys) -> list[list[AvailableVersion]]:
     return [sorted(offers, key=lambda offer: offer.ref.order, reverse=True) for offers in runs]
 
 
-def listing(view: View, keys: Keys) -> dict[int, set[str]]:
-    """The available versions of the newest run that has one, and the replicas that hold them."""
-    newest = next(iter(offered(view, keys)), [])
+def listing(view: View, keys: Keys, *, of_trainers: bool = False) -> dict[int, set[str]]:
+    """The available versions of the newest run that has one, and the replicas that hold them.
+
+    Args:
+        of_trainers: What comes from a bucket does not count.
+    """
+    runs = (run for run in offered(view, keys) if not of_trainers or run[0].ref.run != k.BUCKET)
+    newest = next(runs, [])
     return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
 
 
@@ -153,8 +172,10 @@ def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
         if offer.ref.version == spec.absolute:
             return offer
     numbers = run_numbers(view, keys)
-    newest_run = max(numbers, key=lambda run: (numbers[run], run), default="")
-    run = newest[0].ref.run if newest else newest_run
+    trained = [run for run in numbers if run != k.BUCKET]
+    newest_run = max(trained, key=lambda run: (numbers[run], run), default="")
+    # What comes from a bucket says nothing of the numbers that a trainer will publish.
+    run = newest[0].ref.run if newest and newest[0].ref.run != k.BUCKET else newest_run
     VersionRecord.at(view, keys.version(run, spec.absolute))  # it cannot be passed over
     there = published(view, keys, run)
     holders = view.within(keys.holdings_of(run, spec.absolute))
@@ -202,18 +223,23 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
     refs = [ref for ref, _ in _records(view, keys)]
     if len({ref.run for ref in refs}) == 1 and number > max(ref.version for ref in refs):
         return Wait(_not_yet(spec), (keys.versions(),))  # its record comes first
-    ref = next((r for r in refs if (r.run, r.version) == (newest.run, number)), None)
-    if ref is None:
-        return None
-    holders = keys.holdings_of(ref.run, ref.version)
-    holdings = {
-        where.inst: holding
-        for _, where, holding, _ in legible.holdings(view.seen(holders))
-        if holding.state == "full" and holding.uid == ref.uid
-    }
-    if not holdings and not view.shows(holders):
-        raise Unseen(first_holders(keys, ref.run, ref.version))
-    return AvailableVersion(ref, holdings) if holdings else None
+    some = [ref for ref in refs if (ref.run, ref.version) == (newest.run, number)]
+    if spec.absolute is None:  # the newest may have gone with its trainer, while many hold another
+        full = [ref for ref, record in _records(view, keys) if record.layout]
+        some = sorted(full, key=lambda ref: ref.order, reverse=True)[:GLIMPSES_MAX]
+    firsts = [first_holders(keys, ref.run, ref.version) for ref in some]
+    for ref in some:
+        holders = keys.holdings_of(ref.run, ref.version)
+        holdings = {
+            where.inst: holding
+            for _, where, holding, _ in legible.holdings(view.seen(holders))
+            if holding.state == "full" and holding.uid == ref.uid
+        }
+        if holdings:
+            return AvailableVersion(ref, holdings)
+        if not view.shows(holders):
+            raise Unseen(*firsts)
+    return None
 
 
 def published(view: View, keys: Keys, run: str) -> list[int]:
@@ -255,11 +281,16 @@ def _wait_for_version(
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
     """What `spec` means now, if that is newer than `held` (absolute: another). Never waits."""
-    if spec.absolute == held.version:
+    if spec.absolute == held.version and held.run != k.BUCKET:
         return None
     if spec.absolute is None and newest_record(view, keys) == held:
         return None
-    offer = resolve(view, keys, spec)
+    try:
+        offer = resolve(view, keys, spec)
+    except VersionNotFound:
+        if spec.absolute == held.version:
+            return None
+        raise
     if isinstance(offer, Wait):
         return None
     # Equal in number and not in content: it was published again after the store had forgotten it.

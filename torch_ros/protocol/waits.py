@@ -184,6 +184,9 @@ def _in_call(there: _Records, inst: str, world_size: int, call: Call) -> _Found:
     what = f"call {call.number}, {call.asked!r}"
     if call.kind == "unpublish":
         return _draining(there, inst, what, call, range(world_size))
+    if call.manifest and call.ref is not None:
+        of = f"version {call.ref.version} from a bucket ({call.manifest})"
+        return _Found(f"{what}: reads {of}: {_ranks(waited_for)}", ranks=waited_for)
     if call.kind == "replicate" and call.ref is not None:
         return _reading(there, inst, what, call, waited_for)
     return _Found(f"{what}: waits for {_ranks(waited_for)} of {world_size}", ranks=waited_for)

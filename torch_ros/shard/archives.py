@@ -1,11 +1,13 @@
 """An archiver says what its bucket has, so that the last version is not taken from it."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch_ros.errors import SeatLost
 from torch_ros.protocol import archives as rules
 from torch_ros.protocol.records import ArchiveRecord, VersionRef
 from torch_ros.shard.core import Shard
+from torch_ros.shard.finding import wait_for
 from torch_ros.store.loops import settle
 
 
@@ -27,6 +29,12 @@ class Archives:
             DeadlineExceeded, BackendError: etcd does not answer.
         """
         self._shard.busy(partial(self._say, ref, timeout_s))
+
+    def wait(
+        self, predicate: Callable[[dict[int, set[str]]], bool], *, timeout_s: float | None = None
+    ) -> dict[int, set[str]]:
+        """As `ShardHandle.wait`, where what comes from a bucket does not count."""
+        return wait_for(self._shard, predicate, timeout_s, of_trainers=True)
 
     def _say(self, ref: VersionRef | None, timeout_s: float | None) -> None:
         group = self._shard.group

@@ -24,6 +24,7 @@ from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
+from torch_ros.shard.floor import Floor
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.intake import Intake
@@ -103,6 +104,8 @@ class Shard:
     reports: Reports
     observed: Observed
     forerunner: RunsAhead | None
+    floor: Floor | None  # the bucket that `open` was given
+    avoided: set[str]  # manifests in it, of versions that could not be read
     intake: Intake
     is_closed: bool
     before_end: list[Callable[[], object]]  # done first when it closes
@@ -132,7 +135,7 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.forerunner = None
+        self.forerunner, self.floor, self.avoided = None, None, set()
         self.intake = Intake(group.ledger)
         self.is_closed = False
         self.before_end = []

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.sources import who_knows
-from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
+from torch_ros.protocol.versions import Spec, listing, resolve, shows_all, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.store.loops import Done, Step, Wait
-from torch_ros.store.txn import Unseen, View
+from torch_ros.store.txn import Unseen, View, whole
 from torch_ros.weights.manifest import Layout, logical
 
 
@@ -92,3 +92,30 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
         refused[source] += 1
         deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
         time.sleep(0.05)
+
+
+def wait_for(
+    shard: Shard,
+    predicate: Callable[[dict[int, set[str]]], bool],
+    timeout_s: float | None,
+    *,
+    of_trainers: bool = False,
+) -> dict[int, set[str]]:
+    """Wait until `predicate` of the available versions is true; see `ShardHandle.wait`.
+
+    Args:
+        of_trainers: What comes from a bucket does not count.
+    """
+    deadline = shard.deadline("wait", timeout_s)
+    group, keys = shard.group, shard.group.seat.keys
+    ranges = whole(spec_ranges(keys))
+
+    def rule(view: View) -> Done[dict[int, set[str]]] | Wait:
+        there = listing(view, keys, of_trainers=of_trainers)
+        if predicate(there):
+            return Done(there)
+        names = {version: sorted(replicas) for version, replicas in there.items()}
+        return Wait(f"available: {names or 'nothing'}", ranges)
+
+    shard.require_usable()
+    return group.follow(ranges, rule, deadline)

@@ -22,7 +22,7 @@ from torch_ros.shard.archives import Archives
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.core import Shard, State
-from torch_ros.shard.finding import Contents
+from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
 from torch_ros.shard.prefetching import Prefetching
@@ -30,8 +30,7 @@ from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
 from torch_ros.shard.streams import Stream, Streams
-from torch_ros.store.loops import Done, Wait
-from torch_ros.store.txn import View, whole
+from torch_ros.store.loops import Done
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
@@ -378,7 +377,7 @@ class ShardHandle:
             version: A number, "latest", or "latest-k" for the k-th newest that is available.
             missing_ok: Whether to return None, at once and on all ranks, where there is no such
                 version: not yet, or not any more. No tensor has changed then. The same on all
-                ranks.
+                ranks. A handle with a bucket says so of "latest" only after that was asked.
 
         Returns:
             The version's number; with `missing_ok` None, if there is none.
@@ -390,6 +389,8 @@ class ShardHandle:
             VersionNotFound: The version is gone; with `missing_ok`, only after a part of it was
                 read: the tensors' content is undefined then.
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
+            BucketError: Nobody has a version, and none of the bucket's can be read; likewise. Or,
+                with `missing_ok`, the bucket does not answer.
             DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
             SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
 
@@ -852,19 +853,7 @@ class ShardHandle:
         Raises:
             DeadlineExceeded: With what `list` said last.
         """
-        deadline = self._shard.deadline("wait", timeout_s)
-        group, keys = self._shard.group, self._shard.group.seat.keys
-        ranges = whole(spec_ranges(keys))
-
-        def rule(view: View) -> Done[dict[int, set[str]]] | Wait:
-            there = listing(view, keys)
-            if predicate(there):
-                return Done(there)
-            names = {version: sorted(replicas) for version, replicas in there.items()}
-            return Wait(f"available: {names or 'nothing'}", ranges)
-
-        self._shard.require_usable()
-        return group.follow(ranges, rule, deadline)
+        return wait_for(self._shard, predicate, timeout_s)
 
     # The end
 

@@ -13,11 +13,12 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import AHEAD, DEFAULT_DATACENTER, Keys, forerunner_of
+from torch_ros.protocol.keys import AHEAD, BUCKET, DEFAULT_DATACENTER, Keys, forerunner_of
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
+from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.host_copies import shard_of
@@ -51,6 +52,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
     "world_size": arguments.optional(arguments.whole(1, 999_999)),
     "run": arguments.optional(arguments.text),
+    "bucket": arguments.optional(arguments.text),
     "datacenter": arguments.text,
     "fabric": arguments.optional(arguments.text),
     "wan_devices": arguments.texts,
@@ -82,6 +84,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     rank: int | None = None,
     world_size: int | None = None,
     run: str | None = None,
+    bucket: str | None = None,
     retain: Sequence[str | int] = (),
     datacenter: str = DEFAULT_DATACENTER,
     fabric: str | None = None,
@@ -122,6 +125,12 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         world_size: How many processes the replica has. None: as with `rank`, else 1.
         run: Where `publish` goes. Versions grow within a run. None: the newest living run; "new":
             a new one (after a rollback to an older step); else the run of that name.
+        bucket: The URL of a bucket that `torch-ros archive` writes this model's versions to. When
+            nobody has held any version for 2 to 3 `ttl_s`, a `replicate` or `update` of "latest"
+            reads the newest one that the bucket has in full and that fits, and this replica serves
+            it to the others. Not once this handle has held a version of another origin. Rank 0
+            decides; all ranks are given the same. Takes the extra `bucket`. None: the environment's
+            TORCH_ROS_BUCKET, else nothing is read from a bucket.
         retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
             ..., or a number. The replica that unpublishes the last copy outside spot
             replicas copies it to host memory first, where it stays until another replica has it
@@ -204,8 +213,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
-    if place.replica.endswith(AHEAD):
-        raise UsageError(f"replica {place.replica!r}: names that end in {AHEAD!r} are taken")
+    _require_free(place.replica, run)
+    floor = floor_of(bucket or environment.value(environment.BUCKET), model)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
@@ -231,11 +240,32 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         there = partial(there, run=shard.group.seat.run, datacenter=shard.group.seat.datacenter)
         return means.shard(name, there, settings, deadline)
 
+    shard.floor = floor
     if seeding == "host":
         shard.forerunner = Forerunner(shard, ahead, seeding_bytes)
     if environment.value(environment.METRICS_PORT):
         _serve_figures()
     return ShardHandle(shard)
+
+
+def _require_free(replica: str, run: str | None) -> None:
+    """Raises: UsageError: One of these names is taken."""
+    if replica.endswith(AHEAD):
+        raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
+    if run == BUCKET:
+        raise UsageError(f"run={run!r}: versions that come from a bucket have that name")
+
+
+def floor_of(url: str, model: str) -> Floor | None:
+    """The bucket below a model's runs; None: no URL is given.
+
+    Raises: UsageError: It is no URL of a store, or the extra `bucket` is not installed.
+    """
+    if not url:
+        return None
+    from torch_ros.bucket.floor import BucketFloor  # noqa: PLC0415  # an extra
+
+    return BucketFloor(url, model)
 
 
 def _serve_figures() -> None:

@@ -11,12 +11,14 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
+    BucketError,
     CorruptWeights,
     SourceLost,
     TorchRosError,
     UsageError,
     VersionNotFound,
 )
+from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
@@ -31,6 +33,7 @@ from torch_ros.protocol.versions import Spec
 from torch_ros.shard import tracing
 from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
+from torch_ros.shard.falling_back import FallBack, require_floor
 from torch_ros.shard.leap import Applied, Leap
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
@@ -60,6 +63,7 @@ class Target:
 
     def __init__(self, shard: Shard, base: Base | None = None) -> None:
         self._shard, self.base = shard, base
+        self.falls: FallBack | None = None  # to a bucket, when nobody has a version
 
     @property
     def bytes_total(self) -> int:
@@ -93,6 +97,7 @@ class Target:
 def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef:
     """Read a whole version into the registered tensors."""
     shard.intake.begins(deadline)
+    target.falls = FallBack.of(shard, spec, deadline)
     made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
     return _healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
 
@@ -107,6 +112,7 @@ def replicate_if_there(
     """
     shard.intake.begins(deadline)
     spec, tries = replace(spec, may_miss=True), list[Replication]()
+    target.falls = FallBack.of(shard, spec, deadline)
 
     def made(avoided: Collection[str]) -> Replication:
         tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
@@ -151,12 +157,14 @@ def _healed(
 ) -> T:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
-    All ranks get the same CorruptWeights, so all of them try again.
+    Of a bucket's, which cannot be read, the one before it, until there is none. All ranks get the
+    same error, so all of them try again.
     """
     verb = deadline.what.partition(" ")[0]  # of the caller's own call
     with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
         avoided: Collection[str] = ()
-        for tries_left in reversed(range(HEAL_TRIES)):
+        tries_left = HEAL_TRIES - 1
+        while True:
             replication = made(avoided)
             try:
                 return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
@@ -166,6 +174,7 @@ def _healed(
                 if not tries_left:
                     shard.observed.tally.failed(error)
                     raise
+                tries_left -= 1
                 log.warning("%s; reading it again", error)
                 avoided = replication.doubted
                 try:
@@ -175,8 +184,8 @@ def _healed(
                     log.warning("%s may be read from again: %s", replication.source, lost)
             except TorchRosError as error:
                 shard.observed.tally.failed(error)
-                raise
-        raise AssertionError("the last try returns or raises")
+                if not replication.is_passed_over(error):
+                    raise
 
 
 class Replication:
@@ -209,11 +218,19 @@ class Replication:
         )
         self._should_be_fast = False  # all of the source is there, on this host
         self._applied: Applied | None = None  # what brought all of `progress`, if deltas did
+        self._call: GroupCall | None = None
 
     @property
     def doubted(self) -> Collection[str]:
         """The instances whose bytes may have been wrong: none, if the base was."""
         return () if self._applied else self.sources
+
+    def is_passed_over(self, error: TorchRosError) -> bool:
+        """Whether a version of a bucket could not be read, and the call is made once more."""
+        falls, call = self._target.falls, self._call
+        if falls is None or call is None or not isinstance(error, BucketError):
+            return False
+        return falls.is_passed_over(call.manifest, error)
 
     def perform(self, call: GroupCall) -> ReadReport:
         self._decide(call)
@@ -233,12 +250,18 @@ class Replication:
     def _decide(self, call: GroupCall) -> None:
         self._target.prepare()
         self._book_lost_time()
-        call.decide_to_read(
-            self._spec,
-            is_relay=self._terms.is_relayed and self._shard.settings.relay,
+        self._call, falls = call, self._target.falls
+        is_relay = self._terms.is_relayed and self._shard.settings.relay
+        rule = partial(calls.replicate, spec=self._spec, is_relay=is_relay)
+        claim = partial(
+            call.decide_and_claim,
             sources_max=sources_max(self._target.bytes_total),
             avoided=self._avoided,
         )
+        if falls is None:
+            claim(rule)
+        else:
+            falls.decide(call, rule, claim)
 
     def read(self, call: GroupCall) -> ReadReport:
         """Do what was decided."""
@@ -255,13 +278,26 @@ class Replication:
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
         with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
-            claimed, before = ClaimedSources(call), call.reroutes
-            try:
-                claimed.read(partial(self._fetch, claimed, meter))
-            finally:
-                shard.observed.tally.reroutes += call.reroutes - before
+            if call.manifest:
+                self._fall_back(call, meter)
+            else:
+                self._read_from_sources(call, meter)
         self._commit(call)
         return self._report(call)
+
+    def _fall_back(self, call: GroupCall, meter: Meter) -> None:
+        falls = require_floor(self._target.falls, call)
+        self._shard.word.void()
+        self.start(call.ref)
+        self.source, self._should_be_fast = falls.url, False
+        self.progress = falls.fill(call, meter)
+
+    def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
+        claimed, before = ClaimedSources(call), call.reroutes
+        try:
+            claimed.read(partial(self._fetch, claimed, meter))
+        finally:
+            self._shard.observed.tally.reroutes += call.reroutes - before
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""

@@ -21,7 +21,9 @@ class ReadReport:
     """The figures of one replicate, update, read or dcp.load on this rank."""
 
     version: int
-    source: str  # the replicas read from, separated by commas; of the last ones, if some were lost
+    source: str
+    """The replicas read from, separated by commas; of the last ones, if some were lost. Or the URL
+    of the bucket."""
     reroutes: int  # how often a source was lost
     bytes_total: int  # of this rank's tensors
     bytes_read: int  # over the wire: more where whole rows were read for a part of them
@@ -30,7 +32,7 @@ class ReadReport:
     ways: Mapping[str, int] = field(default_factory=dict)
     """Bytes by the way that they came, together `bytes_read`. "memory": within this process. On one
     host "mapped": out of shared memory; "cma": copied by the kernel. "ucx": NIXL, as UCX chose;
-    "ucx tcp eth0,eth1": NIXL over TCP, on these devices."""
+    "ucx tcp eth0,eth1": NIXL over TCP, on these devices. "bucket": from there."""
     call: int = 0  # number of the group's call
     began_ms: int = 0  # milliseconds since 1970, by this host's clock
     uid: str = ""  # of the content: the same number published again is another one

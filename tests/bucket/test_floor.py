@@ -1,0 +1,409 @@
+"""A bucket below all runs: what handles have from it when everybody has gone."""
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ros
+import torch_ros.bucket
+from puppets.objects import ObjectServer
+from torch_ros.bucket import floor, objects
+from torch_ros.bucket.archive import Archiver
+from torch_ros.errors import (
+    BucketError,
+    DeadlineExceeded,
+    SeatLost,
+    StoreUnavailable,
+    UsageError,
+)
+from torch_ros.shard import falling_back
+
+pytest.importorskip("obstore")
+memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+ETCD = pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+TTL_S = 2
+QUIET_S = 2 * TTL_S  # at least, before a bucket is asked
+COUNT = 1 << 10
+
+
+@pytest.fixture
+def url(tmp_path):
+    return str(tmp_path / "bucket")
+
+
+@pytest.fixture
+def archived(opened, url):
+    """Publishes each content under its number, archives it, and is gone; the name of its run."""
+
+    def publish(*versions, run=None, count=COUNT, **more):
+        tensors = {"w": torch.zeros(count), "b": torch.zeros(3), **more}
+        with opened("publisher", run=run) as trainer:
+            trainer.register(tensors)
+            bucket = torch_ros.bucket.open(url, trainer.model)
+            with opened("archiver", spot=True) as handle:
+                archiver = Archiver(handle, bucket, keep=9)
+                for version in versions:
+                    trainer.unpublish()
+                    for tensor in tensors.values():
+                        tensor.fill_(version)
+                    trainer.publish(version)
+                    assert archiver.archive(lambda *_: None)
+                archiver.say()
+            return trainer.run
+
+    return publish
+
+
+def zeros(count=COUNT):
+    return {"w": torch.zeros(count), "b": torch.zeros(3)}
+
+
+@pytest.fixture
+def begun(opened, url):
+    """A handle with a bucket, its tensors, and a run of its own, in which nothing is published."""
+
+    def begin(name="reader", count=COUNT, **options):
+        handle = opened(name, bucket=url, ttl_s=TTL_S, **options)
+        mine = zeros(count)
+        handle.register(mine)
+        return handle, mine
+
+    return begin
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """How many bytes of files and manifests all stores have given."""
+    given = []
+
+    def counted(get):
+        def counting(self, *asked):
+            found = get(self, *asked)
+            parts = found if isinstance(found, list) else [found or b""]
+            given.extend(len(memoryview(part).cast("B")) for part in parts)
+            return found
+
+        return counting
+
+    for name in ("get", "get_ranges"):
+        monkeypatch.setattr(objects.ObjectStore, name, counted(getattr(objects.ObjectStore, name)))
+    return given
+
+
+def spoil(url, version):
+    """Flip a byte in the tensors of a version."""
+    [path] = Path(url).glob(f"*/*/data/{version:020d}-*/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@ETCD
+@pytest.mark.long
+def test_of_eight_rollouts_that_start_when_all_have_gone_one_reads_the_bucket(
+    archived, begun, served
+):
+    count = 3 << 20
+    archived(7, count=count)
+    served.clear()
+    with ThreadPoolExecutor(8) as pool:
+        rollouts = list(pool.map(lambda n: begun(f"rollout {n}", count, timeout_s=100), range(8)))
+        found = list(pool.map(lambda each: each[0].replicate("latest"), rollouts))
+    assert found == [7] * 8
+    assert all((mine["w"] == 7).all() and (mine["b"] == 7).all() for _, mine in rollouts)
+    assert sum(served) <= 1.1 * 4 * (count + 3)
+    assert rollouts[0][0].list() == {7: {f"rollout {n}" for n in range(8)}}
+
+
+@pytest.mark.long
+def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_next(
+    archived, begun, opened, url
+):
+    archived(7, 8)
+    trainer, weights = begun("trainer")
+    rollout, mine = begun("rollout")
+    began_s = time.monotonic()
+    assert trainer.replicate("latest", missing_ok=True) == 8
+    assert time.monotonic() - began_s >= QUIET_S
+    assert (weights["w"] == 8).all()
+    report = trainer.last_read
+    assert (report.version, report.source) == (8, url)
+    assert report.ways == {"bucket": report.bytes_total}
+    assert rollout.replicate("latest") == 8
+    assert rollout.last_read.source == "trainer"
+    trainer.unpublish()
+    weights["w"].fill_(9)
+    trainer.publish(9)
+    assert rollout.update("latest") is True
+    assert (mine["w"] == 9).all()
+    bucket = torch_ros.bucket.open(url, trainer.model)
+    with opened("archiver", spot=True) as handle:
+        Archiver(handle, bucket, keep=9).archive(lambda *_: None)
+    assert 9 in bucket.list()
+    assert opened("late").list() == {9: {"trainer", "rollout"}}
+
+
+@memory_only
+def test_the_lineage_that_has_ended_is_passed_over(archived, begun):
+    run = archived(3, 4)
+    archived(3, run=run)
+    reader, mine = begun()
+    assert reader.replicate("latest") == 3
+    assert (mine["w"] == 3).all()
+
+
+@pytest.mark.long
+def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog):
+    options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": TTL_S}
+    caplog.set_level(logging.INFO)
+    with torch_ros.open("m", replica="r", bucket=url, **options) as reader:
+        reader.register(zeros())
+        etcd_server.kill()
+        with pytest.raises((DeadlineExceeded, SeatLost, StoreUnavailable)):
+            reader.replicate("latest", missing_ok=True, timeout_s=5 * TTL_S)
+        assert "asking" not in caplog.text
+        etcd_server.start()
+        began_s = time.monotonic()
+        assert reader.replicate("latest", missing_ok=True, timeout_s=60) is None
+        assert time.monotonic() - began_s >= QUIET_S
+    assert not served
+
+
+@memory_only
+def test_an_update_of_who_holds_nothing_has_the_buckets_newest_and_a_number_has_not(
+    archived, begun, opened
+):
+    archived(7)
+    reader, mine = begun()
+    with pytest.raises(DeadlineExceeded):
+        reader.replicate(7, timeout_s=4 * TTL_S)
+    assert reader.update("latest") is True
+    assert (mine["w"] == 7).all()
+    assert reader.update("latest") is False
+    assert reader.update(7) is False
+
+
+@memory_only
+def test_a_version_that_does_not_fit_is_passed_over_and_if_none_fits_there_is_none(
+    archived, begun, opened, url, caplog
+):
+    run = archived(7)
+    archived(8, run=run, more=torch.zeros(2))  # a tensor that a reader of before has not
+    reader, mine = begun()
+    assert reader.replicate("latest", missing_ok=True) == 7
+    assert (mine["w"] == 7).all()
+    assert "version 8 of" in caplog.text
+    reader.close(linger_s=0)
+    other, _ = begun("other", COUNT // 2)
+    assert other.replicate("latest", missing_ok=True) is None
+
+
+@memory_only
+def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun):
+    reader, mine = begun()
+    began_s = time.monotonic()
+    assert reader.replicate("latest", missing_ok=True) is None
+    assert time.monotonic() - began_s >= QUIET_S
+    assert not mine["w"].any()
+    with pytest.raises(DeadlineExceeded):
+        reader.replicate("latest", timeout_s=4 * TTL_S)
+
+
+@memory_only
+def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
+    opened, monkeypatch, caplog
+):
+    server = ObjectServer()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "RETRIES", 0)
+    server.close()
+    reader = opened("reader", bucket="s3://weights/p", ttl_s=TTL_S)
+    reader.register(zeros())
+    with pytest.raises(BucketError):
+        reader.replicate("latest", missing_ok=True)
+    with pytest.raises(DeadlineExceeded):
+        reader.replicate("latest", timeout_s=4 * TTL_S)
+    assert "it waits on, and asks again" in caplog.text
+
+
+@memory_only
+def test_a_corrupt_version_leads_to_the_one_before_and_if_none_is_left_that_is_said(
+    archived, begun, url
+):
+    archived(6, 7, 8)
+    spoil(url, 8)
+    spoil(url, 7)
+    reader, mine = begun()
+    began_s = time.monotonic()
+    assert reader.replicate("latest") == 6
+    assert time.monotonic() - began_s < 2 * QUIET_S + TTL_S  # it has waited once
+    assert (mine["w"] == 6).all()
+    reader.unpublish()
+    spoil(url, 6)
+    for missing_ok in (True, False):
+        with pytest.raises(BucketError):
+            reader.replicate("latest", missing_ok=missing_ok)
+        assert reader.version is None
+
+
+@memory_only
+def test_ranks_fill_their_own_tensors_and_are_told_of_each_others_failures(
+    archived, ranks, pool, url
+):
+    archived(6, 7)
+
+    def replicate(rank):
+        mine = zeros()
+        if rank.rank:  # each has its own tensor
+            del mine["w"]
+        else:
+            del mine["b"]
+        rank.register(mine)
+        return rank.replicate("latest", timeout_s=60), mine
+
+    spoil(url, 7)
+    made = ranks("reader", bucket=url, ttl_s=TTL_S)
+    [(first, w), (second, b)] = pool.map(replicate, made)
+    assert (first, second) == (6, 6)
+    assert (w["w"] == 6).all()
+    assert (b["b"] == 6).all()
+
+
+@memory_only
+def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, url):
+    archived(7)
+    options = {"world_size": 2, "ttl_s": TTL_S}
+    with_and_without = [(0, url), (1, None)]
+    handles = list(
+        pool.map(lambda w: opened("r", rank=w[0], bucket=w[1], **options), with_and_without)
+    )
+    for handle in handles:
+        handle.register(zeros())
+    calls = [pool.submit(handle.replicate, "latest") for handle in handles]
+    for call in calls:
+        with pytest.raises(UsageError, match="without bucket"):
+            call.result()
+
+
+@memory_only
+def test_who_has_held_a_trainers_version_waits_for_the_next_as_without_a_bucket(archived, begun):
+    archived(7)
+    trainer, _ = begun("trainer")
+    trainer.publish(3)
+    trainer.unpublish()
+    began_s = time.monotonic()
+    assert trainer.replicate("latest", missing_ok=True) is None
+    assert time.monotonic() - began_s < QUIET_S
+
+
+@memory_only
+def test_an_archiver_sees_nothing_of_what_comes_from_a_bucket(archived, begun, opened, url):
+    archived(7)
+    reader, _ = begun()
+    assert reader.replicate("latest") == 7
+    bucket = torch_ros.bucket.open(url, reader.model)
+    before = list(bucket.keys())
+    handle = opened("another archiver", spot=True)
+    archiver = Archiver(handle, bucket, keep=1)
+    assert archiver.archive(lambda *_: None) is None
+    assert archiver.behind() is None
+    archiver.collect()
+    assert list(bucket.keys()) == before
+    with pytest.raises(DeadlineExceeded):
+        handle.archives.wait(bool, timeout_s=1)
+    assert handle.wait(bool) == {7: {"reader"}}
+    archiver.say()
+    began_s = time.monotonic()
+    reader.close(linger_s=20)
+    assert time.monotonic() - began_s < 5  # it stays for no archiver
+
+
+@memory_only
+def test_kernels_end_before_the_bucket_is_read_and_before_anything_is_shown(
+    archived, begun, monkeypatch
+):
+    archived(7)
+    reader, _ = begun()
+    mailbox, order = reader._shard.mailbox, []
+
+    def told(what, was):
+        def telling(*asked):
+            order.append((what, bool(mailbox.word.mark)))
+            return was(*asked)
+
+        return telling
+
+    for module, name in ((falling_back, "finish_kernels"), (floor, "fill_chunks")):
+        monkeypatch.setattr(module, name, told(name, getattr(module, name)))
+    assert reader.replicate("latest") == 7
+    kernels = ("finish_kernels", False)
+    assert order == [kernels, ("fill_chunks", False), kernels]
+    assert mailbox.word.mark
+
+
+@memory_only
+def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_was(
+    archived, begun, monkeypatch
+):
+    archived(7)
+    reader, mine = begun()
+    comes = threading.Event()
+    get_ranges = objects.ObjectStore.get_ranges
+
+    def stands_still(*asked):
+        comes.wait(60)
+        return get_ranges(*asked)
+
+    monkeypatch.setattr(objects.ObjectStore, "get_ranges", stands_still)
+    try:
+        with pytest.raises(DeadlineExceeded, match=f"0 of {4 * (COUNT + 3)} bytes"):
+            reader.replicate("latest", timeout_s=3 * TTL_S + 4)
+        threads = set(threading.enumerate())
+    finally:
+        comes.set()
+    for late in threads:
+        if "bucket" in late.name:
+            late.join(60)
+    assert not mine["w"].any()
+    assert reader.version is None
+
+
+@memory_only
+def test_the_run_of_what_comes_from_a_bucket_cannot_be_asked_for(opened, url, monkeypatch):
+    with pytest.raises(UsageError, match="run='bucket'"):
+        opened("trainer", run="bucket")
+    with pytest.raises(UsageError, match="no store"):
+        opened("trainer", bucket="nonsense://here")
+    monkeypatch.setenv("TORCH_ROS_BUCKET", "nonsense://here")
+    with pytest.raises(UsageError, match="no store"):
+        opened("trainer")
+
+
+@memory_only
+def test_etcd_is_asked_as_often_with_a_bucket_as_without_while_somebody_holds_something(
+    opened, url, monkeypatch
+):
+    source = opened("source")
+    source.register(zeros())
+    source.publish(1)
+
+    def asked(handle):
+        handle.register(zeros())
+        kv, requests = handle._shard.group.kv, []
+        for name in ("read", "commit", "wait"):
+            was = getattr(kv, name)
+            monkeypatch.setattr(
+                kv,
+                name,
+                lambda *a, _of=(name, was), **k: (requests.append(_of[0]), _of[1](*a, **k))[1],
+            )
+        handle.replicate("latest")
+        return requests
+
+    assert asked(opened("with", bucket=url)) == asked(opened("without"))

@@ -1,0 +1,523 @@
+"""Scenes of a bucket below all runs: who reads it, when, and that a trainer is newer for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+from checks import demand
+from farewell import LINGER_S, SOON_S
+from replicas import TTL_S, Process
+from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
+
+from torch_ros.bucket import chain
+from torch_ros.bucket.files import InBucket, kept
+from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError
+from torch_ros.protocol.floor import TTLS
+from torch_ros.weights.manifest import logical
+
+URL = "sim://bucket"
+PIECES = 3  # in which a rank's shards come
+READ_S = 2.0  # for each
+OLD_RUN, OLD_NUMBER = "before", 3
+
+
+@dataclass
+class ModelBucket:
+    """As `BucketFloor`, of versions that archivers have written before."""
+
+    scene: Scene
+    list_s: float = 0.0  # that a list takes, at most
+    url: str = URL
+    there: dict[str, tuple[InBucket, int]] = field(default_factory=dict)  # by key; the contents
+    corrupt: set[str] = field(default_factory=set)
+    is_away: bool = False
+    slow: float = 1.0  # how many times as long all ranks but the first take
+    lists: int = 0
+    cells: int = 0  # that were read
+    first_s: float = 0.0  # when the first one was
+    on_read = staticmethod(lambda: None)
+
+    def archive(self, version: int, content: int, born_ms: int = 0) -> str:
+        scene, uid = self.scene, f"{content:016x}"
+        of = InBucket(OLD_NUMBER, OLD_RUN, version, born_ms or version, uid, scene.token())
+        self.there[of.key] = (of, content)
+        scene.checks.truth[uid], scene.versions[uid] = content, version
+        return of.key
+
+    def choose(self, layout, avoided, *, is_alone):
+        self.lists += 1
+        self.scene.sleep(self.list_s * self.scene.random())
+        if self.is_away:
+            raise BucketError(self.url, "", "it does not answer", "wait")
+        for of in chain.living(of for of, _ in self.there.values()):
+            if of.key not in avoided:
+                digest = logical([layout]).digest
+                return SimpleNamespace(
+                    manifest=of.key, version=of.version, uid=of.uid, layout=digest, at_ms=of.born_ms
+                )
+        return None
+
+    def contents(self, manifest: str):
+        assert kept(manifest) is not None
+        self.scene.sleep(0.1)
+        return SimpleNamespace(fill=lambda *asked: self._fill(manifest, *asked))
+
+    def _fill(self, manifest, layout, memory, look) -> int:
+        scene, process = self.scene, self.scene.current.process
+        of, content = self.there[manifest]
+        scene.contents[of.version] = content
+        scene.reach("the bucket is read")
+        self.first_s = self.first_s or scene.now_s
+        expected = process.expected(content)
+        for piece in np.array_split(np.arange(len(expected)), PIECES):
+            until_s = scene.now_s + READ_S * (self.slow if process.rank else 1.0)
+            while scene.now_s < until_s:
+                scene.sleep(0.5)
+                look(0)
+            process.cells[piece] = expected[piece]
+            self.cells += len(piece)
+            scene.checks.wrote(process)
+            self.on_read()
+            look(8 * len(piece))
+        if manifest in self.corrupt and process.rank == 0:
+            process.cells[:] = -1
+            raise BucketError(self.url, manifest, "it is corrupt", "read another")
+        return 8 * len(expected)
+
+
+def _with_bucket(scene: Scene, **options) -> ModelBucket:
+    scene.floor = ModelBucket(scene, **options)
+    return scene.floor
+
+
+def _versions(scene: Scene) -> float:
+    """How much of a version was read from the bucket."""
+    return scene.floor.cells / sum(np.prod(shape) for _, shape in scene.shapes)
+
+
+def cold_start(scene: Scene) -> None:
+    """I8: of many replicas that start where nothing is left, one reads the bucket."""
+    bucket, count = _with_bucket(scene, list_s=1.5 * TTL_S), 6
+    bucket.archive(7, 70)
+    names = [f"r{number}" for number in range(count)]
+
+    def read(me: Process) -> None:
+        scene.until(*(f"{name} is open" for name in names)) if scene.seed % 2 else None
+        replicate(me)
+        demand(me.handle._shard.held.run == "bucket", "it is of another run")
+        scene.reach(str(me))
+        scene.when(lambda: sum("/" in each for each in scene.reached) == everyone, "all have it")
+
+    everyone = 0
+    for number, name in enumerate(names):
+        size = 1 + (scene.seed + number) % 2
+        everyone += size
+        start = scene.start(name, read, size=size, bucket=URL)
+        scene.at(scene.now_s, scene.reach, f"{name} is open")
+        assert start.bucket
+    scene.play()
+    demand(_versions(scene) == 1, f"I8: {_versions(scene)} versions were read from the bucket")
+
+
+def decided_at_once(scene: Scene) -> None:
+    """I8: of two that decide to read the bucket in the same moment, one does."""
+    _with_bucket(scene).archive(7, 70)
+
+    def read(me: Process) -> None:
+        is_first = me.start.replica == "r0"
+        mine, other = ("r0 decides", "r1 decides")[:: 1 if is_first else -1]
+        scene.hold(mine, me, puts("/runs/bucket"), lambda: other in scene.reached)
+        replicate(me)
+        scene.reach(str(me))
+        scene.until(*map(str, scene.processes))
+
+    for name in ("r0", "r1"):
+        scene.start(name, read, size=1, bucket=URL)
+    scene.play()
+    demand(_versions(scene) == 1, f"I8: {_versions(scene)} versions were read from the bucket")
+
+
+def reader_dies(scene: Scene) -> None:
+    """I6: if who reads the bucket dies, or loses its seat, another one reads it; all have it."""
+    bucket, names = _with_bucket(scene), ["r0", "r1", "r2"]
+    bucket.archive(7, 70)
+    victims: list[Process] = []
+
+    def strike() -> None:
+        if victims:
+            return
+        victim = scene.current.process
+        victims.append(victim)
+        if scene.seed % 2:
+            scene.at(scene.now_s, scene.kill_process, victim)
+        else:
+            scene.at(scene.now_s, scene.end_lease, victim)
+
+    bucket.on_read = strike
+
+    def read(me: Process) -> None:
+        replicate(me, timeout_s=300)
+        scene.reach(str(me))
+        have = lambda each: each.is_gone or str(each) in scene.reached
+        scene.when(lambda: all(map(have, scene.processes)), "all have it")
+
+    for name in names:
+        scene.start(name, read, size=1 + scene.seed // 2 % 2, bucket=URL, sharding="whole")
+    scene.play()
+    read_by = sum(str(each) in scene.reached for each in scene.processes)
+    demand(read_by >= 2, "I6: nobody has it")
+
+
+def trained_meanwhile(scene: Scene) -> None:
+    """I16: a newcomer waits for a trainer that is in a step, and does not take the bucket's."""
+    bucket = _with_bucket(scene)
+    bucket.archive(70, 70)
+
+    def train(me: Process) -> None:
+        for version in range(4):
+            publish(me, version, 10 + version)
+            scene.reach(f"published {version}")
+            scene.sleep(2.0)
+            unpublish(me)
+            scene.reach(f"step {version}")
+            scene.sleep(1.8 * TTL_S)
+        publish(me, 4, 14)
+        scene.until("r0", "r1", "r2")
+
+    def read(me: Process) -> None:
+        number = int(me.start.replica[1:])
+        scene.until(f"step {number}")
+        scene.sleep(scene.random() * TTL_S)
+        replicate(me)
+        demand(me.handle.version == number + 1, f"I16: it has {me.handle.version}")
+        unpublish(me)
+        scene.reach(me.start.replica)
+        scene.until("r0", "r1", "r2")
+
+    scene.start("t", train, size=1)
+    for number in range(3):
+        scene.start(f"r{number}", read, size=1, bucket=URL)
+    scene.play()
+    demand(not bucket.lists, "I16: the bucket was asked while a trainer was in a step")
+
+
+def held_in_between(scene: Scene) -> None:
+    """I16: time in which somebody holds something, or has, does not count."""
+    bucket = _with_bucket(scene)
+    bucket.archive(70, 70)
+    comes_and_goes = scene.seed % 2
+
+    def train(me: Process) -> None:
+        scene.until("r waits")
+        scene.sleep(1.5 * TTL_S)
+        if comes_and_goes:
+            publish(me, 1, 11)
+            scene.reach("held")
+            unpublish(me)
+        else:
+            try:
+                if me.rank == 0:
+                    publish(me, 1, 11, timeout_s=3)
+            except TorchRosError:
+                scene.reach("held")
+            scene.until("held")
+        scene.sleep(1.5 * TTL_S)
+        me.fill(12)
+        scene.contents[2] = 12
+        me.handle.publish(2, timeout_s=100)
+        scene.until("r has it")
+
+    def read(me: Process) -> None:
+        scene.reach("r waits")
+        while me.handle.version is None:
+            try:
+                replicate(me)
+            except DeadlineExceeded:
+                raise
+            except TorchRosError:  # it went while it was read
+                scene.sleep(0.1)
+        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        scene.reach("r has it")
+
+    scene.start("t", train, size=1 if comes_and_goes else 2)
+    scene.start("r", read, size=1, bucket=URL)
+    scene.play()
+    demand(not bucket.lists, "I16: the bucket was asked while a trainer was in a step")
+
+
+def store_away(scene: Scene) -> None:
+    """I16: time in which the store does not answer does not count, nor that of an earlier seat."""
+    bucket = _with_bucket(scene)
+    bucket.archive(70, 70)
+
+    def train(me: Process) -> None:
+        publish(me, 1, 11)
+        scene.reach("held")
+        scene._cut(me, 3.8 * TTL_S)
+        scene.until("r has it", limit_s=600)
+
+    def read(me: Process) -> None:
+        scene.until("held")
+        scene.sleep(1.1 * TTL_S)
+        scene.at(scene.now_s + 1.2 * TTL_S, scene._store_away, 1.4 * TTL_S + scene.random())
+        replicate(me)
+        demand(me.handle.version == 1, f"I16: it has {me.handle.version}")
+        scene.reach("r has it")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1, bucket=URL)
+    scene.play()
+    demand(not bucket.lists, "I16: the bucket was asked, and a trainer was about to come back")
+
+
+def trainer_restarts(scene: Scene) -> None:
+    """I16: a trainer begins with the bucket's newest; what it publishes then is newer for all."""
+    bucket = _with_bucket(scene)
+    bucket.archive(98, 70)
+    number = 98 if scene.seed % 2 else 99
+
+    def train(me: Process) -> None:
+        began_s = scene.now_s
+        got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
+        demand(got == 98, f"I16: a trainer that begins again has {got}")
+        took_s = scene.now_s - began_s
+        demand(took_s < 4 * TTL_S + 3 * READ_S * PIECES, f"I6: it took {took_s:.0f} s")
+        scene.until("r has 98")
+        unpublish(me)
+        scene.contents[number] = 20
+        me.fill(20)
+        me.handle.publish(number, timeout_s=100)
+        scene.reach("published")
+        scene.until("r has its", "late")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach("r has 98")
+        scene.until("published")
+        is_new = me.handle.update(number, timeout_s=100)
+        demand(is_new, "I16: it stays with the bucket's version of that number")
+        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        scene.reach("r has its")
+        scene.until("late")
+
+    def late(me: Process) -> None:
+        scene.until("published")
+        replicate(me)
+        held = me.handle._shard.held
+        demand((held.version, held.run == "bucket") == (number, False), f"I16: it has {held}")
+        scene.reach("late")
+        scene.until("r has its")
+
+    scene.start("t", train, size=1 + scene.seed // 2 % 2, bucket=URL)
+    scene.start("r", read, size=1, bucket=URL)
+    scene.start("late", late, size=1, bucket=URL)
+    scene.play()
+
+
+def nothing_archived(scene: Scene) -> None:
+    """I16: where a bucket has nothing, or what does not fit, "none" is said, and not at once."""
+    bucket = _with_bucket(scene)
+
+    def train(me: Process) -> None:
+        began_s = scene.now_s
+        got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
+        took_s = scene.now_s - began_s
+        demand(got is None, f"it has {got}")
+        demand(took_s >= TTLS * TTL_S, f"I16: none was said after {took_s:.1f} s")
+        demand(bucket.lists, "I16: none was said, and the bucket was not asked")
+        bucket.is_away = True
+        try:
+            me.handle.replicate("latest", missing_ok=True, timeout_s=100)
+            demand(False, "I16: a bucket that does not answer has nothing")
+        except BucketError:
+            pass
+        scene.reach("none")
+
+    scene.start("t", train, size=1, bucket=URL)
+    scene.play()
+
+
+def corrupt(scene: Scene) -> None:
+    """I1, I6: a version that is corrupt leads to the one before, at once, and on all ranks."""
+    bucket = _with_bucket(scene, slow=10.0)
+    bucket.archive(6, 60)
+    bucket.corrupt.add(bucket.archive(7, 70))
+    bucket.corrupt.add(bucket.archive(8, 80))
+
+    size = 1 + scene.seed % 2
+
+    def read(me: Process) -> None:
+        replicate(me, timeout_s=400)
+        took_s = scene.now_s - bucket.first_s if bucket.first_s else 0.0
+        most_s = 3 * PIECES * READ_S + 2 * TTL_S
+        if size > 1:  # the other rank gives up when it hears that its peer has
+            most_s = 2 * (PIECES * READ_S + 1.5 * TTL_S) + 10 * PIECES * READ_S + TTL_S
+        demand(me.handle.version == 6, f"I1: it has {me.handle.version}")
+        demand(took_s < most_s, f"I6: it took {took_s:.0f} s")
+        scene.reach(str(me))
+        scene.until(*map(str, scene.processes))
+
+    for name in ("r0", "r1"):
+        scene.start(name, read, size=size, bucket=URL)
+    scene.play()
+    demand(_versions(scene) <= 3, f"I8: {_versions(scene)} versions were read from the bucket")
+
+
+def all_corrupt(scene: Scene) -> None:
+    """I6: where no version can be read, that is said, and nothing is held."""
+    bucket = _with_bucket(scene)
+    for version in (6, 7):
+        bucket.corrupt.add(bucket.archive(version, 10 * version))
+
+    def read(me: Process) -> None:
+        try:
+            me.handle.replicate("latest", missing_ok=bool(scene.seed % 2), timeout_s=100)
+            demand(False, "I1: it has something")
+        except BucketError:
+            demand(me.handle.version is None, "it holds something")
+        scene.reach(str(me))
+        scene.until(*map(str, scene.processes))
+
+    scene.start("r", read, size=1 + scene.seed // 2 % 2, bucket=URL)
+    scene.play()
+
+
+def dead_lineage(scene: Scene) -> None:
+    """I16: what an ended lineage left is older than what lives: in the bucket, and out of it."""
+    bucket = _with_bucket(scene)
+    dead = bucket.archive(101, 50, born_ms=50)
+
+    def first(me: Process) -> None:
+        replicate(me)
+        demand(me.handle.version == 101, "it has another one")
+        scene._cut(me, 6 * TTL_S)
+        scene.sleep(1.5 * TTL_S)
+        bucket.archive(99, 60, born_ms=60)
+        scene.reach("cut off")
+        scene.until("r1 has it")
+        group = me.handle._shard.group
+        scene.when(lambda: group.state == "seated" and scene.now_s > me.cut_until_s, "a seat")
+        scene.reach("back")
+        scene.until("late has it")
+
+    def second(me: Process) -> None:
+        scene.until("cut off")
+        replicate(me)
+        demand(me.handle.version == 99, f"I16: it has {me.handle.version}, of an ended lineage")
+        scene.reach("r1 has it")
+        scene.until("late has it")
+
+    def late(me: Process) -> None:
+        scene.until("back")
+        replicate(me)
+        demand(me.handle.version == 99, f"I16: it has {me.handle.version}, of an ended lineage")
+        scene.reach("late has it")
+
+    assert dead
+    scene.start("r0", first, size=1, bucket=URL)
+    scene.start("r1", second, size=1, bucket=URL)
+    scene.start("late", late, size=1, bucket=URL)
+    scene.play()
+
+
+def opens_beside(scene: Scene) -> None:
+    """I16: a trainer that opens beside who holds the bucket's version publishes in its own run."""
+    _with_bucket(scene).archive(98, 70)
+
+    def read(me: Process) -> None:
+        me.handle.replicate("latest", timeout_s=100)
+        scene.reach("r has 98")
+        scene.until("t has published")
+        demand(me.handle.update(timeout_s=100), "I16: the trainer's is not newer")
+        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        scene.until("expected")
+        scene.reach("over")
+
+    def train(me: Process) -> None:
+        publish(me, 3, 30)
+        demand(me.handle.run != "bucket", "I16: a trainer publishes in the bucket's run")
+        scene.reach("t has published")
+        scene.until("over")
+
+    def expect(me: Process) -> None:
+        scene.until("r has 98")
+        replicate(me, 3)
+        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        scene.reach("expected")
+        scene.until("over")
+
+    def starts() -> None:
+        scene.start("t", train, size=1)
+
+    scene.start("r", read, size=1, bucket=URL)
+    scene.start("e", expect, size=1)
+    scene.at(scene.now_s + 5 * TTL_S, starts)
+    scene.play()
+
+
+def goes_back(scene: Scene) -> None:
+    """I16: who has held a trainer's version waits for its next one, for ever if it has to."""
+    bucket = _with_bucket(scene)
+    bucket.archive(98, 70)
+
+    def train(me: Process) -> None:
+        publish(me, 3, 30)
+        scene.until("r has it")
+        unpublish(me)
+        scene.reach("t has none")
+        scene.sleep(5 * TTL_S)
+        publish(me, 4, 40)
+        scene.until("over")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach("r has it")
+        unpublish(me)
+        scene.until("t has none")
+        replicate(me)
+        demand(me.handle.version == 4, f"I16: it has gone back to {me.handle.version}")
+        scene.reach("over")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1, bucket=URL)
+    scene.play()
+    demand(not bucket.lists, "I16: the bucket was asked")
+
+
+def nothing_to_archive(scene: Scene) -> None:
+    """I6: nobody stays for an archiver with what comes from a bucket."""
+    _with_bucket(scene).archive(98, 70)
+
+    def read(me: Process) -> None:
+        replicate(me)
+        took_s = _close(me)
+        demand(took_s < SOON_S, f"I6: it stayed {took_s:.0f} s with what is in the bucket")
+        scene.reach("over")
+
+    def archive(me: Process) -> None:
+        me.handle.archives.say(None)
+        scene.until("over")
+
+    scene.start("r", read, size=1, bucket=URL, linger_s=LINGER_S)
+    scene.start("a", archive, size=1, spot=True)
+    scene.play()
+
+
+SCENES |= {
+    "cold start": cold_start,
+    "decided at once": decided_at_once,
+    "reader of a bucket dies": reader_dies,
+    "trained meanwhile": trained_meanwhile,
+    "held in between": held_in_between,
+    "store away, and a bucket": store_away,
+    "trainer restarts": trainer_restarts,
+    "nothing archived": nothing_archived,
+    "corrupt in a bucket": corrupt,
+    "all corrupt in a bucket": all_corrupt,
+    "dead lineage": dead_lineage,
+    "opens beside a bucket's": opens_beside,
+    "goes back": goes_back,
+    "nothing to archive": nothing_to_archive,
+}

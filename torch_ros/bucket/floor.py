@@ -1,0 +1,104 @@
+"""A bucket as the floor of a model's handles: what they have when no process holds anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_ros.bucket import chain
+from torch_ros.bucket.buckets import Bucket
+from torch_ros.bucket.files import PART_BYTES, InBucket, Mismatch, StoredVersion, kept
+from torch_ros.bucket.reading import Look, fill_chunks
+from torch_ros.errors import BucketError, ManifestMismatch
+from torch_ros.weights.coverage import require_whole
+from torch_ros.weights.manifest import Layout, logical, require_all
+from torch_ros.weights.plan import plan
+
+log: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A version that a bucket has in full."""
+
+    manifest: str  # its key, below the model's folder
+    version: int
+    uid: str
+    layout: str  # digest
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketVersion:
+    """A version of a bucket, of which the manifest is here."""
+
+    bucket: Bucket
+    of: InBucket
+    stored: StoredVersion
+
+    def fill(self, layout: Layout, memory: Sequence[torch.Tensor], look: Look) -> int:
+        """Fill these chunks; see `torch_ros.bucket.reading.fill_chunks`."""
+        folder = f"{self.bucket.root}/{self.of.files_at}"
+        return fill_chunks(self.bucket.store, folder, self.stored, (layout, memory), look)
+
+
+class BucketFloor:
+    """The bucket of `torch_ros.open(..., bucket=url)`. Any thread may call it.
+
+    Its users see it as `torch_ros.shard.floor.Floor`, which says more.
+    """
+
+    url: str
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self._bucket = url, Bucket(url, model)
+
+    def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Choice | None:
+        """The newest version that is there in full, and fits these tensors; None: there is none.
+
+        Raises: BucketError: The store does not answer, or refuses.
+        """
+        for each in chain.living(self._bucket.kept()):
+            if each.kind != "full" or each.key in avoided:
+                continue
+            try:
+                stored = self._bucket.manifest(each)
+                if stored is not None:  # else it was collected meanwhile
+                    return _fitting(each, stored, layout, is_alone=is_alone)
+            except BucketError as error:
+                if not isinstance(error.__cause__, Mismatch):
+                    raise
+                log.warning("%s; it is passed over", error)
+            except ManifestMismatch as error:
+                name = f"{self.url}: version {each.version} of {self._bucket.model!r}"
+                log.warning("%s is passed over: %s", name, error)
+        return None
+
+    def contents(self, manifest: str) -> BucketVersion:
+        """The version of a manifest's key.
+
+        Raises: BucketError: It is gone, or cannot be read.
+        """
+        of = kept(manifest)
+        stored = self._bucket.manifest(of) if of is not None else None
+        if of is None or stored is None:
+            self._bucket.store.refuse(f"{self._bucket.root}/{manifest}", "it was collected")
+        return BucketVersion(self._bucket, of, stored)
+
+
+def _fitting(of: InBucket, stored: StoredVersion, layout: Layout, *, is_alone: bool) -> Choice:
+    """Raises: ManifestMismatch: These tensors are others; or, alone, not all of the version."""
+    if stored.left_out:
+        what, expected = f"version {of.version}", "tensors only"
+        found = f"the objects {stored.left_out[:3]}, which no bucket has"
+        raise ManifestMismatch(what, expected, found, "read another version")
+    layouts = [file.layout for file in stored.files]
+    plan(layouts, layout, staging_bytes=PART_BYTES)
+    whole = logical(layouts)
+    if is_alone:
+        require_all(of.version, whole, logical([layout]))
+        require_whole([layout])
+    return Choice(of.key, of.version, of.uid, whole.digest, of.born_ms)

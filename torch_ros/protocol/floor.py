@@ -1,0 +1,127 @@
+"""A bucket below all runs: docs/PROTOCOL.md#a-bucket-as-the-floor. Pure."""
+
+from typing import Protocol
+from zlib import crc32
+
+from msgspec.structs import replace
+
+from torch_ros.protocol import legible
+from torch_ros.protocol.calls import filling
+from torch_ros.protocol.keys import BUCKET
+from torch_ros.protocol.ledger import Ledger
+from torch_ros.protocol.legible import nobody
+from torch_ros.protocol.records import Call, RunRecord, VersionRecord, VersionRef
+from torch_ros.protocol.seat import Seat, holding_put, recorded
+from torch_ros.protocol.versions import Spec
+from torch_ros.store.loops import Act
+from torch_ros.store.txn import Delete, Put, Range, View
+
+TTLS = 2.0  # at least: whoever holds something, and has lost its seat, is back by then
+GAP_S = 3.0  # beyond a TTL
+
+
+class Stored(Protocol):
+    """A version that a bucket has in full."""
+
+    @property
+    def manifest(self) -> str:
+        """Its key, which no other attempt to write it has."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def uid(self) -> str: ...
+    @property
+    def layout(self) -> str:
+        """The digest of its layout."""
+
+    @property
+    def at_ms(self) -> int: ...
+
+
+def may_fall_back(spec: Spec, ledger: Ledger) -> bool:
+    """Whether a replica may be given a version of a bucket.
+
+    One that has held another's waits for that one's next: its `latest` never goes back.
+    """
+    is_latest = (spec.absolute, spec.back, spec.floor, spec.only) == (None, 0, None, None)
+    return is_latest and ledger.install is None and not ledger.has_held
+
+
+def fall_back(view: View, seat: Seat, call: Call, stored: Stored) -> Act[Call]:
+    """Announce that this replica fills itself with a version of the bucket, while nobody has any.
+
+    The bucket's run has one version. Its record is written always: that is what a replica which
+    comes back with another one is guarded on.
+    """
+    keys, ref = seat.keys, VersionRef(BUCKET, stored.version, stored.uid, 0)
+    record = VersionRecord(stored.uid, stored.layout, at_ms=stored.at_ms)
+    decided = replace(record.brought_by(call, ref), manifest=stored.manifest)
+    key, there = keys.version(BUCKET, stored.version), keys.versions(BUCKET)
+    return recorded(
+        view,
+        seat,
+        decided,
+        (nobody(view, keys.holdings()),),
+        (
+            Put(keys.run(BUCKET), RunRecord(seat.inst, 0).encode()),
+            Put(key, record.encode()),
+            Delete(Range(there.start, key)),
+            Delete(keys.versions_above(BUCKET, stored.version)),
+            holding_put(view, seat, ref, filling(seat, call, ref)),
+        ),
+    )
+
+
+def is_held(view: View, seat: Seat) -> bool:
+    """Whether anybody holds, or fills, anything."""
+    holdings = seat.keys.holdings()
+    is_seen = any(True for _ in legible.holdings(view.seen(holdings)))
+    return is_seen or any(True for _ in legible.holdings(view.within(holdings)))
+
+
+class Quiet:
+    """How long nobody has held anything, as one seat sees it, while the store answers.
+
+    Args:
+        call: The number of the call that waits for it. Of many replicas that begin at once, each
+            waits for another share of the last TTL, so that one is first.
+    """
+
+    def __init__(self, seat: Seat, call: int, ttl_s: int) -> None:
+        share = crc32(f"{seat.inst}/{call}".encode()) / 2**32
+        self._lasts_s, self._ttl_s = (TTLS + share) * ttl_s, ttl_s
+        self.is_over = False  # for the next answer, if nobody holds anything then
+        self._since_s = self._seen_s = -1.0
+        self._rev = self._written = 0
+
+    def begin(self) -> None:
+        """Begin anew."""
+        self._rev, self.is_over = 0, False
+
+    def has_lasted(self, view: View, seat: Seat, now_s: float) -> bool:
+        """Whether it has by this view, which is an answer of now."""
+        if is_held(view, seat):
+            self.begin()
+            return False
+        # All that makes a version available writes its record, also where it has gone again.
+        records = view.within(seat.keys.versions())
+        written = max((entry.mod_rev for _, entry in records), default=0)
+        is_wiped, is_late = view.rev < self._rev, now_s - self._seen_s > self._ttl_s + GAP_S
+        if not self._rev or is_wiped or is_late or written > self._written:
+            self._since_s = now_s
+        self._rev, self._seen_s, self._written = view.rev, now_s, written
+        return self.is_over or now_s - self._since_s >= self._lasts_s
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether nobody held anything at the last answer."""
+        return self._rev > 0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the store has to be asked again, for the time to go on."""
+        return not self._rev or now_s - self._seen_s >= self._ttl_s
+
+    def may_end(self, now_s: float) -> bool:
+        """Whether an answer might be the last."""
+        return self.is_due(now_s) or now_s - self._since_s >= self._lasts_s

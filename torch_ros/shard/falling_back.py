@@ -1,0 +1,249 @@
+"""A bucket below all runs, as one rank falls back to it: docs/PROTOCOL.md#a-bucket-as-the-floor."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import BucketError, DeadlineExceeded, SeatLost, StoreUnavailable, UsageError
+from torch_ros.protocol import calls
+from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.floor import Quiet, Stored, fall_back, may_fall_back
+from torch_ros.protocol.records import Call, VersionRef
+from torch_ros.protocol.seat import Seat, version_read
+from torch_ros.protocol.versions import Spec, spec_ranges
+from torch_ros.shard.core import Shard
+from torch_ros.shard.floor import Floor
+from torch_ros.store.loops import Done, Step, Wait, settle
+from torch_ros.store.txn import Ranges, View, whole
+from torch_ros.transfer.feed import Progress
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.transfer.meter import Meter
+from torch_ros.transfer.registered import finish_kernels
+
+T = TypeVar("T")
+log: logging.Logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # who waits for a bucket looks this often whether to go on
+GLANCE_S = 2.0  # for a question whose answer nobody depends on
+
+
+class FallBack:
+    """One rank's way to the bucket in one call of its caller, over all seats and tries.
+
+    Rank 0 alone waits, lists and decides. Its peers wait for what it decides, and read too.
+    """
+
+    def __init__(self, shard: Shard, floor: Floor, spec: Spec, deadline: Deadline) -> None:
+        self._shard, self._floor, self._deadline = shard, floor, deadline
+        self.url: str = floor.url
+        self._is_open = may_fall_back(spec, shard.group.ledger)
+        self._may_miss = spec.may_miss
+        self._spec = replace(spec, may_miss=False) if self._is_open else spec
+        self._quiet: Quiet | None = None
+        self._inst = ""  # whose quiet it is
+        self._found: Stored | None = None
+        self._has_none = False  # it was asked, and that is the answer
+        self._failure: BucketError | None = None
+
+    @classmethod
+    def of(cls, shard: Shard, spec: Spec, deadline: Deadline) -> "FallBack | None":
+        """None: this handle has no bucket."""
+        floor = shard.floor
+        return None if floor is None else cls(shard, floor, spec, deadline)
+
+    # Deciding
+
+    def decide(
+        self, call: GroupCall, rule: Callable[..., Step[Call]], claim: Callable[[Effects], None]
+    ) -> None:
+        """Decide by `rule` while somebody has a version; when nobody has, for long, by the bucket.
+
+        Raises:
+            BucketError: It does not answer, where "none" might be the answer; or nothing is left
+                of what can be read.
+        """
+        effects = partial(self._effects, partial(rule, spec=self._spec))
+        while True:
+            try:
+                claim(effects)
+            except _IsQuiet:
+                self._ask(call)
+            else:
+                return
+
+    def _effects(self, rule: Effects, view: View, seat: Seat, call: Call) -> Step[Call]:
+        step = rule(view, seat, call)
+        if not isinstance(step, Wait) or seat.rank or not self._is_open:
+            return step
+        quiet = self._quiet_of(seat, call.number)
+        if not quiet.has_lasted(view, seat, time.monotonic()):
+            self._found, self._has_none = None, False
+            if not quiet.has_begun:  # somebody has something, and writes when that is available
+                return step
+            may_end = lambda: quiet.may_end(time.monotonic())  # noqa: E731
+            return Wait(step.reason, step.ranges, step.limit_s, may_end)
+        if self._found is not None:
+            return fall_back(view, seat, call, self._found)
+        if self._has_none:
+            return calls.nothing(view, seat, call)
+        raise _IsQuiet
+
+    def _quiet_of(self, seat: Seat, number: int) -> Quiet:
+        if self._quiet is None or self._inst != seat.inst:
+            self._inst = seat.inst
+            self._quiet = Quiet(seat, number, self._shard.group.applicant.ttl_s)
+        return self._quiet
+
+    def _ask(self, call: GroupCall) -> None:
+        """Find a version in the bucket, or that there is none, or that it has to be asked again."""
+        shard, floor, quiet = self._shard, self._floor, self._quiet_of(call.seat, call.number)
+        log.info("%s: nobody has a version of %r; asking %s", call.asked, shard.model, floor.url)
+        layout, avoided = shard.tensors.require("replicate").layout, frozenset(shard.avoided)
+        choose = partial(floor.choose, layout, avoided, is_alone=shard.is_alone)
+        try:
+            found = _left_alone(choose, partial(self._look_at_store, call, quiet))
+        except BucketError as error:
+            if self._may_miss:
+                raise
+            log.warning("%s: %s; it waits on, and asks again", call.asked, error)
+            quiet.begin()
+            return
+        if found is not None:
+            self._found = found
+        elif self._failure is not None:
+            shard.avoided.clear()  # the next call begins with the newest again
+            raise self._failure
+        elif self._may_miss:
+            self._has_none = True
+        else:
+            log.info("%s: %s has no version that fits; it waits on", call.asked, floor.url)
+            quiet.begin()
+
+    def _look_at_store(self, call: GroupCall, quiet: Quiet) -> None:
+        """While a bucket is listed: time goes on for as long as the store answers."""
+        self._check(call, "the list")
+        if quiet.is_due(time.monotonic()):
+            seat = call.seat
+            rule = lambda view: Done(quiet.has_lasted(view, seat, time.monotonic()))  # noqa: E731
+            _glance(call, whole(spec_ranges(seat.keys)), rule)
+
+    def _check(self, call: GroupCall, awaited: str) -> None:
+        group = self._shard.group
+        group.ledger.check()
+        if group.seat is not call.seat:
+            raise SeatLost(call.seat.replica, "its seat was lost meanwhile")
+        self._deadline.check(f"{awaited} of {self._floor.url}")
+
+    # Reading
+
+    def fill(self, call: GroupCall, meter: Meter) -> Progress:
+        """Fill the registered tensors with what was decided, and show them. The word is clear.
+
+        Raises:
+            BucketError, ManifestMismatch: As `FloorVersion.fill`.
+        """
+        shard, floor = self._shard, self._floor
+        shard.digests = Digests()  # those that are shown are of what was here before
+        shard.mailbox.show_digests(shard.digests)
+        registered = shard.tensors.require("replicate")
+        total = registered.bytes_total
+        log.info("%s: reading version %d from %s", call.asked, call.ref.version, floor.url)
+        fetch = partial(floor.contents, call.decided.manifest)
+        contents = _left_alone(fetch, partial(self._check, call, "the manifest"))
+        finish_kernels(registered.cuda_devices)  # those that still use the old content
+        meter.expect(total)
+        done_bytes, looked_s = 0, time.monotonic()
+
+        def look(size_bytes: int) -> None:
+            nonlocal done_bytes, looked_s
+            done_bytes += size_bytes
+            meter.add(size_bytes)
+            awaited = f"{done_bytes} of {total} bytes are here (all have to be, in one call)"
+            self._check(call, awaited)
+            if not shard.is_alone and time.monotonic() - looked_s >= shard.group.applicant.ttl_s:
+                looked_s = time.monotonic()
+                self._require_wanted(call)
+
+        size_bytes = contents.fill(registered.layout, registered.memory, look)
+        finish_kernels(registered.cuda_devices)  # those that copy what has come
+        progress = Progress(shard.mailbox, registered)
+        progress.done[:] = True
+        progress.bytes_read, progress.ways["bucket"] = size_bytes, size_bytes
+        progress.serve(call.mark)
+        return progress
+
+    def _require_wanted(self, call: GroupCall) -> None:
+        """Raises: TorchRosError: A peer has ended the call meanwhile."""
+        seat, decided = call.seat, call.decided
+
+        def rule(view: View) -> Step[VersionRef]:
+            return Done(version_read(view, seat, decided))
+
+        _glance(call, seat.own, rule)
+
+    def is_passed_over(self, manifest: str, error: BucketError) -> bool:
+        """Note that a version of the bucket could not be read. Whether to make the call once more.
+
+        Args:
+            manifest: The one that the failed call was decided for; "": none.
+        """
+        if not manifest:
+            return False
+        self._failure, self._found = error, None
+        self._shard.avoided.add(manifest)
+        if self._quiet is not None:
+            self._quiet.is_over = True  # nobody but this replica held anything
+        log.warning("%s; trying the version before it", error)
+        return True
+
+
+def require_floor(falls: FallBack | None, call: GroupCall) -> FallBack:
+    """Raises: UsageError: Rank 0 has a bucket, and this rank has none."""
+    if falls is None:
+        raise UsageError(
+            f"{call.asked}: rank {call.seat.rank} was opened without bucket=..., and rank "
+            f"{call.decided.by} reads {call.decided.manifest!r} from one; all ranks must be given "
+            "the same"
+        )
+    return falls
+
+
+class _IsQuiet(Exception):
+    """Nobody has held anything for long, and the bucket was not asked yet."""
+
+
+def _left_alone(job: Callable[[], T], look: Callable[[], object]) -> T:
+    """The answer of `job`, by a thread that is left alone if `look` raises."""
+    answers: list[T] = []
+    errors: list[BaseException] = []
+    is_done = threading.Event()
+
+    def work() -> None:
+        try:
+            answers.append(job())
+        except BaseException as error:  # noqa: BLE001  # raised by who waits for it
+            errors.append(error)
+        finally:
+            is_done.set()
+
+    threading.Thread(target=work, name="torch_ros asks a bucket", daemon=True).start()
+    while not is_done.wait(LOOK_S):
+        look()
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
+def _glance(call: GroupCall, ranges: Ranges, rule: Callable[[View], Step[object]]) -> None:
+    """Ask the store, if it answers soon."""
+    deadline = call.deadline
+    brief = Deadline(call.asked, GLANCE_S, check_open=deadline.check_open)
+    try:
+        call.seating.run(settle(call.asked, ranges, rule), brief)
+    except (DeadlineExceeded, StoreUnavailable):
+        return

@@ -1,0 +1,46 @@
+"""The seam to a bucket below all runs: docs/PROTOCOL.md#a-bucket-as-the-floor."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from torch_ros.protocol.floor import Stored
+from torch_ros.weights.manifest import Layout
+
+Look = Callable[[int], object]
+"""Told how many more bytes have been filled, and asked whether to go on: it raises if not."""
+
+
+class FloorVersion(Protocol):
+    """A version of a bucket, of which the manifest is here."""
+
+    def fill(self, layout: Layout, memory: Sequence[torch.Tensor], look: Look) -> int:
+        """Fill these chunks; how many bytes were read. Writes nothing after its return, or error.
+
+        Raises:
+            BucketError: The store does not answer, or a file is not what was archived.
+            ManifestMismatch: A name, shape or dtype that the version does not have.
+        """
+
+
+class Floor(Protocol):
+    """The bucket that `open` was given. Any thread may call it; a call lasts as long as the store.
+
+    Raises:
+        BucketError: By each call, where the store does not answer, or refuses.
+    """
+
+    url: str
+
+    def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Stored | None:
+        """Its newest version that is there in full, and fits; None: it has none.
+
+        Args:
+            layout: A rank's registered tensors, all of which the version has to have.
+            avoided: Keys of manifests that are passed over.
+            is_alone: They have to be all that the version has, too.
+        """
+
+    def contents(self, manifest: str) -> FloorVersion:
+        """The version of a manifest's key."""
