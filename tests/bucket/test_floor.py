@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -146,6 +147,49 @@ def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_ne
         Archiver(handle, bucket, keep=9).archive(lambda *_: None)
     assert 9 in bucket.list()
     assert opened("late").list() == {9: {"trainer", "rollout"}}
+
+
+@memory_only
+def test_a_run_that_etcd_has_forgotten_goes_on_under_its_name_in_the_bucket(archived, url, caplog):
+    name = archived(7, 8)
+    [model] = [path.name for path in Path(url).iterdir()]
+    bucket = torch_ros.bucket.open(url, model)
+    options = {"endpoint": f"memory://{uuid.uuid4()}", "ttl_s": TTL_S, "bucket": url}
+    with torch_ros.open(model, replica="trainer", **options) as trainer:
+        assert trainer.run == name
+        assert trainer.fleet().runs[name] > max(of.run_number for of in bucket.kept())
+        mine = zeros()
+        trainer.register(mine)
+        assert trainer.replicate("latest", missing_ok=True) == 8
+        trainer.unpublish()
+        trainer.publish(9)
+        options = {"endpoint": options["endpoint"], "spot": True}
+        with torch_ros.open(model, replica="archiver", **options) as handle:
+            assert Archiver(handle, bucket, keep=9).archive(lambda *_: None)
+            assert list(bucket.list()) == [7, 8, 9]
+            assert {of.run for of in bucket.kept()} == {name}
+            trainer.unpublish()
+            trainer.close(linger_s=0)
+            with torch_ros.open(model, replica="next", bucket=url, **options) as late:
+                assert late.run != name  # of which etcd has a record, and the archiver is none
+    assert "new run" not in caplog.text
+
+
+@memory_only
+def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch, caplog):
+    stays = threading.Event()
+    monkeypatch.setattr(falling_back, "RUN_S", 0.5)
+    monkeypatch.setattr(floor.BucketFloor, "newest_run", lambda _: stays.wait(60))
+    try:
+        began_s = time.monotonic()
+        opened("trainer", bucket=url)
+        assert time.monotonic() - began_s < 10
+        assert "a new run is begun" in caplog.text
+        caplog.clear()
+        opened("rollout", bucket=url)  # there is a run, so nobody asks
+        assert not caplog.text
+    finally:
+        stays.set()
 
 
 @memory_only

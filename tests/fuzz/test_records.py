@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.protocol import calls, membership, sources, unpublish
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import (
     Call,
     Decisions,

@@ -53,6 +53,7 @@ from torch_ros.protocol import (
     records,
     resting,
     retention,
+    runs,
     seat,
     seating,
     serving,
@@ -2553,7 +2554,7 @@ fault(
 
 @fault(
     "a trainer publishes in the bucket's run",
-    (membership, "_choose_run"),
+    (membership, "choose_run"),
     scenario="opens beside a bucket's",
 )
 def _(choose_run):
@@ -2562,6 +2563,38 @@ def _(choose_run):
         if who.run is None and (entry := view.get(key)):
             return keys_module.BUCKET, [], (Created(key, entry.create_rev),)
         return choose_run(view, who)
+
+    return faulty
+
+
+@fault(
+    "a run that only archivers are in is taken for one that trains",
+    (runs, "_live_runs"),
+    scenario="only an archiver is left",
+)
+def _(live_runs):
+    def faulty(view, who):
+        live, _ = live_runs(view, who)
+        return live, live - {keys_module.BUCKET}
+
+    return faulty
+
+
+fault(
+    "a run has the name of the bucket's, of which etcd has versions",
+    (runs, "_is_known"),
+    scenario="only an archiver is left",
+)(lambda _: lambda *_: False)
+
+
+@fault(
+    "a run that has the name of the bucket's begins below its number",
+    (membership, "choose_run"),
+    scenario="trainer restarts",
+)
+def _(choose_run):
+    def faulty(view, who):
+        return choose_run(view, dataclasses.replace(who, stored_run=(0, who.stored_run[1])))
 
     return faulty
 

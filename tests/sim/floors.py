@@ -39,12 +39,19 @@ class ModelBucket:
     first_s: float = 0.0  # when the first one was
     on_read = staticmethod(lambda: None)
 
-    def archive(self, version: int, content: int, born_ms: int = 0) -> str:
+    def archive(self, version: int, content: int, born_ms: int = 0, run: str = OLD_RUN) -> str:
         scene, uid = self.scene, f"{content:016x}"
-        of = InBucket(OLD_NUMBER, OLD_RUN, version, born_ms or version, uid, scene.token())
+        of = InBucket(OLD_NUMBER, run, version, born_ms or version, uid, scene.token())
         self.there[of.key] = (of, content)
         scene.checks.truth[uid], scene.versions[uid] = content, version
         return of.key
+
+    def newest_run(self):
+        self.scene.sleep(self.list_s * self.scene.random())
+        if self.is_away:
+            raise BucketError(self.url, "", "it does not answer", "wait")
+        alive = chain.living(of for of, _ in self.there.values())
+        return (alive[0].run_number, alive[0].run) if alive else (0, "")
 
     def choose(self, layout, avoided, *, is_alone):
         self.lists += 1
@@ -273,13 +280,15 @@ def store_away(scene: Scene) -> None:
 
 
 def trainer_restarts(scene: Scene) -> None:
-    """I16: a trainer begins with the bucket's newest; what it publishes then is newer for all."""
+    """I16: a trainer goes on with the bucket's run and its newest; its next is newer for all."""
     bucket = _with_bucket(scene)
     bucket.archive(98, 70)
     number = 98 if scene.seed % 2 else 99
 
     def train(me: Process) -> None:
-        began_s = scene.now_s
+        began_s, seat = scene.now_s, me.handle._shard.group.seat
+        demand(seat.run == OLD_RUN, f"I16: it publishes in {seat.run}")
+        demand(seat.run_number > OLD_NUMBER, f"I16: its run has number {seat.run_number}")
         got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
         demand(got == 98, f"I16: a trainer that begins again has {got}")
         took_s = scene.now_s - began_s
@@ -313,6 +322,37 @@ def trainer_restarts(scene: Scene) -> None:
     scene.start("t", train, size=1 + scene.seed // 2 % 2, bucket=URL)
     scene.start("r", read, size=1, bucket=URL)
     scene.start("late", late, size=1, bucket=URL)
+    scene.play()
+
+
+def archiver_is_left(scene: Scene) -> None:
+    """I16: a trainer that begins again beside an archiver alone may publish from there on."""
+    bucket = _with_bucket(scene)
+
+    def first(me: Process) -> None:
+        publish(me, 6, 50)
+        bucket.archive(4, 40, run=me.handle.run)
+        scene.reach("published")
+        scene.until("a is here")
+        unpublish(me)
+        _close(me)
+        scene.reach("gone")
+
+    def archive(me: Process) -> None:
+        me.handle.archives.say(None)
+        scene.reach("a is here")
+        scene.until("over")
+
+    def second(me: Process) -> None:
+        got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
+        demand(got == 4, f"I16: it begins with {got}")
+        unpublish(me)
+        publish(me, 5, 60)
+        scene.reach("over")
+
+    scene.start("t", first, size=1)
+    scene.start("a", archive, size=1, spot=True)
+    scene.at(scene.now_s + 2.5 * TTL_S, lambda: scene.start("u", second, size=1, bucket=URL))
     scene.play()
 
 
@@ -514,6 +554,7 @@ SCENES |= {
     "store away, and a bucket": store_away,
     "trainer restarts": trainer_restarts,
     "nothing archived": nothing_archived,
+    "only an archiver is left": archiver_is_left,
     "corrupt in a bucket": corrupt,
     "all corrupt in a bucket": all_corrupt,
     "dead lineage": dead_lineage,

@@ -25,11 +25,11 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.protocol import calls, membership, versions
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect

@@ -10,8 +10,8 @@ import pytest
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import membership, retention, sources, versions
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
-from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import (
     Call,
     Decisions,

@@ -56,6 +56,14 @@ class BucketFloor:
     def __init__(self, url: str, model: str) -> None:
         self.url, self._bucket = url, Bucket(url, model)
 
+    def newest_run(self) -> tuple[int, str]:
+        """Its number in the bucket, and its name; (0, ""): it has none.
+
+        Raises: BucketError: The store does not answer, or refuses.
+        """
+        alive = chain.living(self._bucket.kept())
+        return (alive[0].run_number, alive[0].run) if alive else (0, "")
+
     def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Choice | None:
         """The newest version that is there in full, and fits these tensors; None: there is none.
 

@@ -1,7 +1,7 @@
 """Membership in a replica's group, from joining to the end. Pure, like `calls`."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,11 +9,10 @@ import msgspec
 from torch_ros.errors import Fenced, SeatLost, UsageError, VersionConflict
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import schema
-from torch_ros.protocol.calls import DELETES_MAX
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.legible import keyed, nobody, readable
+from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
-    NUMBER_MAX,
     Call,
     Decisions,
     Failure,
@@ -23,19 +22,18 @@ from torch_ros.protocol.records import (
     Kept,
     Outcome,
     RetainRecord,
-    RunRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
     answers_of,
 )
 from torch_ros.protocol.retention import Wish
+from torch_ros.protocol.runs import choose_run, restored_run
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
 from torch_ros.protocol.versions import is_passed, run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
     Count,
-    Created,
     Delete,
     Empty,
     Entry,
@@ -50,39 +48,6 @@ from torch_ros.store.txn import (
     one,
     sample,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Applicant:
-    """A process that wants a place in a replica's group."""
-
-    keys: Keys
-    replica: str
-    rank: int
-    world_size: int
-    shard: ShardRecord
-    run: str | None  # None: the newest live one; "new": a new one
-    datacenter: str
-    spot: bool
-    retain: tuple[str, ...] = ()
-    shared_nonce: str = ""  # given to all ranks alike; "": they find each other by the name
-    ttl_s: int = 10
-    drain_s: float = 60.0
-    # For each try to take a seat:
-    lease_id: int = 0
-    nonce: str = ""  # for a new incarnation; with `is_shared`, the only one it may join
-    fresh_run: str = ""  # the name of a new run
-    left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
-    run_number: int = 0  # of one that comes back, and had been in a complete group
-    at_ms: int = 0  # the wall clock
-
-    @property
-    def is_shared(self) -> bool:
-        return bool(self.shared_nonce)
-
-    @property
-    def group(self) -> str:
-        return self.keys.group(self.replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +82,7 @@ def open_ranges(who: Applicant) -> Ranges:
     keys = who.keys
     own = (*find_ranges(who), keys.decisions_of(who.replica))
     seats = keys.shards(k.instance(who.replica, who.nonce))
-    return (*own, seats, *spec_ranges(keys), sample(keys.groups()))
+    return (*own, seats, *spec_ranges(keys), sample(keys.groups()), keys.archives())
 
 
 def find_ranges(who: Applicant) -> tuple[Range, ...]:
@@ -172,9 +137,9 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         return Done(None)
     if who.run_number:
         assert who.run is not None
-        run, (run_ops, guards) = who.run, _restored_run(view, who, who.run, who.run_number)
+        run, (run_ops, guards) = who.run, restored_run(view, who, who.run, who.run_number)
     else:
-        run, run_ops, guards = _choose_run(view, who)
+        run, run_ops, guards = choose_run(view, who)
     group = GroupRecord(
         who.nonce,
         who.world_size,
@@ -204,54 +169,6 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
 def processes(view: View) -> Step[list[str]]:
     there = readable(view.entries.items(), k.parse_rank, ShardRecord)
     return Done([f"{shard.host}:{shard.pid}" for _, _, shard, _ in there])
-
-
-def _choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
-    """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
-    keys, numbers = who.keys, run_numbers(view, who.keys)
-    by_age = lambda run: (numbers[run], run)  # noqa: E731  # twice below
-    live = _live_runs(view.seen, keys) & numbers.keys()
-    # Of many groups and holdings, some show that the run of most newcomers lives.
-    likely = max(numbers, key=by_age, default=None) if who.run is None else who.run
-    if likely not in live:
-        live = _live_runs(view.within, keys) & numbers.keys()
-    trained = live - {k.BUCKET}  # nobody publishes in the other one
-    if who.run is None and trained:
-        name = max(trained, key=by_age)
-    else:
-        name = who.fresh_run if who.run in (None, "new") else who.run
-    assert name is not None
-    if name in live:
-        return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
-    number = min(1 + max(numbers.values(), default=0), NUMBER_MAX)
-    by = f"{who.shard.host}:{who.shard.pid}"
-    made: list[Op] = [Put(keys.run(name), RunRecord(by, number).encode())]
-    alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
-    if live:
-        return name, made, (view.unchanged(keys.run(name)), alone)
-    # etcd refuses a transaction that puts a key which it also deletes with a range.
-    dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
-    dead += [key for key, _ in view.within(keys.versions())]
-    # Nobody has begun to use one meanwhile.
-    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
-    return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
-
-
-def _live_runs(look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys) -> set[str]:
-    used = {where.run for _, where, _ in keyed(look(keys.holdings()), k.parse_holding)}
-    groups = readable(look(keys.groups()), k.parse_group, GroupRecord)
-    return used | {group.run for _, _, group, _ in groups if group.left is None}
-
-
-def _restored_run(
-    view: View, who: Applicant, run: str, number: int
-) -> tuple[list[Op], tuple[Guard, ...]]:
-    """The record of a run that was there before the store was wiped."""
-    key = who.keys.run(run)
-    if entry := view.get(key):
-        return [], (Created(key, entry.create_rev),)
-    by = f"{who.shard.host}:{who.shard.pid}"
-    return [Put(key, RunRecord(by, number).encode())], (view.unchanged(key),)
 
 
 def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
@@ -451,7 +368,7 @@ def _adopt(
         return ops, guards
     if ref.run == k.BUCKET:
         guards = (*guards, NoneNewer(who.keys.versions(ref.run), view.rev))
-    run_ops, run_guards = _restored_run(view, who, ref.run, ref.run_number)
+    run_ops, run_guards = restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
     run_ops.append(Put(key, kept.record(record).encode()))
     held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)

@@ -21,9 +21,10 @@ from torch_ros.errors import (
     TorchRosError,
 )
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import membership
+from torch_ros.protocol import membership, runs
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
-from torch_ros.protocol.membership import Applicant, Joined
+from torch_ros.protocol.membership import Joined
 from torch_ros.protocol.outage import Outage, Patience
 from torch_ros.protocol.seat import Seat
 from torch_ros.store.kv import KV
@@ -409,7 +410,7 @@ class _Taking:
                 at_ms=wall_ms(),
             )
             find = partial(membership.find_group, who=who)
-            found = self._ask(membership.find_ranges(who), find) or self._create(who)
+            found = self._ask(membership.find_ranges(who), find) or self._create(self._told(who))
             if found and (joined := self._join(who, found)) is not None:
                 return membership.seat_of(who, joined)
             left_behind = left_behind or shared
@@ -417,6 +418,15 @@ class _Taking:
     def _ask(self, ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
         steps = settle(self._deadline.what, ranges, rule)
         return run(steps, self._kv, self._deadline, check=self.check)
+
+    def _told(self, who: Applicant) -> Applicant:
+        """It knows the newest run of its bucket, if it might have to go on with that."""
+        if who.newest_stored is None or who.run is not None:
+            return who
+        rule = partial(runs.is_any_trained, who=who)
+        if self._ask(membership.open_ranges(who), rule):
+            return who
+        return dataclasses.replace(who, stored_run=who.newest_stored())
 
     def _create(self, who: Applicant) -> str:
         """The nonce of the group that was made, or that a peer made; "": another is needed."""

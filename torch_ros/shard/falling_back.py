@@ -29,6 +29,7 @@ T = TypeVar("T")
 log: logging.Logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # who waits for a bucket looks this often whether to go on
+RUN_S = 10.0  # `open` waits as long for the name of a run, which it can do without
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
 
 
@@ -200,6 +201,17 @@ class FallBack:
             self._quiet.is_over = True  # nobody but this replica held anything
         log.warning("%s; trying the version before it", error)
         return True
+
+
+def newest_run(floor: Floor, deadline: Deadline) -> tuple[int, str]:
+    """The number and the name of the bucket's newest run; (0, ""): none, or it does not answer."""
+    brief = Deadline(deadline.what, min(RUN_S, deadline.left_s()), check_open=deadline.check_open)
+    try:
+        return _left_alone(floor.newest_run, lambda: brief.check(f"the list of {floor.url}"))
+    except (BucketError, DeadlineExceeded) as error:
+        deadline.check(f"the list of {floor.url}")
+        log.warning("%s; a new run is begun, which is not the bucket's", error)
+        return 0, ""
 
 
 def require_floor(falls: FallBack | None, call: GroupCall) -> FallBack:

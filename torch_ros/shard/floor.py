@@ -33,6 +33,9 @@ class Floor(Protocol):
 
     url: str
 
+    def newest_run(self) -> tuple[int, str]:
+        """Its number in the bucket, and its name; (0, ""): it has none."""
+
     def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Stored | None:
         """Its newest version that is there in full, and fits; None: it has none.
 

@@ -12,12 +12,13 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
+from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import AHEAD, BUCKET, DEFAULT_DATACENTER, Keys, forerunner_of
-from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
+from torch_ros.shard.falling_back import newest_run
 from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.handle import ShardHandle
@@ -123,8 +124,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         rank: This process's place in the replica. None: the process group's, else torchrun's,
             else 0.
         world_size: How many processes the replica has. None: as with `rank`, else 1.
-        run: Where `publish` goes. Versions grow within a run. None: the newest living run; "new":
-            a new one (after a rollback to an older step); else the run of that name.
+        run: Where `publish` goes. Versions grow within a run. None: the newest living run, or, if
+            there is none but for archivers, that of the bucket, or a new one; "new": a new one
+            (after a rollback to an older step); else the run of that name.
         bucket: The URL of a bucket that `torch-ros archive` writes this model's versions to. When
             nobody has held any version for 2 to 3 `ttl_s`, a `replicate` or `update` of "latest"
             reads the newest one that the bucket has in full and that fits, and this replica serves
@@ -229,6 +231,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         drain_s=drain_s,
     )
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
+    own = partial(own, newest_stored=floor and partial(newest_run, floor, deadline))
     install = Install() if installs else None
     shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
 

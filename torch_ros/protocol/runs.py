@@ -1,0 +1,99 @@
+"""Which run a newcomer publishes in: docs/PROTOCOL.md#runs. Pure."""
+
+from collections.abc import Callable, Iterator
+
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.applicant import Applicant
+from torch_ros.protocol.calls import DELETES_MAX
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.legible import keyed, nobody, readable
+from torch_ros.protocol.records import NUMBER_MAX, GroupRecord, RunRecord
+from torch_ros.protocol.versions import run_numbers
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import (
+    Created,
+    Delete,
+    Entry,
+    Guard,
+    NoneNewer,
+    Op,
+    Put,
+    Range,
+    View,
+    one,
+)
+
+
+def is_any_trained(view: View, who: Applicant) -> Step[bool]:
+    """Whether there is a run that a newcomer would choose by itself."""
+    return Done(bool(_live_runs(view, who)[1]))
+
+
+def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
+    """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
+    keys, numbers = who.keys, run_numbers(view, who.keys)
+    live, trained = _live_runs(view, who)
+    stored_number, stored = who.stored_run
+    name = who.fresh_run if who.run in (None, "new") else who.run
+    if who.run is None and trained:
+        name = max(trained, key=lambda run: (numbers[run], run))
+    elif who.run is None and stored and not _is_known(view, keys, stored):
+        name, numbers[stored] = stored, stored_number
+    assert name is not None
+    if name in live:
+        return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
+    number = min(1 + max(numbers.values(), default=0), NUMBER_MAX)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    made: list[Op] = [Put(keys.run(name), RunRecord(by, number).encode())]
+    alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
+    if live:
+        return name, made, (view.unchanged(keys.run(name)), alone)
+    # etcd refuses a transaction that puts a key which it also deletes with a range.
+    dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
+    dead += [key for key, _ in view.within(keys.versions())]
+    # Nobody has begun to use one meanwhile.
+    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
+    return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
+
+
+def _is_known(view: View, keys: Keys, run: str) -> bool:
+    """Whether anything of a run of that name is left: somebody may come back with more of it."""
+    return view.get(keys.run(run)) is not None or any(view.within(keys.versions(run)))
+
+
+def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
+    """The live runs; of these, those that are there for more than archivers, or for a bucket."""
+    keys, numbers = who.keys, run_numbers(view, who.keys)
+    newest = max(numbers, key=lambda run: (numbers[run], run), default=None)
+    archivers = {name for _, name, _ in keyed(view.within(keys.archives()), k.parse_archive)}
+    live, trained = set[str](), set[str]()
+    for look in (view.seen, view.within):
+        used = [(run, replica) for run, replica in _users(look, keys) if run in numbers]
+        live = {run for run, _ in used}
+        trained = {run for run, replica in used if replica not in archivers} - {k.BUCKET}
+        # Of many groups and holdings, some show that the run of most newcomers lives.
+        if newest in trained if who.run is None else who.run in live:
+            break
+    return live, trained
+
+
+def _users(
+    look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys
+) -> Iterator[tuple[str, str]]:
+    """Runs, and who uses them: a replica's group, or "", where something is held."""
+    for _, where, _ in keyed(look(keys.holdings()), k.parse_holding):
+        yield where.run, ""
+    for _, replica, group, _ in readable(look(keys.groups()), k.parse_group, GroupRecord):
+        if group.left is None:
+            yield group.run, replica
+
+
+def restored_run(
+    view: View, who: Applicant, run: str, number: int
+) -> tuple[list[Op], tuple[Guard, ...]]:
+    """The record of a run that was there before the store was wiped."""
+    key = who.keys.run(run)
+    if entry := view.get(key):
+        return [], (Created(key, entry.create_rev),)
+    by = f"{who.shard.host}:{who.shard.pid}"
+    return [Put(key, RunRecord(by, number).encode())], (view.unchanged(key),)
