@@ -1,6 +1,7 @@
 """Updates by deltas: real publishers and readers, in memory and over etcd."""
 
 import asyncio
+import itertools
 import signal
 import threading
 import time
@@ -14,9 +15,16 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import ClosedError, CorruptDelta, UsageError, VersionNotFound
+from torch_ros.errors import (
+    ClosedError,
+    CorruptDelta,
+    DeadlineExceeded,
+    UsageError,
+    VersionNotFound,
+)
 from torch_ros.metrics import HandleCollector
 from torch_ros.shard import prefetching
+from torch_ros.transfer import deltas
 from torch_ros.transfer.delta_reading import DeltaRead
 
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
@@ -129,8 +137,8 @@ def test_an_attempt_that_fails_is_a_read_in_full(pair, monkeypatch, stage, error
     publish(trainer, 1, tensors)
     was = getattr(DeltaRead, stage)
 
-    def fails(*args):
-        was(*args)
+    def fails(*args, **options):
+        was(*args, **options)
         if error is not None:
             raise error
 
@@ -202,7 +210,7 @@ def no_delta_is_read(monkeypatch):
 
     def refuse():
         for name in ("find", "stage"):
-            monkeypatch.setattr(DeltaRead, name, lambda *_: pytest.fail("a delta is read"))
+            monkeypatch.setattr(DeltaRead, name, lambda *_, **__: pytest.fail("a delta is read"))
 
     return refuse
 
@@ -351,6 +359,91 @@ def test_nothing_is_prefetched_where_nothing_is_newer_or_held_or_worth_it(pair):
     assert rollout.prefetch() is None  # all has changed
     assert rollout.update() is True
     assert_same(found, tensors)
+
+
+@contextmanager
+def being_made(trainer, monkeypatch):
+    """Within, deltas are made when the event that it yields is set, unless they are cut off."""
+    made, was = threading.Event(), deltas.compare
+
+    def compare(older, newer):
+        making = trainer._shard.deltas._making
+        while not (making.is_told_to_stop or made.wait(0.01)):
+            pass
+        return was(older, newer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(deltas, "compare", compare)
+        try:
+            yield made
+        finally:
+            made.set()
+
+
+@contextmanager
+def looks(monkeypatch, count, then):
+    """Within, `then` is called before the look at a source's tables that has this number."""
+    was, numbers = DeltaRead._tables, itertools.count(1)
+
+    def tables(self):
+        if next(numbers) == count:
+            then()
+        return was(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeltaRead, "_tables", tables)
+        yield
+
+
+def test_a_prefetch_waits_for_a_delta_that_is_being_made_and_an_update_does_not(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, found = first(trainer, rollout)
+    step(tensors, 1)
+    with being_made(trainer, monkeypatch) as made:
+        trainer.publish_copy(1, tensors, deltas=8)
+        with looks(monkeypatch, 20, made.set):  # an update has given up long before
+            assert rollout.prefetch() == 1
+    rollout.update()
+    assert rollout.last_read.prefetched
+    step(tensors, 2)
+    with being_made(trainer, monkeypatch):
+        trainer.publish_copy(2, tensors, deltas=8)
+        rollout.update()
+        assert rollout.last_read.via == "full"
+    assert_same(found, tensors)
+
+
+def test_a_prefetch_that_waits_for_a_delta_ends_at_its_deadline(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, _ = first(trainer, rollout)
+    with being_made(trainer, monkeypatch):
+        trainer.publish_copy(1, tensors, deltas=8)
+        with pytest.raises(DeadlineExceeded):
+            rollout.prefetch(timeout_s=0.3)
+
+
+@pytest.mark.parametrize("call", ["update", "unpublish", "publish", "close"])
+def test_a_prefetch_that_waits_for_a_delta_ends_where_that_is_of_no_use(pair, monkeypatch, call):
+    trainer, rollout = pair
+    tensors, _ = first(trainer, rollout)
+    there = threading.Event()
+    with (
+        being_made(trainer, monkeypatch),
+        ThreadPoolExecutor(1) as pool,
+        looks(monkeypatch, 2, there.set),
+    ):
+        trainer.publish_copy(1, tensors, deltas=8)
+        ended = pool.submit(rollout.prefetch)
+        assert there.wait(20)
+        if call == "publish":
+            trainer.publish_copy(2, tensors, deltas=8)
+        else:
+            getattr(rollout, call)()
+        if call == "close":
+            with pytest.raises(ClosedError):
+                ended.result(10)
+        else:
+            assert ended.result(10) is None
 
 
 @contextmanager

@@ -468,8 +468,8 @@ class ShardHandle:
         it too.
 
         Deltas of a publisher with `publish_copy(deltas=...)` in this datacenter are read, into host
-        memory, under the conditions of `update`. If the last one is being made, it is waited
-        for, for half the time of a read in full.
+        memory, under the conditions of `update`. If the last one is being made, as right after a
+        `publish_copy`, it is waited for until `timeout_s` are over; an `update` would read in full.
 
         Args:
             version: As for `update`.

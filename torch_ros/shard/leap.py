@@ -72,7 +72,7 @@ class Leap:
         if read is None:
             return None
         try:
-            chains = read.find(self._base.ref.uid, self._call.ref.uid)
+            chains = read.find(self._base.ref.uid, self._call.ref.uid, hurries=True)
             staged = read.stage(chains) if chains is not None else None
         except CorruptDelta as error:
             log.warning("%s: %s", self._what, error)

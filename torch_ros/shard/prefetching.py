@@ -143,7 +143,9 @@ class Prefetching:
         plan = reading.plan(feed.layouts, target.phases[-1].layout, rank, costs)
         read = DeltaRead(reading.room, Supply(plan, feed), target, rank, costs, deadline)
         try:
-            chains = read.find(base.ref.uid, ref.uid) if read.is_possible() else None
+            if not read.is_possible():
+                return None
+            chains = read.find(base.ref.uid, ref.uid, hurries=False)
             staged = read.stage(chains) if chains is not None else None
         except CorruptDelta as error:
             log.warning("%s: nothing is staged: %s", deadline.what, error)

@@ -7,6 +7,7 @@ came from was seen after that, and all of them have passed their checks.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from torch_ros.transfer.feed import TORN_S, Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, close_all, perform
 from torch_ros.transfer.registered import Registered
-from torch_ros.transfer.stall import SILENCE_S
+from torch_ros.transfer.stall import SILENCE_S, SourceWait
 from torch_ros.weights.delta import Delta, Piece, apply, pieces
 from torch_ros.weights.delta_choice import Deltas, Extent, are_faster, reaches, wait_s
 from torch_ros.weights.delta_table import (
@@ -174,26 +175,28 @@ class DeltaRead:
 
     # Chains
 
-    def find(self, base: str, uid: str) -> Mapping[int, Chain] | None:
+    def find(self, base: str, uid: str, *, hurries: bool) -> Mapping[int, Chain] | None:
         """The chains of the source's ranks from one uid to the other, if there are.
 
-        If the last link is being made, waits for that, but not as long as it may pay.
+        If the last link is being made, waits for that.
+
+        Args:
+            hurries: Not for longer than it may pay: an engine stands still meanwhile.
         """
-        until_s = time.monotonic() + wait_s(self._target.bytes_total, self._costs)
-        pause_s = COMING_S
+        source, pause_s = self._feed.source, COMING_S
+        wait = SourceWait(source.replica, self._deadline, source.is_there)
+        most_s = wait_s(self._target.bytes_total, self._costs) if hurries else math.inf
+        until_s = time.monotonic() + most_s
         while True:
-            chains: dict[int, Chain] = {}
-            for rank, table in self._tables().items():
-                chain = table.chain(base, uid)
-                if chain is None:
-                    return None
-                chains[rank] = chain
-            if not any(chain.is_coming for chain in chains.values()):
+            found = {rank: table.chain(base, uid) for rank, table in self._tables().items()}
+            chains = {rank: chain for rank, chain in found.items() if chain is not None}
+            is_whole = len(chains) == len(found)
+            if is_whole and not any(chain.is_coming for chain in chains.values()):
                 return chains
-            if time.monotonic() >= until_s:
+            self._certify(found)  # else it has gone on, and makes this one no more
+            if not is_whole or time.monotonic() >= until_s:
                 return None
-            self._feed.source.check()
-            self._deadline.check("a delta is being made")
+            wait.look(f"{source.replica!r} is making a delta")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, COMING_S_MAX)
 
