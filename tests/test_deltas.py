@@ -413,6 +413,31 @@ def test_a_prefetch_waits_for_a_delta_that_is_being_made_and_an_update_does_not(
     assert_same(found, tensors)
 
 
+def test_how_long_a_delta_takes_is_told_by_its_copy_and_not_by_what_is_read_of_it(
+    options, monkeypatch
+):
+    model, whole, last = "m-" + uuid.uuid4().hex[:8], torch.zeros(1 << 24), (1 << 24) - 1000
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        trainer = stack.enter_context(torch_ros.open(model, replica="trainer", **options))
+        publish(trainer, 0, {"w": whole})  # 64 MiB: 25 ms
+        slow = torch_ros.Costs(read_bytes_per_s=1e5)  # of 4 kB: 20 ms would be worth a wait
+
+        def join(rank, costs):
+            group = {"replica": "rollout", "rank": rank, "world_size": 2}
+            return stack.enter_context(torch_ros.open(model, **group, costs=costs, **options))
+
+        rollouts = [*pool.map(join, (0, 1), (None, slow))]
+        for handle, (start, end) in zip(rollouts, ((0, last), (last, 1 << 24)), strict=True):
+            part = torch.ones(end - start)
+            handle.register({"w": torch_ros.Chunked(whole.shape, whole.dtype, {(start,): part})})
+        [*pool.map(lambda handle: handle.replicate(), rollouts)]
+        with being_made(trainer, monkeypatch), looks(monkeypatch, 3, pytest.fail):
+            trainer.publish_copy(1, {"w": whole}, deltas=8)
+            [*pool.map(lambda handle: handle.update(), rollouts)]
+        assert [handle.last_read.via for handle in rollouts] == ["full", "full"]
+        [*pool.map(lambda handle: handle.close(), rollouts)]
+
+
 def test_a_prefetch_that_waits_for_a_delta_ends_at_its_deadline(pair, monkeypatch):
     trainer, rollout = pair
     tensors, _ = first(trainer, rollout)

@@ -36,8 +36,10 @@ def test_one_percent_of_few_tensors_is_no_clear_win_within_a_host():
 
 
 def test_a_delta_that_cannot_come_in_time_is_not_waited_for():
-    assert wait_s(GIB, HOST_COSTS) == 0
-    assert wait_s(GIB, TCP_COSTS) == full_s(GIB, TCP_COSTS) / 2
+    assert wait_s(GIB, GIB, HOST_COSTS) == 0
+    assert wait_s(GIB, GIB, TCP_COSTS) == full_s(GIB, TCP_COSTS) / 2
+    assert wait_s(8 * GIB, GIB, TCP_COSTS) == 0
+    assert wait_s(GIB // 8, GIB, HOST_COSTS) == full_s(GIB, HOST_COSTS) / 2
 
 
 def test_no_more_than_a_quarter_of_the_target_is_staged():

@@ -185,8 +185,7 @@ class DeltaRead:
         """
         source, pause_s = self._feed.source, COMING_S
         wait = SourceWait(source.replica, self._deadline, source.is_there)
-        most_s = wait_s(self._target.bytes_total, self._costs) if hurries else math.inf
-        until_s = time.monotonic() + most_s
+        until_s = time.monotonic() + (self._worth_s() if hurries else math.inf)
         while True:
             found = {rank: table.chain(base, uid) for rank, table in self._tables().items()}
             chains = {rank: chain for rank, chain in found.items() if chain is not None}
@@ -199,6 +198,11 @@ class DeltaRead:
             wait.look(f"{source.replica!r} is making a delta")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, COMING_S_MAX)
+
+    def _worth_s(self) -> float:
+        """For how long a delta that is being made is worth a wait: each rank makes its own."""
+        copies = (self._feed.layouts[rank].blocks.sizes.sum() for rank in self._reaches)
+        return wait_s(int(max(copies)), self._target.bytes_total, self._costs)
 
     def _tables(self) -> dict[int, DeltaTable]:
         manifests, ranks = self._feed.manifests, list(self._reaches)

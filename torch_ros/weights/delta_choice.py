@@ -50,10 +50,13 @@ def full_s(bytes_total: int, costs: Costs) -> float:
     return bytes_total / costs.read_bytes_per_s
 
 
-def wait_s(bytes_total: int, costs: Costs) -> float:
-    """How long to wait for a delta to a target of that size, while that is being made."""
+def wait_s(copy_bytes: int, bytes_total: int, costs: Costs) -> float:
+    """How long to wait for the delta of a copy of that size, to a target of that size.
+
+    It is being made, and nobody says since when: it may have just begun.
+    """
     most_s = WAIT_SHARE * full_s(bytes_total, costs)
-    return most_s if bytes_total / MADE_BYTES_PER_S <= most_s else 0.0
+    return most_s if copy_bytes / MADE_BYTES_PER_S <= most_s else 0.0
 
 
 def are_faster(deltas: Deltas, bytes_total: int, costs: Costs) -> bool:
