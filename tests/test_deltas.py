@@ -603,12 +603,39 @@ def test_ctrl_c_in_a_prefetch_leaves_a_handle_that_prefetches_again(pair, monkey
     finally:
         signal.signal(signal.SIGALRM, was)
     assert interrupted > 10
-    assert not rollout._prefetching._busy.locked()
     assert not rollout._shard.beside
     assert rollout.prefetch() == 1
     rollout.update()
     assert rollout.last_read.prefetched
     assert_same(found, tensors)
+
+
+def test_a_prefetch_that_waits_for_another_ends_at_its_deadline(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+    with meanwhile(rollout, monkeypatch) as ended:
+        with pytest.raises(DeadlineExceeded, match="another prefetch"):
+            rollout.prefetch(timeout_s=0.1)
+        assert not ended.done()
+    assert ended.result() == 1
+    assert rollout.prefetch(timeout_s=20) == 1
+
+
+def test_a_prefetch_of_a_task_that_is_cancelled_waits_for_no_other(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+
+    async def cancelled():
+        waits = asyncio.create_task(rollout.aio.prefetch())
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    with meanwhile(rollout, monkeypatch) as ended:
+        asyncio.run(cancelled())
+        assert not ended.done()
+    assert ended.result() == 1
 
 
 def test_closing_ends_a_prefetch(pair, monkeypatch):

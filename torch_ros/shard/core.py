@@ -110,7 +110,7 @@ class Shard:
     is_closed: bool
     before_end: list[Callable[[], object]]  # done first when it closes
     lock: threading.RLock  # of the call that is under way
-    beside: set[int]  # threads in calls beside which others go on
+    beside: list[int]  # threads in prefetches: others go on beside the first, and the rest wait
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Shard:
         self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
-        self.beside = set()
+        self.beside = []
         self._closing: Closing | None = None
         self._hurries = False  # somebody does not wait for `close` any more
         _open_shards.add(self)
@@ -196,7 +196,7 @@ class Shard:
 
     def refuse_nested(self, what: str) -> None:
         """Refuse a call from a signal handler: the call it interrupted resumes afterwards."""
-        if threading.get_ident() in {self._caller, *self.beside}:
+        if threading.get_ident() in (self._caller, *self.beside):
             raise UsageError(
                 f"{self} cannot be {what} within a call that it is in the middle of; let the "
                 "signal handler raise (SystemExit, say), and go on when the call has ended"

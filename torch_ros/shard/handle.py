@@ -473,7 +473,7 @@ class ShardHandle:
 
         Args:
             version: As for `update`.
-            timeout_s: For all of it.
+            timeout_s: For all of it, also the wait for another prefetch.
 
         Returns:
             The version for which something is staged now, also if it was before. None: nothing is

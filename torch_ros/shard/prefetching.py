@@ -4,8 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -32,9 +34,11 @@ from torch_ros.transfer.delta_reading import DeltaRead
 from torch_ros.transfer.feed import FeedSource, Supply, connect
 from torch_ros.transfer.reading import Reading
 
+T = TypeVar("T")
 log: logging.Logger = logging.getLogger(__name__)
 
 TRIES_MAX = 3  # to find a source that stays: a trainer gives its version up for the next one
+TURN_S = 0.02  # between looks whether those before have ended
 CLOSE_S = 5.0  # for reads in flight to end, when the handle closes
 
 
@@ -43,7 +47,6 @@ class Prefetching:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._busy = threading.Lock()
         self._reading: Reading | None = None  # connected; for prefetches alone
         shard.observed.staged["prefetched"] = lambda: self.held_bytes
         shard.before_end.append(self.close)
@@ -65,23 +68,37 @@ class Prefetching:
             )
         shard.require_usable()
         shard.refuse_nested("used")
-        mine = threading.get_ident()
-        with self._busy:
-            try:
-                shard.beside.add(mine)
-                shard.require_usable()
-                deadline = shard.deadline(f"prefetch {version}", timeout_s)
-                return self._counted(partial(self._prefetch, spec, deadline))
-            finally:
-                shard.beside.discard(mine)
-                if self._reading is not None:
-                    self._reading.room.close()  # what is staged stays, and is nobody else's
-                self._end_if_closed()
+        deadline = shard.deadline(f"prefetch {version}", timeout_s)
+        return self._in_turn(deadline, partial(self._counted, spec, deadline))
 
-    def _counted(self, prefetch: Callable[[], int | None]) -> int | None:
+    def _in_turn(self, deadline: Deadline, call: Callable[[], T]) -> T:
+        """Make `call` when those have ended that came before. Ctrl-C leaves nobody in the line."""
+        line, me = self._shard.beside, threading.get_ident()
+        try:
+            line.append(me)
+            while line[0] != me:
+                deadline.check("another prefetch is under way")
+                time.sleep(TURN_S)
+            try:
+                return call()
+            finally:
+                self._put_away()
+        finally:
+            line.remove(me)
+
+    def _put_away(self) -> None:
+        if self._reading is not None:
+            self._reading.room.close()  # what is staged stays, and is nobody else's
+        if self._shard.is_closed and self._reading is not None:
+            reading, self._reading = self._reading, None
+            reading.close()
+            reading.peers.close()
+
+    def _counted(self, spec: Spec, deadline: Deadline) -> int | None:
+        self._shard.require_usable()
         tally = self._shard.observed.tally
         try:
-            staged = prefetch()
+            staged = self._prefetch(spec, deadline)
         except TorchRosError as error:
             tally.prefetched(type(error).__name__)
             raise
@@ -191,14 +208,5 @@ class Prefetching:
     def close(self) -> None:
         """End the one that is under way, and let go of what there is."""
         self._shard.ahead.take()
-        if self._busy.acquire(timeout=CLOSE_S):  # else it does so itself, when it ends
-            try:
-                self._end_if_closed()
-            finally:
-                self._busy.release()
-
-    def _end_if_closed(self) -> None:
-        if self._shard.is_closed and self._reading is not None:
-            reading, self._reading = self._reading, None
-            reading.close()
-            reading.peers.close()
+        with suppress(DeadlineExceeded):  # it does so itself, when it ends
+            self._in_turn(Deadline("close", CLOSE_S), lambda: None)
