@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from random import Random
 
 import prometheus_client
@@ -19,6 +19,7 @@ from torch_ros.errors import (
     ClosedError,
     CorruptDelta,
     DeadlineExceeded,
+    SourceLost,
     UsageError,
     VersionNotFound,
 )
@@ -521,6 +522,28 @@ def test_a_source_that_leaves_meanwhile_leaves_nothing_staged(pair, monkeypatch)
     with meanwhile(rollout, monkeypatch) as ended:
         trainer.unpublish()
     assert ended.result() is None  # and nothing is newer
+
+
+@pytest.mark.parametrize("end", ["unpublish", "close", "deadline"])
+def test_a_prefetch_that_will_look_again_ends_where_that_is_of_no_use(pair, monkeypatch, end):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+    monkeypatch.setattr(prefetching, "RETRY_S", 20)
+    lost = threading.Event()
+
+    def lose(*_):
+        lost.set()
+        raise SourceLost("trainer", "it is gone", 0, 0)
+
+    monkeypatch.setattr(DeltaRead, "_certify", lose)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(rollout.prefetch, timeout_s=1 if end == "deadline" else 50)
+        assert lost.wait(20)
+        if end != "deadline":
+            getattr(rollout, end)()
+        error = {"close": ClosedError, "deadline": DeadlineExceeded}.get(end)
+        with pytest.raises(error) if error else nullcontext():
+            assert ended.result(10) is None
 
 
 def test_prefetches_and_updates_beside_each_other_are_exact(pair):

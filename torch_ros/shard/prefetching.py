@@ -38,7 +38,7 @@ T = TypeVar("T")
 log: logging.Logger = logging.getLogger(__name__)
 
 TRIES_MAX = 3  # to find a source that stays: a trainer gives its version up for the next one
-TURN_S = 0.02  # between looks whether those before have ended
+TURN_S = 0.02  # between looks whether those before have ended, or this one is of no use
 CLOSE_S = 5.0  # for reads in flight to end, when the handle closes
 
 
@@ -128,7 +128,7 @@ class Prefetching:
         rule = partial(oldest_original, seat=seat, spec=spec, held=base.ref)
         for _ in range(TRIES_MAX):
             if lost is not None:
-                time.sleep(RETRY_S)
+                self._pause(lost, deadline)
             original = group.ask(newer_ranges(seat.keys, base.ref), rule, deadline)
             if original is None:
                 return None
@@ -146,6 +146,13 @@ class Prefetching:
                 return original.ref.version if is_kept else None
         assert lost is not None
         raise lost
+
+    def _pause(self, lost: SourceLost, deadline: Deadline) -> None:
+        """Before another look; not longer than anybody has a use for that."""
+        until_s = time.monotonic() + RETRY_S
+        while time.monotonic() < until_s:
+            deadline.check(str(lost))
+            time.sleep(TURN_S)
 
     def _staged(self, original: Original, base: Base, deadline: Deadline) -> Prefetched | None:
         """The changes, if its publisher shows a chain of them that is worth it."""
