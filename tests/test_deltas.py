@@ -326,6 +326,27 @@ def test_what_leads_from_what_is_not_held_any_more_is_dropped(pair, call):
     assert_same(found, tensors)
 
 
+@pytest.mark.parametrize("call", ["unpublish", "publish_copy"])
+def test_what_was_prefetched_goes_where_its_base_is_given_up_also_if_that_fails(
+    pair, monkeypatch, call
+):
+    trainer, rollout = pair
+    tensors, _ = changed(trainer, rollout)
+    assert rollout.prefetch() == 1
+    if call == "publish_copy":
+        rollout.publish_copy(2, tensors)
+    else:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollout._shard.group, "catch_up", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rollout.unpublish()
+    assert rollout._shard.ahead.kept is None
+
+
 def test_a_stray_write_before_a_prefetched_update_is_found(pair):
     trainer, rollout = pair
     tensors, found = changed(trainer, rollout)

@@ -324,10 +324,13 @@ class Shard:
         """Give up the version that is held, once nobody reads it.
 
         Args:
-            may_forget: Whether to go on without etcd.
+            may_forget: Whether to go on without etcd. Nothing is read then into what is given up,
+                so what was staged for it goes, however this ends.
             counted: The version that ranks without a seat take for held, and make this call for.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
+        if may_forget:
+            self.ahead.take()
         try:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:

@@ -340,7 +340,6 @@ class ShardHandle:
         def unpublish() -> None:
             deadline = shard.deadline("unpublish", timeout_s)
             shard.as_one("unpublish", lambda: shard.unpublish(deadline))
-            shard.ahead.take()
 
         shard.busy(unpublish, is_member=False)
 
