@@ -10,11 +10,14 @@ import torch
 
 import torch_ros
 from torch_ros.deadline import Deadline
+from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.p2p.huge_pages import HugePages
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard import host_copies as copies
+from torch_ros.shard.filling import Dropped
 from torch_ros.shard.host_copies import HostCopy
+from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module
 from torch_ros.transfer import posting
 from torch_ros.transfer.mailbox import Digests, Mailbox
@@ -161,6 +164,36 @@ def test_an_offer_in_the_place_of_one_that_is_gone_is_found():
     assert mailboxes[-1]._memory.ctypes.data == address, "it was freed"
     mailboxes[-1].serve(8, 1)
     assert peers.state(mailboxes[-1].card, deadline).word.mark == 8
+    peers.close()
+    for transport in (source, reader):
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "cuts"),
+    [(SourceLost("r", "it is mute", 0, 0), 1), (Dropped(), 0), (DeadlineExceeded("x", 1, "y"), 0)],
+)
+def test_only_a_source_that_is_mute_is_cut_off_while_its_manifest_is_read(monkeypatch, error, cuts):
+    """The connection below is others' too, of this process."""
+    source, reader, cuts_seen = MemoryTransport(), MemoryTransport(), []
+    peers, deadline, mailbox = Peers(reader), Deadline("look", 5), Mailbox(source)
+    state = LocalState(local_chunks({"w": torch.ones(3)}), {}, {})
+    Tensors(mailbox, HugePages()).show(state)
+    was = Peers._read_bytes
+
+    def read_bytes(self, peer, notice, deadline, still):
+        def stop():
+            raise error
+
+        return was(self, peer, notice, deadline, stop)
+
+    monkeypatch.setattr(MemoryPeer, "cut", lambda peer: cuts_seen.append(peer))
+    with monkeypatch.context() as patched:
+        patched.setattr(Peers, "_read_bytes", read_bytes)
+        with pytest.raises(type(error)):
+            peers.state(mailbox.card, deadline)
+    assert len(cuts_seen) == cuts
+    assert peers.state(mailbox.card, deadline).manifest is not None
     peers.close()
     for transport in (source, reader):
         transport.close()

@@ -320,9 +320,7 @@ class Peers:
             with closing(transfer):
                 try:
                     perform([transfer], deadline, Watcher(still))
-                except TransferFailed:
-                    raise
-                except TorchRosError:
+                except SourceLost:  # only then: others of this process may be reading from it
                     self.leave(peer.agent)
                     raise
         return buffer.tobytes()
