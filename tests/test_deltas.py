@@ -682,14 +682,17 @@ def test_a_prefetch_of_a_task_that_is_cancelled_waits_for_no_other(pair, monkeyp
     assert ended.result() == 1
 
 
-def test_closing_ends_a_prefetch(pair, monkeypatch):
+def test_closing_leaves_and_then_waits_for_a_prefetch(pair, monkeypatch):
     trainer, rollout = pair
     changed(trainer, rollout)
+    monkeypatch.setattr(prefetching, "CLOSE_S", 30.0)
     with meanwhile(rollout, monkeypatch) as ended:
-        closing = threading.Thread(target=rollout.close)
+        closing, end_s = threading.Thread(target=rollout.close), time.monotonic() + 10
         closing.start()
-        while not rollout.is_closed:
+        while 0 in trainer.list():
+            assert time.monotonic() < end_s
             time.sleep(0.001)
+        assert closing.is_alive()
     with pytest.raises(ClosedError):
         ended.result()
     closing.join()

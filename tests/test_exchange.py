@@ -187,7 +187,10 @@ def test_only_a_source_that_is_mute_is_cut_off_while_its_manifest_is_read(monkey
 
         return was(self, peer, notice, deadline, stop)
 
-    monkeypatch.setattr(MemoryPeer, "cut", lambda peer: cuts_seen.append(peer))
+    def seen(peer):
+        cuts_seen.append(peer)
+
+    monkeypatch.setattr(MemoryPeer, "cut", seen)
     with monkeypatch.context() as patched:
         patched.setattr(Peers, "_read_bytes", read_bytes)
         with pytest.raises(type(error)):

@@ -109,6 +109,7 @@ class Shard:
     intake: Intake
     is_closed: bool
     before_end: list[Callable[[], object]]  # done first when it closes
+    at_last: list[Callable[[], object]]  # and when it shows nothing any more; then the transport
     lock: threading.RLock  # of the call that is under way
     beside: list[int]  # threads in prefetches: others go on beside the first, and the rest wait
 
@@ -138,7 +139,7 @@ class Shard:
         self.forerunner, self.floor, self.avoided = None, None, set()
         self.intake = Intake(group.ledger)
         self.is_closed = False
-        self.before_end = []
+        self.before_end, self.at_last = [], []
         self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
@@ -451,6 +452,8 @@ class Shard:
                     self.mailbox.close()
                     self.deltas.close()
                     self.tensors.forget()
+                    for end in self.at_last:
+                        end()
                     self.transport.close()
                 _open_shards.discard(self)
                 self.observed.end()

@@ -864,7 +864,8 @@ class ShardHandle:
         and until those have finished that read it then. So does the newest version while a
         `torch-ros archive` that runs has not written it. Handing over takes all ranks, which close
         at about the same time; one that ends without ends it. Other versions go at once, and their
-        readers are not waited for; `unpublish` first to let them finish.
+        readers are not waited for; `unpublish` first to let them finish. A `prefetch` of another
+        thread ends, and is waited for last, for 5 s at most.
 
         The tensors must not be written to before the return, and may be freed after it. In a
         forked child it does nothing.

@@ -49,7 +49,8 @@ class Prefetching:
         self._shard = shard
         self._reading: Reading | None = None  # connected; for prefetches alone
         shard.observed.staged["prefetched"] = lambda: self.held_bytes
-        shard.before_end.append(self.close)
+        shard.before_end.append(shard.ahead.take)
+        shard.at_last.append(self.close)
 
     @property
     def held_bytes(self) -> int:
@@ -213,7 +214,6 @@ class Prefetching:
     # The end
 
     def close(self) -> None:
-        """End the one that is under way, and let go of what there is."""
-        self._shard.ahead.take()
+        """Wait for the one that is under way, which has been told to end; disconnect."""
         with suppress(DeadlineExceeded):  # it does so itself, when it ends
             self._in_turn(Deadline("close", CLOSE_S), lambda: None)
