@@ -180,6 +180,22 @@ def test_an_update_to_what_has_not_changed_brings_nothing(pair):
     assert_same(found, tensors)
 
 
+def test_heads_that_are_large_beside_the_tensors_are_not_read(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors = {f"t{number}": torch.zeros(()) for number in range(1000)}
+    publish(trainer, 0, tensors)
+    found = {name: torch.ones(()) for name in tensors}
+    rollout.register(found)
+    rollout.replicate()
+    tensors["t7"] += 1
+    publish(trainer, 1, tensors)
+    monkeypatch.setattr(DeltaRead, "_heads", lambda *_: pytest.fail("heads are read"))
+    assert rollout.prefetch() is None
+    rollout.update()
+    assert rollout.last_read.via == "full"
+    assert_same(found, tensors)
+
+
 def test_tied_tensors_are_changed_once(pair):
     trainer, rollout = pair
     tensors, found = weights(), weights()

@@ -488,7 +488,7 @@ class ShardHandle:
         In each case nothing has changed, and `update` works.
 
         Cost: 2 reads of etcd, if something is newer; else 1. Memory: of the changes, at most a
-        quarter of the tensors; until they are applied or dropped.
+        third of the tensors; until they are applied or dropped.
         """
         return self._prefetching.prefetch(version, timeout_s)
 

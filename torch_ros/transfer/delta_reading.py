@@ -221,6 +221,10 @@ class DeltaRead:
 
     def stage(self, chains: Mapping[int, Chain]) -> Staged | None:
         """Read what is needed, ask each word after that, then check it. None: full is faster."""
+        entries = (entry for chain in chains.values() for entry in chain.links)
+        head_bytes = sum(entry.head_bytes for entry in entries)
+        if not self._are_faster(Deltas(head_bytes, 0, 0)):
+            return None
         wanted = [
             (link, chunk, segments)
             for link in self._heads(chains)
@@ -234,9 +238,8 @@ class DeltaRead:
         ]
         self.links = max(len(chain.links) for chain in chains.values())
         self.changed = sum(segments.changed for _, _, segments in wanted)
-        staged_bytes = sum(place.size_bytes for place in places)
-        deltas = Deltas(staged_bytes, self.changed, self.links * len(self._pieces))
-        if not are_faster(deltas, self._target.bytes_total, self._costs):
+        staged_bytes = head_bytes + sum(place.size_bytes for place in places)
+        if not self._are_faster(Deltas(staged_bytes, self.changed, self.links * len(self._pieces))):
             return None
         arrays = self._land(places)
         self._certify(chains)
@@ -246,6 +249,9 @@ class DeltaRead:
         ):
             staged.setdefault((link.rank, chunk), []).append(segments.received(gaps, values))
         return staged
+
+    def _are_faster(self, deltas: Deltas) -> bool:
+        return are_faster(deltas, self._target.bytes_total, self._costs)
 
     def _certify(self, ranks: Iterable[int]) -> None:
         """All that was read of these ranks is what they had under the mark of the source."""
