@@ -25,7 +25,7 @@ from torch_ros.errors import (
 )
 from torch_ros.metrics import HandleCollector
 from torch_ros.shard import prefetching
-from torch_ros.transfer import deltas
+from torch_ros.transfer import delta_reading, deltas
 from torch_ros.transfer.delta_reading import DeltaRead
 
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
@@ -744,6 +744,35 @@ def test_a_signal_handler_makes_no_call_within_a_prefetch(pair, monkeypatch):
     monkeypatch.setattr(DeltaRead, "_certify", handler)
     assert rollout.prefetch() == 1
     assert len(refused) == 3
+
+
+def test_a_prefetch_for_which_there_is_no_memory_stages_nothing(pair, monkeypatch):
+    trainer, rollout = pair
+    tensors, found = changed(trainer, rollout)
+    was = torch.empty
+
+    def empty(*sizes, **options):
+        return was(1 << 60 if sizes[0] else 0, **options)  # torch raises, as where memory is short
+
+    with monkeypatch.context() as patched:
+        patched.setattr(delta_reading.torch, "empty", empty)
+        assert rollout.prefetch() is None
+    assert rollout.prefetch() == 1
+    rollout.update()
+    assert_same(found, tensors)
+
+
+def test_a_prefetch_that_ctrl_c_ends_is_counted(pair, monkeypatch):
+    trainer, rollout = pair
+    changed(trainer, rollout)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeltaRead, "_certify", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rollout.prefetch()
+    assert rollout._shard.observed.tally.prefetches == {"KeyboardInterrupt": 1}
 
 
 def test_a_prefetch_needs_digests_of_all_bytes():

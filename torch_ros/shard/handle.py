@@ -476,8 +476,8 @@ class ShardHandle:
 
         Returns:
             The version for which something is staged now, also if it was before. None: nothing is
-            newer, this handle holds nothing that it has read, there are no deltas or they are not
-            worth it, or something else was read meanwhile.
+            newer, this handle holds nothing that it has read, there are no deltas, they are not
+            worth it or do not fit into memory, or something else was read meanwhile.
 
         Raises:
             UsageError: The handle's `digests` are not "full".

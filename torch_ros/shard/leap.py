@@ -74,7 +74,7 @@ class Leap:
         try:
             chains = read.find(self._base.ref.uid, self._call.ref.uid, hurries=True)
             staged = read.stage(chains) if chains is not None else None
-        except CorruptDelta as error:
+        except (CorruptDelta, MemoryError) as error:
             log.warning("%s: %s", self._what, error)
             return None
         return (read, staged) if staged is not None else None

@@ -15,7 +15,6 @@ from torch_ros.errors import (
     DeadlineExceeded,
     SourceLost,
     StoreUnavailable,
-    TorchRosError,
     UsageError,
 )
 from torch_ros.protocol.claimed import GLANCE_S, RETRY_S
@@ -100,7 +99,7 @@ class Prefetching:
         tally = self._shard.observed.tally
         try:
             staged = self._prefetch(spec, deadline)
-        except TorchRosError as error:
+        except BaseException as error:  # Ctrl-C, too
             tally.prefetched(type(error).__name__)
             raise
         tally.prefetched("nothing" if staged is None else "staged")
@@ -172,7 +171,7 @@ class Prefetching:
                 return None
             chains = read.find(base.ref.uid, ref.uid, hurries=False)
             staged = read.stage(chains) if chains is not None else None
-        except CorruptDelta as error:
+        except (CorruptDelta, MemoryError) as error:
             log.warning("%s: nothing is staged: %s", deadline.what, error)
             return None
         if staged is None:

@@ -83,12 +83,18 @@ class DeltaRoom:
         return 0 if buffer is None else buffer.nbytes
 
     def of(self, size_bytes: int) -> Bytes:
-        """So much of it, aligned. What lay there before is gone."""
+        """So much of it, aligned. What lay there before is gone.
+
+        Raises:
+            MemoryError: There is too little.
+        """
         if self._buffer is None or self._buffer.nbytes < size_bytes + ALIGNMENT_BYTES:
             self.close()
-            self._buffer = torch.empty(
-                size_bytes + size_bytes // 8 + ALIGNMENT_BYTES, dtype=torch.uint8
-            )
+            room_bytes = size_bytes + size_bytes // 8 + ALIGNMENT_BYTES
+            try:
+                self._buffer = torch.empty(room_bytes, dtype=torch.uint8)
+            except RuntimeError as error:  # torch's word for it
+                raise MemoryError(f"no {room_bytes} bytes for deltas") from error
             region = Region(self._buffer.data_ptr(), self._buffer.nbytes)
             self._pages.ask([region])
             self._registration = self._transport.register([region])
@@ -133,7 +139,8 @@ class DeltaRead:
     """One rank's attempt to fill `target` by deltas of a full source.
 
     `find`, `stage` and `scatter`, in this order. The first two leave the target as it is, and
-    raise SourceLost, as any read from that source, or CorruptDelta: it shows what it should not.
+    raise SourceLost, as any read from that source, CorruptDelta: it shows what it should not, or
+    MemoryError.
 
     Args:
         supply: The source, with the plan of a read in full.
