@@ -110,7 +110,7 @@ def fill_chunks(
     """Fill chunks of memory; how many bytes were wanted of the files.
 
     Nothing is written to them after the return, or an error: requests that are under way then end
-    by themselves, and what they bring is dropped.
+    by themselves, and what they bring is dropped. An interpreter that exits waits for them.
 
     Takes 512 MiB of memory at most, and reads the parts of files that have something for them.
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch_ros.costs import Costs
 from torch_ros.weights.delta import Piece
 
-# Deltas are taken where they win clearly: a guess that is wrong by a quarter costs nothing.
-MARGIN = 0.6  # reads within a host may be thrice as fast as `Costs` has them
+MARGIN = 0.6  # deltas are taken where they win clearly: a guess is easily wrong by a half
 STAGED_SHARE = 0.25  # of the target's bytes: more is not staged
 WAIT_SHARE = 0.5  # of a read in full, for a delta that is being made
 MADE_BYTES_PER_S = 2.7e9  # of the copy: 0.4 s per GiB, at 1 %
