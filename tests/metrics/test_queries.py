@@ -121,6 +121,12 @@ def test_a_board_is_one_that_grafana_takes():
     assert {panel["datasource"]["uid"] for panel in panels} == {"$datasource"}
 
 
+@pytest.mark.parametrize("figure", ["torch_ros_reads_via_total", "torch_ros_read_via_bytes_total"])
+def test_a_board_tells_in_full_from_by_deltas(figure):
+    found = [legend for query, legend in of_board() if figure in dict(asked(query))]
+    assert found == [{"via"}]
+
+
 def test_operations_tells_of_each_alert():
     text = (FOLDER.parents[1] / "docs" / "OPERATIONS.md").read_text()
     names = re.findall(r"alert: (\w+)", ALERTS.read_text())
