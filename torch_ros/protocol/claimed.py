@@ -188,18 +188,21 @@ class ClaimedSources:
             raise left
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
-        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
-        call, deadline = self.call, self.call.deadline
-        within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
-        brief = Deadline(call.asked, within_s, check_open=deadline.check_open)
-        try:
-            return call.seating.run(settle(call.asked, ranges, rule), brief)
-        except (DeadlineExceeded, StoreUnavailable):
-            return unknown
+        seating, steps = self.call.seating, settle(self.call.asked, ranges, rule)
+        return glance(partial(seating.run, steps), self.call.deadline, unknown=unknown)
 
 
 def _replica_at(place: str) -> str:
     return replica_of(inst_at(place))
+
+
+def glance(ask: Callable[[Deadline], T], deadline: Deadline, *, unknown: T) -> T:
+    """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+    within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
+    try:
+        return ask(Deadline(deadline.what, within_s, check_open=deadline.check_open))
+    except (DeadlineExceeded, StoreUnavailable):
+        return unknown
 
 
 def suspect(

@@ -19,7 +19,6 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     ClosedError,
     CorruptWeights,
-    DeadlineExceeded,
     ManifestMismatch,
     NotSupported,
     SourceLost,
@@ -29,7 +28,7 @@ from torch_ros.errors import (
 )
 from torch_ros.protocol import streams
 from torch_ros.protocol.call import CLEAN_UP_S
-from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, suspect
+from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, glance, suspect
 from torch_ros.protocol.keys import inst_at, replica_of, stream_of
 from torch_ros.protocol.presence import there_ranges
 from torch_ros.protocol.records import VersionRef
@@ -435,12 +434,8 @@ class Filling:
         return self._glance(streams.choice_ranges(seat, ref), rule, unknown=False)
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:
-        """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
         deadline = Deadline(self.wanted.what, GLANCE_S, check_open=self._check)
-        try:
-            return self._group.ask(ranges, rule, deadline)
-        except (DeadlineExceeded, StoreUnavailable):
-            return unknown
+        return glance(partial(self._group.ask, ranges, rule), deadline, unknown=unknown)
 
 
 class _LeaseEnded(Exception):
