@@ -26,6 +26,12 @@ def text(name: str, value: Any) -> None:
         raise UsageError(f"{name} {value!r}: expected text that UTF-8 can write") from error
 
 
+def maybe_text(name: str, value: Any) -> None:
+    """None and "" are two ways to say no."""
+    if value not in (None, ""):
+        text(name, value)
+
+
 def texts(name: str, value: Any) -> None:
     """Refuses a single string, which would be taken letter by letter."""
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -26,7 +26,8 @@
     * StoreUnavailable
     * AccessDenied       TLS, the user or its role; the field `what` says which
     * Contention
-    * BucketError        an object store refuses, or has other bytes than it was given
+    * BucketError        an object store refuses, or does not answer
+      * UnreadableVersion  what it should have is gone, or has other bytes
   * UntrustedObject    an object that torch's weights_only unpickler refuses
   * ClosedError        used after close(), or in a forked child
 
@@ -446,7 +447,7 @@ class Contention(BackendError):
 
 
 class BucketError(BackendError):
-    """An object store did not do as asked, or has other bytes than it was given.
+    """An object store did not do as asked.
 
     `key` counts from the URL; "" stands for all of it.
     """
@@ -460,6 +461,10 @@ class BucketError(BackendError):
 
     def __init__(self, url: str, key: str, reason: str, advice: str, /) -> None:
         self.url, self.key, self.reason, self.advice = url, key, reason, advice
+
+
+class UnreadableVersion(BucketError):
+    """An object of a version is gone, or has other bytes than were archived: it stays so."""
 
 
 class UntrustedObject(TorchRosError):

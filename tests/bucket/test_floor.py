@@ -14,13 +14,16 @@ import torch_ros
 import torch_ros.bucket
 from puppets.objects import ObjectServer
 from torch_ros.bucket import floor, objects
-from torch_ros.bucket.archive import Archiver
+from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.errors import (
     BucketError,
+    CallMismatch,
     DeadlineExceeded,
     SeatLost,
     StoreUnavailable,
+    UnreadableVersion,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.shard import falling_back
 
@@ -294,6 +297,163 @@ def test_a_corrupt_version_leads_to_the_one_before_and_if_none_is_left_that_is_s
         with pytest.raises(BucketError):
             reader.replicate("latest", missing_ok=missing_ok)
         assert reader.version is None
+
+
+@memory_only
+def test_a_store_that_fails_while_it_is_read_costs_no_version(archived, begun, monkeypatch):
+    archived(7, 8)
+    reader, mine = begun()
+    get_ranges = objects.ObjectStore.get_ranges
+
+    def refuses(self, key, *_):
+        monkeypatch.setattr(objects.ObjectStore, "get_ranges", get_ranges)
+        raise BucketError(self.url, key, "503", "wait")
+
+    monkeypatch.setattr(objects.ObjectStore, "get_ranges", refuses)
+    with pytest.raises(BucketError, match="503"):
+        reader.replicate("latest")
+    assert reader.replicate("latest") == 8
+    assert (mine["w"] == 8).all()
+
+
+@memory_only
+def test_a_version_of_which_a_file_is_gone_leads_to_the_one_before(archived, begun, url):
+    archived(7, 8)
+    [path] = Path(url).glob(f"*/*/data/{8:020d}-*/model.safetensors")
+    path.unlink()
+    reader, _ = begun()
+    assert reader.replicate("latest") == 7
+
+
+@memory_only
+def test_tied_tensors_are_filled_once_with_the_first(archived, opened, url):
+    archived(7, tied=torch.zeros(COUNT))
+    reader, one = opened("reader", bucket=url, ttl_s=TTL_S), torch.zeros(COUNT)
+    reader.register({"w": one, "tied": one, "b": torch.zeros(3)})
+    assert reader.replicate("latest") == 7
+    assert (one == 7).all()
+    assert reader.last_read.bytes_read == 4 * (COUNT + 3)
+
+
+@memory_only
+def test_where_nothing_can_be_read_that_is_there_none_is_not_said(archived, begun, url):
+    archived(7)
+    reader, _ = begun()
+    bucket = torch_ros.bucket.open(url, reader.model)
+    [of] = bucket.kept()
+    Path(url, bucket.root, of.key).write_text("{}")
+    with pytest.raises(UnreadableVersion):
+        reader.replicate("latest", missing_ok=True)
+
+
+@memory_only
+def test_who_holds_something_that_cannot_be_read_from_is_waited_for_by_nobody(archived, begun):
+    archived(7)
+    reader, _ = begun(retain=("latest",))
+    assert reader.replicate("latest", missing_ok=True) == 7
+    reader.unpublish()  # what is retained is in host memory now
+    began_s = time.monotonic()
+    assert reader.replicate("latest", missing_ok=True) is None
+    assert time.monotonic() - began_s < QUIET_S
+
+
+@memory_only
+def test_what_a_trainer_publishes_while_the_bucket_is_listed_is_read(
+    archived, begun, opened, monkeypatch
+):
+    archived(7)
+    reader, mine = begun(timeout_s=60)
+    trainer, stays = opened("trainer"), threading.Event()
+    weights = zeros()
+    weights["w"].fill_(3)
+    trainer.register(weights)
+
+    def stands_still(*_, **__):
+        trainer.publish(3)
+        stays.wait(60)
+
+    monkeypatch.setattr(floor.BucketFloor, "choose", stands_still)
+    try:
+        assert reader.replicate("latest") == 3
+    finally:
+        stays.set()
+    assert (mine["w"] == 3).all()
+
+
+@memory_only
+def test_a_run_that_others_have_kept_alive_is_named_in_the_log(archived, begun, opened, caplog):
+    run = archived(7)
+    bystander = opened("bystander", run=run)
+    before = opened("before", run=run)
+    before.register(zeros())
+    before.publish(9)
+    before.close(linger_s=0)
+    reader, _ = begun()
+    assert reader.run == bystander.run
+    assert reader.replicate("latest") == 7
+    assert "has had versions up to 9; to publish from 7 on" in caplog.text
+
+
+@memory_only
+def test_versions_that_are_deltas_are_named_in_the_log_and_give_no_run(opened, begun, url, caplog):
+    tensors = zeros()
+    with opened("publisher") as trainer:
+        trainer.register(tensors)
+        bucket = torch_ros.bucket.open(url, trainer.model)
+        with opened("archiver", spot=True) as handle:
+            archiver = Archiver(handle, bucket, keep=9, form=Form(deltas=4))
+            for version in (7, 8):
+                trainer.unpublish()
+                tensors["b"].fill_(version)
+                trainer.publish(version)
+                archiver.archive(lambda *_: None)
+        model = trainer.model
+    assert bucket.list() == {7: "full", 8: "delta"}
+    assert floor.BucketFloor(url, model).newest_run() == (0, "")
+    reader, _ = begun()
+    assert reader.replicate("latest") == 7
+    assert "1 up to 8 are newer, and deltas" in caplog.text
+
+
+@memory_only
+def test_no_run_has_the_name_of_what_comes_from_a_bucket(opened, url, monkeypatch):
+    monkeypatch.setattr(floor.BucketFloor, "newest_run", lambda _: (3, "bucket"))
+    assert opened("trainer", bucket=url).run != "bucket"
+
+
+@memory_only
+def test_an_empty_url_is_no_bucket_whatever_the_environment_says(opened, url, monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_BUCKET", url)
+    assert opened("trainer", bucket="")._shard.floor is None
+    assert opened("another")._shard.floor is not None
+
+
+@memory_only
+def test_a_rank_whose_tensors_no_version_has_is_heard_by_all(archived, ranks, pool, url):
+    archived(7)
+
+    def replicate(rank):
+        rank.register(zeros() if rank.rank == 0 else {"head": torch.zeros(2)})
+        with pytest.raises(VersionNotFound):  # a part of one was read
+            rank.replicate("latest", missing_ok=True, timeout_s=60)
+        with pytest.raises(DeadlineExceeded):  # it waits for a trainer
+            rank.replicate("latest", timeout_s=4 * TTL_S)
+
+    list(pool.map(replicate, ranks("reader", bucket=url, ttl_s=TTL_S)))
+
+
+@memory_only
+def test_a_rank_without_a_bucket_does_not_say_none_for_all(archived, opened, pool, url):
+    archived(7)
+    options = {"world_size": 2, "ttl_s": TTL_S}
+    handles = list(
+        pool.map(lambda w: opened("r", rank=w[0], bucket=w[1], **options), [(0, url), (1, None)])
+    )
+    for handle in handles:
+        handle.register(zeros())
+    first, _ = [pool.submit(handle.replicate, "latest", missing_ok=True) for handle in handles]
+    with pytest.raises(CallMismatch):
+        first.result()
 
 
 @memory_only

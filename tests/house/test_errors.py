@@ -18,9 +18,10 @@ EVERY = [
 
 
 def example(kind):
-    if "__init__" not in vars(kind):
+    made_by = next(base for base in kind.__mro__ if "__init__" in vars(base))
+    if not issubclass(made_by, errors.TorchRosError):
         return kind("what happened")
-    fields = typing.get_type_hints(kind.__init__)
+    fields = typing.get_type_hints(made_by.__init__)
     fields.pop("return")
     return kind(*(SAMPLE[field] for field in fields.values()))
 

@@ -2663,7 +2663,7 @@ def _(ask):
 def _(is_passed_over):
     def faulty(self, manifest, error):
         is_again = is_passed_over(self, manifest, error)
-        self._shard.avoided.clear()
+        self._avoided.clear()
         return is_again
 
     return faulty
@@ -2680,6 +2680,20 @@ def _(is_passed_over):
         if self._quiet is not None:
             self._quiet.begin()
         return is_again
+
+    return faulty
+
+
+@fault(
+    "who could not read a version does not look who has published meanwhile",
+    (floor.Quiet, "has_lasted"),
+    scenario="trained while corrupt",
+)
+def _(has_lasted):
+    def faulty(self, view, seat, now_s):
+        was_over, lasted = self.is_over, has_lasted(self, view, seat, now_s)
+        self.is_over = self.is_over or was_over
+        return lasted or (was_over and not floor.is_held(view, seat))
 
     return faulty
 
@@ -2716,7 +2730,7 @@ fault(
     "who has held a trainer's version goes back to the bucket",
     (falling_back, "may_fall_back"),
     scenario="goes back",
-)(lambda _: lambda spec, ledger: True)
+)(lambda _: lambda *_: True)
 
 
 @fault(

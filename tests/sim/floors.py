@@ -13,7 +13,7 @@ from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
 
 from torch_ros.bucket import chain
 from torch_ros.bucket.files import InBucket, kept
-from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError
+from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UnreadableVersion
 from torch_ros.protocol.floor import TTLS
 from torch_ros.weights.manifest import logical
 
@@ -90,7 +90,7 @@ class ModelBucket:
             look(8 * len(piece))
         if manifest in self.corrupt and process.rank == 0:
             process.cells[:] = -1
-            raise BucketError(self.url, manifest, "it is corrupt", "read another")
+            raise UnreadableVersion(self.url, manifest, "it is corrupt", "read another")
         return 8 * len(expected)
 
 
@@ -405,6 +405,31 @@ def corrupt(scene: Scene) -> None:
     demand(_versions(scene) <= 3, f"I8: {_versions(scene)} versions were read from the bucket")
 
 
+def trained_while_corrupt(scene: Scene) -> None:
+    """I16: who could not read a version waits anew, if a trainer has published meanwhile."""
+    bucket = _with_bucket(scene)
+    bucket.archive(7, 70)
+    bucket.corrupt.add(bucket.archive(8, 80))
+    bucket.on_read = lambda: scene.reach("it is read")
+
+    def train(me: Process) -> None:
+        scene.until("it is read")
+        publish(me, 1, 11)
+        unpublish(me)
+        scene.sleep(1.8 * TTL_S)
+        publish(me, 2, 12)
+        scene.until("r has it")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        demand(me.handle.version == 2, f"I16: it has {me.handle.version}")
+        scene.reach("r has it")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1, bucket=URL)
+    scene.play()
+
+
 def all_corrupt(scene: Scene) -> None:
     """I6: where no version can be read, that is said, and nothing is held."""
     bucket = _with_bucket(scene)
@@ -557,6 +582,7 @@ SCENES |= {
     "only an archiver is left": archiver_is_left,
     "corrupt in a bucket": corrupt,
     "all corrupt in a bucket": all_corrupt,
+    "trained while corrupt": trained_while_corrupt,
     "dead lineage": dead_lineage,
     "opens beside a bucket's": opens_beside,
     "goes back": goes_back,

@@ -24,7 +24,7 @@ from torch_ros.bucket.files import (
 )
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
-from torch_ros.errors import BucketError, UsageError, VersionNotFound
+from torch_ros.errors import UnreadableVersion, UsageError, VersionNotFound
 from torch_ros.weights.delta import Delta
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class Bucket:
     def manifest(self, of: InBucket) -> StoredVersion | None:
         """A version's manifest; None: it was collected meanwhile.
 
-        Raises: BucketError: It is not what an archiver of this release has written.
+        Raises: UnreadableVersion: It is not what an archiver of this release has written.
         """
         key = f"{self.root}/{of.key}"
         content = self.store.get(key)
@@ -270,7 +270,7 @@ class Bucket:
             return decoded(content, self.model, of)
         except Mismatch as error:
             advice = "read another version; use one release of torch_ros for all processes"
-            raise BucketError(self.url, key, str(error), advice) from error
+            raise UnreadableVersion(self.url, key, str(error), advice) from error
 
 
 def open(url: str, model: str) -> Bucket:  # noqa: A001  # as torch_ros.open

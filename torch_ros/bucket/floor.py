@@ -10,9 +10,9 @@ import torch
 
 from torch_ros.bucket import chain
 from torch_ros.bucket.buckets import Bucket
-from torch_ros.bucket.files import PART_BYTES, InBucket, Mismatch, StoredVersion, kept
+from torch_ros.bucket.files import PART_BYTES, InBucket, StoredVersion, kept
 from torch_ros.bucket.reading import Look, fill_chunks
-from torch_ros.errors import BucketError, ManifestMismatch
+from torch_ros.errors import ManifestMismatch, UnreadableVersion
 from torch_ros.weights.coverage import require_whole
 from torch_ros.weights.manifest import Layout, logical, require_all
 from torch_ros.weights.plan import plan
@@ -57,38 +57,61 @@ class BucketFloor:
         self.url, self._bucket = url, Bucket(url, model)
 
     def newest_run(self) -> tuple[int, str]:
-        """Its number in the bucket, and its name; (0, ""): it has none.
+        """Its number in the bucket, and its name; (0, ""): it has none to go on with.
+
+        A handle goes on from a version that is there in full: newer ones, which are deltas, stay
+        what they are under the name that they have.
 
         Raises: BucketError: The store does not answer, or refuses.
         """
         alive = chain.living(self._bucket.kept())
-        return (alive[0].run_number, alive[0].run) if alive else (0, "")
+        is_full = bool(alive) and alive[0].kind == "full"
+        return (alive[0].run_number, alive[0].run) if is_full else (0, "")
 
     def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Choice | None:
         """The newest version that is there in full, and fits these tensors; None: there is none.
 
-        Raises: BucketError: The store does not answer, or refuses.
+        Raises:
+            UnreadableVersion: There is none, but one whose manifest cannot be read.
+            BucketError: The store does not answer, or refuses.
         """
+        unreadable: UnreadableVersion | None = None
+        deltas: list[int] = []
         for each in chain.living(self._bucket.kept()):
             if each.kind != "full" or each.key in avoided:
+                deltas += [each.version] if each.kind != "full" else []
                 continue
             try:
                 stored = self._bucket.manifest(each)
                 if stored is not None:  # else it was collected meanwhile
+                    self._tell(each.version, deltas)
                     return _fitting(each, stored, layout, is_alone=is_alone)
-            except BucketError as error:
-                if not isinstance(error.__cause__, Mismatch):
-                    raise
+            except UnreadableVersion as error:
+                unreadable = error
                 log.warning("%s; it is passed over", error)
             except ManifestMismatch as error:
                 name = f"{self.url}: version {each.version} of {self._bucket.model!r}"
                 log.warning("%s is passed over: %s", name, error)
+        if unreadable is not None:  # "none" would mean to begin anew
+            raise unreadable
         return None
+
+    def _tell(self, version: int, deltas: Sequence[int]) -> None:
+        if deltas:
+            newer = f"{len(deltas)} up to {deltas[0]} are newer, and deltas"
+            log.warning(
+                "%s: version %d is the newest in full; %s, which torch_ros.bucket.load reads",
+                self.url,
+                version,
+                newer,
+            )
 
     def contents(self, manifest: str) -> BucketVersion:
         """The version of a manifest's key.
 
-        Raises: BucketError: It is gone, or cannot be read.
+        Raises:
+            UnreadableVersion: It is gone, or none of this release's.
+            BucketError: The store does not answer, or refuses.
         """
         of = kept(manifest)
         stored = self._bucket.manifest(of) if of is not None else None

@@ -84,7 +84,10 @@ class HubStore(ObjectStore):
     ) -> Sequence[memoryview]:
         """As others, one after the other: readers have several threads."""
         with self._errors(key):
-            found = [self._range(key, *each) for each in zip(starts, ends, strict=True)]
+            try:
+                found = [self._range(key, *each) for each in zip(starts, ends, strict=True)]
+            except self._absent:
+                self.refuse(key, "there is no such object")
         self._check_ranges(key, found, starts, ends)
         return found
 

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from torch_ros.errors import BucketError, TorchRosError, UsageError
+from torch_ros.errors import BucketError, TorchRosError, UnreadableVersion, UsageError
 
 if TYPE_CHECKING:
     from obstore.store import MemoryStore
@@ -157,10 +157,13 @@ class ObjectStore:
     ) -> Sequence[memoryview]:
         """The bytes of an object between these offsets, in requests at the same time.
 
-        Raises: BucketError: There is no such object, or it ends before.
+        Raises: UnreadableVersion: There is no such object, or it ends before.
         """
         with self._errors(key):
-            found = self._obs.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
+            try:
+                found = self._obs.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
+            except FileNotFoundError:
+                self.refuse(key, "there is no such object")
         views = [memoryview(each) for each in found]
         self._check_ranges(key, views, starts, ends)
         return views
@@ -221,8 +224,9 @@ class ObjectStore:
         return is_refused
 
     def refuse(self, key: str, reason: str) -> NoReturn:
-        """Raise a BucketError about an object whose bytes are not what they should be."""
-        raise BucketError(self.url, key, reason, "read another version; archive this one again")
+        """Raise that an object, or its bytes, are not what they should be."""
+        advice = "read another version; archive this one again"
+        raise UnreadableVersion(self.url, key, reason, advice)
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
@@ -120,35 +121,62 @@ def fill_chunks(
 
     Raises:
         ManifestMismatch: A name, shape or dtype that the version does not have. Nothing was read.
-        BucketError: A file is gone, or has other bytes than were archived.
+        UnreadableVersion: A file is gone, or has other bytes than were archived.
+        BucketError: The store refuses, or does not answer.
     """
     layout, memory = target
     planned = plan([file.layout for file in stored.files], layout, staging_bytes=PART_BYTES)
     with torch.no_grad():
         targets = [_bytes_of(chunk) for chunk in memory]
 
-    gate, size_bytes = _Gate(), 0
+    gate, size_bytes, held = _Gate(), 0, [targets, memory]
 
     def load(window: Window) -> int:
         file = stored.files[window.file]
         with torch.no_grad():
             for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
                 with gate:
-                    _copy_out(window, first, content, targets, memory)
+                    _copy_out(window, first, content, *held)
         return window.size_bytes
 
-    pool = ThreadPoolExecutor(THREADS, "torch_ros bucket")
+    todo = windows(planned, stored.files)
+    jobs, replies = SimpleQueue[Window](), SimpleQueue[int | BaseException]()
+    for window in todo:
+        jobs.put(window)
+
+    def work() -> None:
+        while not gate.is_shut:
+            try:
+                replies.put(load(jobs.get_nowait()))
+            except Empty:
+                return
+            except BaseException as error:  # noqa: BLE001  # raised by who waits for it
+                replies.put(error)
+
     try:
-        for each in [pool.submit(load, window) for window in windows(planned, stored.files)]:
-            while not wait([each], LOOK_S).done:
-                look(0)
-            size_bytes += each.result()
-            look(each.result())
+        for _ in todo[:THREADS]:  # daemons, or the process would not end before their requests
+            Thread(target=work, name="torch_ros bucket", daemon=True).start()
+        for _ in todo:
+            size_bytes += (filled := _reply(replies, look))
+            look(filled)
     finally:
         gate.is_shut = True  # first, and no call: the next Ctrl-C finds it done
-        pool.shutdown(wait=False, cancel_futures=True)
         gate.await_empty()
+        held.clear()  # a request that still waits keeps no memory of the caller's
     return size_bytes
+
+
+def _reply(replies: SimpleQueue[int | BaseException], look: Look) -> int:
+    """How many bytes the next window has that is filled, in whatever order they come."""
+    while True:
+        try:
+            reply = replies.get(timeout=LOOK_S)
+        except Empty:
+            look(0)
+        else:
+            if isinstance(reply, BaseException):
+                raise reply
+            return reply
 
 
 def windows(planned: ReadPlan, files: Sequence[StoredFile]) -> Sequence[Window]:

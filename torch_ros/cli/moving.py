@@ -172,6 +172,7 @@ def opened(
         rank=0,
         world_size=1,
         spot=spot,
+        bucket="",  # whatever the environment says to trainers
         timeout_s=OPEN_S,
     ) as handle:
         yield handle

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from torch_ros.protocol import legible
 from torch_ros.protocol.calls import filling
-from torch_ros.protocol.keys import BUCKET
+from torch_ros.protocol.keys import BUCKET, parse_version
 from torch_ros.protocol.ledger import Ledger
-from torch_ros.protocol.legible import nobody
+from torch_ros.protocol.legible import keyed, nobody
 from torch_ros.protocol.records import Call, RunRecord, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, holding_put, recorded
 from torch_ros.protocol.versions import Spec
@@ -39,13 +39,14 @@ class Stored(Protocol):
     def at_ms(self) -> int: ...
 
 
-def may_fall_back(spec: Spec, ledger: Ledger) -> bool:
+def may_fall_back(spec: Spec, ledger: Ledger, rank: int) -> bool:
     """Whether a replica may be given a version of a bucket.
 
-    One that has held another's waits for that one's next: its `latest` never goes back.
+    One that has held another's waits for that one's next: its `latest` never goes back. Rank 0
+    decides so, since its peers may have begun later.
     """
     is_latest = (spec.absolute, spec.back, spec.floor, spec.only) == (None, 0, None, None)
-    return is_latest and ledger.install is None and not ledger.has_held
+    return is_latest and ledger.install is None and not (ledger.has_held and rank == 0)
 
 
 def fall_back(view: View, seat: Seat, call: Call, stored: Stored) -> Act[Call]:
@@ -80,6 +81,18 @@ def is_held(view: View, seat: Seat) -> bool:
     return is_seen or any(True for _ in legible.holdings(view.within(holdings)))
 
 
+def is_filled(view: View, seat: Seat) -> bool:
+    """Whether somebody reads what comes from a bucket."""
+    holdings = legible.holdings(view.within(seat.keys.holdings()))
+    return any(where.run == BUCKET and each.state == "filling" for _, where, each, _ in holdings)
+
+
+def highest(view: View, seat: Seat) -> int | None:
+    """The highest number that the run in which this replica publishes has had; None: none."""
+    there = keyed(view.within(seat.keys.versions(seat.run)), parse_version)
+    return max((number for _, (_, number), _ in there), default=None)
+
+
 class Quiet:
     """How long nobody has held anything, as one seat sees it, while the store answers.
 
@@ -104,11 +117,15 @@ class Quiet:
         if is_held(view, seat):
             self.begin()
             return False
-        # All that makes a version available writes its record, also where it has gone again.
-        records = view.within(seat.keys.versions())
-        written = max((entry.mod_rev for _, entry in records), default=0)
+        # All that makes a version available writes its record, also where it has gone again. Those
+        # of the bucket's run are of who reads it, as this replica may have.
+        records = keyed(view.within(seat.keys.versions()), parse_version)
+        trained = (entry.mod_rev for _, (run, _), entry in records if run != BUCKET)
+        written = max(trained, default=0)
         is_wiped, is_late = view.rev < self._rev, now_s - self._seen_s > self._ttl_s + GAP_S
-        if not self._rev or is_wiped or is_late or written > self._written:
+        is_new = is_wiped or written > self._written
+        self.is_over = self.is_over and not is_new
+        if not self._rev or is_late or is_new:
             self._since_s = now_s
         self._rev, self._seen_s, self._written = view.rev, now_s, written
         return self.is_over or now_s - self._since_s >= self._lasts_s

@@ -37,7 +37,7 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
     name = who.fresh_run if who.run in (None, "new") else who.run
     if who.run is None and trained:
         name = max(trained, key=lambda run: (numbers[run], run))
-    elif who.run is None and stored and not _is_known(view, keys, stored):
+    elif who.run is None and stored not in ("", k.BUCKET) and not _is_known(view, keys, stored):
         name, numbers[stored] = stored, stored_number
     assert name is not None
     if name in live:

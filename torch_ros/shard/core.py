@@ -105,7 +105,6 @@ class Shard:
     observed: Observed
     forerunner: RunsAhead | None
     floor: Floor | None  # the bucket that `open` was given
-    avoided: set[str]  # manifests in it, of versions that could not be read
     intake: Intake
     is_closed: bool
     before_end: list[Callable[[], object]]  # done first when it closes
@@ -136,7 +135,7 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.forerunner, self.floor, self.avoided = None, None, set()
+        self.forerunner, self.floor = None, None
         self.intake = Intake(group.ledger)
         self.is_closed = False
         self.before_end, self.at_last = [], []

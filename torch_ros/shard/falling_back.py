@@ -9,15 +9,32 @@ from functools import partial
 from typing import TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import BucketError, DeadlineExceeded, SeatLost, StoreUnavailable, UsageError
+from torch_ros.errors import (
+    BucketError,
+    DeadlineExceeded,
+    ManifestMismatch,
+    SeatLost,
+    TorchRosError,
+    UnreadableVersion,
+    UsageError,
+)
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import Effects, GroupCall
-from torch_ros.protocol.floor import Quiet, Stored, fall_back, may_fall_back
+from torch_ros.protocol.claimed import glance
+from torch_ros.protocol.floor import (
+    Quiet,
+    Stored,
+    fall_back,
+    highest,
+    is_filled,
+    may_fall_back,
+)
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.core import Shard
 from torch_ros.shard.floor import Floor
+from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, settle
 from torch_ros.store.txn import Ranges, View, whole
 from torch_ros.transfer.feed import Progress
@@ -30,7 +47,6 @@ log: logging.Logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # who waits for a bucket looks this often whether to go on
 RUN_S = 10.0  # `open` waits as long for the name of a run, which it can do without
-GLANCE_S = 2.0  # for a question whose answer nobody depends on
 
 
 class FallBack:
@@ -42,14 +58,17 @@ class FallBack:
     def __init__(self, shard: Shard, floor: Floor, spec: Spec, deadline: Deadline) -> None:
         self._shard, self._floor, self._deadline = shard, floor, deadline
         self.url: str = floor.url
-        self._is_open = may_fall_back(spec, shard.group.ledger)
+        ledger = shard.group.ledger
+        self._is_open = may_fall_back(spec, ledger, shard.group.seat.rank)
         self._may_miss = spec.may_miss
-        self._spec = replace(spec, may_miss=False) if self._is_open else spec
+        self._asked, self._spec = spec, replace(spec, may_miss=False) if self._is_open else spec
+        self._avoided = set[str]()  # manifests of versions that could not be read
+        self._standing: int | None = None  # the highest number that the own run has
         self._quiet: Quiet | None = None
         self._inst = ""  # whose quiet it is
         self._found: Stored | None = None
         self._has_none = False  # it was asked, and that is the answer
-        self._failure: BucketError | None = None
+        self._failure: UnreadableVersion | None = None
 
     @classmethod
     def of(cls, shard: Shard, spec: Spec, deadline: Deadline) -> "FallBack | None":
@@ -68,7 +87,7 @@ class FallBack:
             BucketError: It does not answer, where "none" might be the answer; or nothing is left
                 of what can be read.
         """
-        effects = partial(self._effects, partial(rule, spec=self._spec))
+        effects = partial(self._effects, rule)
         while True:
             try:
                 claim(effects)
@@ -77,18 +96,21 @@ class FallBack:
             else:
                 return
 
-    def _effects(self, rule: Effects, view: View, seat: Seat, call: Call) -> Step[Call]:
-        step = rule(view, seat, call)
+    def _effects(
+        self, rule: Callable[..., Step[Call]], view: View, seat: Seat, call: Call
+    ) -> Step[Call]:
+        step = rule(view, seat, call, spec=self._spec)
         if not isinstance(step, Wait) or seat.rank or not self._is_open:
             return step
         quiet = self._quiet_of(seat, call.number)
         if not quiet.has_lasted(view, seat, time.monotonic()):
             self._found, self._has_none = None, False
             if not quiet.has_begun:  # somebody has something, and writes when that is available
-                return step
+                return step if is_filled(view, seat) else rule(view, seat, call, spec=self._asked)
             may_end = lambda: quiet.may_end(time.monotonic())  # noqa: E731
             return Wait(step.reason, step.ranges, step.limit_s, may_end)
         if self._found is not None:
+            self._standing = highest(view, seat)
             return fall_back(view, seat, call, self._found)
         if self._has_none:
             return calls.nothing(view, seat, call)
@@ -104,10 +126,12 @@ class FallBack:
         """Find a version in the bucket, or that there is none, or that it has to be asked again."""
         shard, floor, quiet = self._shard, self._floor, self._quiet_of(call.seat, call.number)
         log.info("%s: nobody has a version of %r; asking %s", call.asked, shard.model, floor.url)
-        layout, avoided = shard.tensors.require("replicate").layout, frozenset(shard.avoided)
+        layout, avoided = shard.tensors.require("replicate").layout, frozenset(self._avoided)
         choose = partial(floor.choose, layout, avoided, is_alone=shard.is_alone)
         try:
             found = _left_alone(choose, partial(self._look_at_store, call, quiet))
+        except _IsHeld:
+            return
         except BucketError as error:
             if self._may_miss:
                 raise
@@ -117,7 +141,6 @@ class FallBack:
         if found is not None:
             self._found = found
         elif self._failure is not None:
-            shard.avoided.clear()  # the next call begins with the newest again
             raise self._failure
         elif self._may_miss:
             self._has_none = True
@@ -132,6 +155,8 @@ class FallBack:
             seat = call.seat
             rule = lambda view: Done(quiet.has_lasted(view, seat, time.monotonic()))  # noqa: E731
             _glance(call, whole(spec_ranges(seat.keys)), rule)
+            if not quiet.has_begun:
+                raise _IsHeld
 
     def _check(self, call: GroupCall, awaited: str) -> None:
         group = self._shard.group
@@ -146,7 +171,7 @@ class FallBack:
         """Fill the registered tensors with what was decided, and show them. The word is clear.
 
         Raises:
-            BucketError, ManifestMismatch: As `FloorVersion.fill`.
+            BucketError, UnreadableVersion, ManifestMismatch: As `FloorVersion.fill`.
         """
         shard, floor = self._shard, self._floor
         shard.digests = Digests()  # those that are shown are of what was here before
@@ -154,6 +179,14 @@ class FallBack:
         registered = shard.tensors.require("replicate")
         total = registered.bytes_total
         log.info("%s: reading version %d from %s", call.asked, call.ref.version, floor.url)
+        if self._standing is not None and self._standing >= call.ref.version:
+            log.warning(
+                '%s: run %r has had versions up to %d; to publish from %d on, open with run="new"',
+                call.asked,
+                call.seat.run,
+                self._standing,
+                call.ref.version,
+            )
         fetch = partial(floor.contents, call.decided.manifest)
         contents = _left_alone(fetch, partial(self._check, call, "the manifest"))
         finish_kernels(registered.cuda_devices)  # those that still use the old content
@@ -170,8 +203,11 @@ class FallBack:
                 looked_s = time.monotonic()
                 self._require_wanted(call)
 
-        size_bytes = contents.fill(registered.layout, registered.memory, look)
-        finish_kernels(registered.cuda_devices)  # those that copy what has come
+        tensors = registered.phases[-1]  # of tied ones the first, as in each read
+        try:
+            size_bytes = contents.fill(tensors.layout, tensors.memory, look)
+        finally:
+            finish_kernels(registered.cuda_devices)  # those that copy what has come
         progress = Progress(shard.mailbox, registered)
         progress.done[:] = True
         progress.bytes_read, progress.ways["bucket"] = size_bytes, size_bytes
@@ -187,16 +223,18 @@ class FallBack:
 
         _glance(call, seat.own, rule)
 
-    def is_passed_over(self, manifest: str, error: BucketError) -> bool:
+    def is_passed_over(self, manifest: str, error: TorchRosError) -> bool:
         """Note that a version of the bucket could not be read. Whether to make the call once more.
 
         Args:
             manifest: The one that the failed call was decided for; "": none.
         """
-        if not manifest:
+        if not manifest or not isinstance(error, UnreadableVersion | ManifestMismatch):
             return False
-        self._failure, self._found = error, None
-        self._shard.avoided.add(manifest)
+        if isinstance(error, UnreadableVersion):  # else it has none that fits
+            self._failure = error
+        self._found = None
+        self._avoided.add(manifest)
         if self._quiet is not None:
             self._quiet.is_over = True  # nobody but this replica held anything
         log.warning("%s; trying the version before it", error)
@@ -225,6 +263,10 @@ def require_floor(falls: FallBack | None, call: GroupCall) -> FallBack:
     return falls
 
 
+class _IsHeld(Exception):
+    """Somebody holds something by now."""
+
+
 class _IsQuiet(Exception):
     """Nobody has held anything for long, and the bucket was not asked yet."""
 
@@ -233,7 +275,7 @@ def _left_alone(job: Callable[[], T], look: Callable[[], object]) -> T:
     """The answer of `job`, by a thread that is left alone if `look` raises."""
     answers: list[T] = []
     errors: list[BaseException] = []
-    is_done = threading.Event()
+    is_done = Latch()
 
     def work() -> None:
         try:
@@ -253,9 +295,5 @@ def _left_alone(job: Callable[[], T], look: Callable[[], object]) -> T:
 
 def _glance(call: GroupCall, ranges: Ranges, rule: Callable[[View], Step[object]]) -> None:
     """Ask the store, if it answers soon."""
-    deadline = call.deadline
-    brief = Deadline(call.asked, GLANCE_S, check_open=deadline.check_open)
-    try:
-        call.seating.run(settle(call.asked, ranges, rule), brief)
-    except (DeadlineExceeded, StoreUnavailable):
-        return
+    steps = partial(settle, call.asked, ranges, rule)
+    glance(lambda brief: call.seating.run(steps(), brief), call.deadline, unknown=None)

@@ -19,7 +19,8 @@ class FloorVersion(Protocol):
         """Fill these chunks; how many bytes were read. Writes nothing after its return, or error.
 
         Raises:
-            BucketError: The store does not answer, or a file is not what was archived.
+            BucketError: The store does not answer, or refuses.
+            UnreadableVersion: A file is not what was archived, or gone.
             ManifestMismatch: A name, shape or dtype that the version does not have.
         """
 

@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
     "world_size": arguments.optional(arguments.whole(1, 999_999)),
     "run": arguments.optional(arguments.text),
-    "bucket": arguments.optional(arguments.text),
+    "bucket": arguments.maybe_text,
     "datacenter": arguments.text,
     "fabric": arguments.optional(arguments.text),
     "wan_devices": arguments.texts,
@@ -132,7 +132,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             reads the newest one that the bucket has in full and that fits, and this replica serves
             it to the others. Not once this handle has held a version of another origin. Rank 0
             decides; all ranks are given the same. Takes the extra `bucket`. None: the environment's
-            TORCH_ROS_BUCKET, else nothing is read from a bucket.
+            TORCH_ROS_BUCKET, else, and with "", nothing is read from a bucket.
         retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
             ..., or a number. The replica that unpublishes the last copy outside spot
             replicas copies it to host memory first, where it stays until another replica has it
@@ -216,7 +216,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(replica, rank, world_size, timeout_s=timeout_s)
     _require_free(place.replica, run)
-    floor = floor_of(bucket or environment.value(environment.BUCKET), model)
+    floor = floor_of(environment.value(environment.BUCKET) if bucket is None else bucket, model)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)

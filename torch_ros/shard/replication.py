@@ -11,7 +11,6 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
-    BucketError,
     CorruptWeights,
     SourceLost,
     TorchRosError,
@@ -113,13 +112,14 @@ def replicate_if_there(
     shard.intake.begins(deadline)
     spec, tries = replace(spec, may_miss=True), list[Replication]()
     target.falls = FallBack.of(shard, spec, deadline)
+    where = " or in a bucket" if target.falls is not None else ""  # or ranks would differ silently
 
     def made(avoided: Collection[str]) -> Replication:
         tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
         return tries[-1]
 
     ref: VersionRef | None = _healed(
-        shard, f"{_asked(spec)}, if it is there", deadline, made, lambda read: read.if_there
+        shard, f"{_asked(spec)}, if it is there{where}", deadline, made, lambda read: read.if_there
     )
     if ref is None and any(each.ref is not None for each in tries):
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
@@ -183,8 +183,8 @@ def _healed(
                 except BackendError as lost:  # the second read checks the bytes whatever its source
                     log.warning("%s may be read from again: %s", replication.source, lost)
             except TorchRosError as error:
-                shard.observed.tally.failed(error)
                 if not replication.is_passed_over(error):
+                    shard.observed.tally.failed(error)
                     raise
 
 
@@ -228,7 +228,7 @@ class Replication:
     def is_passed_over(self, error: TorchRosError) -> bool:
         """Whether a version of a bucket could not be read, and the call is made once more."""
         falls, call = self._target.falls, self._call
-        if falls is None or call is None or not isinstance(error, BucketError):
+        if falls is None or call is None:
             return False
         return falls.is_passed_over(call.manifest, error)
 
