@@ -5,6 +5,7 @@ import http.client
 import importlib.util
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -160,14 +161,21 @@ def etcd_programs():
 
 
 def free_port():
-    """One that nobody listens on, and that this process has not given to anybody before."""
+    """One that nobody listens on, and that this process has not given to anybody before.
+
+    It is below those that the kernel gives to connections: while a server is down, the connection
+    of anybody, also of a client that looks for that server, could take its port.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in _ports_given:
-            _ports_given.add(port)
-            return port
+        port = random.randrange(20_000, _first_of_connections())
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            if port not in _ports_given:
+                _ports_given.add(port)
+                return port
+
+
+def _first_of_connections():
+    return int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 _ports_given = set()
