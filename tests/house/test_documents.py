@@ -111,6 +111,16 @@ def test_operations_lists_each_environment_variable_of_ours():
     assert set(re.findall(r"TORCH_ROS_\w+", " ".join(listed))) == ours | {local.DIRECTORY}
 
 
+def test_operations_lists_each_thread_of_a_handle():
+    listed = set(
+        re.findall(r"`(torch_ros [^`<]+|[a-z]+ )[`<]", (ROOT / "docs/OPERATIONS.md").read_text())
+    )
+    for path in (ROOT / "torch_ros").rglob("*.py"):
+        if path.parent.name != "cli":
+            named = set(re.findall(r'name=f?"(torch_ros [^"{]+|session )', path.read_text()))
+            assert named <= listed, f"{path.name}: {named - listed}"
+
+
 def test_operations_names_folders_that_log():
     for folder in re.findall(r"^\| `([\w.]+)` \|", section("Log lines"), re.MULTILINE):
         modules = (ROOT / "torch_ros" / folder.replace(".", "/")).glob("*.py")

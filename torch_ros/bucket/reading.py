@@ -26,6 +26,7 @@ COPY_S = 0.001  # between two looks whether windows are copied
 LOOK_S = 1.0  # who waits for a window looks this often whether to go on
 
 Look = Callable[[int], object]
+_Filled = tuple[int, int]  # of a window: bytes that were wanted, and that came
 """Told how many more bytes have been filled, and asked whether to go on: it raises if not."""
 
 
@@ -108,16 +109,17 @@ def fill_chunks(
     target: tuple[Layout, Sequence[torch.Tensor]],
     look: Look = lambda _: None,
 ) -> int:
-    """Fill chunks of memory; how many bytes were wanted of the files.
+    """Fill chunks of memory; how many bytes came for that, in whole parts of files.
 
     Nothing is written to them after the return, or an error: requests that are under way then end
-    by themselves, and what they bring is dropped. An interpreter that exits waits for them.
+    by themselves, and what they bring is dropped. An interpreter that exits waits for none.
 
     Takes 512 MiB of memory at most, and reads the parts of files that have something for them.
 
     Args:
         target: The chunks, and the memory of each.
-        look: Called by this thread, for each window and while it waits. What it raises ends it.
+        look: Called by this thread, with the bytes of each window that are wanted, and with 0 while
+            it waits. What it raises ends it.
 
     Raises:
         ManifestMismatch: A name, shape or dtype that the version does not have. Nothing was read.
@@ -131,16 +133,17 @@ def fill_chunks(
 
     gate, size_bytes, held = _Gate(), 0, [targets, memory]
 
-    def load(window: Window) -> int:
-        file = stored.files[window.file]
+    def load(window: Window) -> _Filled:
+        file, came_bytes = stored.files[window.file], 0
         with torch.no_grad():
             for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
                 with gate:
                     _copy_out(window, first, content, *held)
-        return window.size_bytes
+                came_bytes += content.numel()
+        return window.size_bytes, came_bytes
 
     todo = windows(planned, stored.files)
-    jobs, replies = SimpleQueue[Window](), SimpleQueue[int | BaseException]()
+    jobs, replies = SimpleQueue[Window](), SimpleQueue[_Filled | BaseException]()
     for window in todo:
         jobs.put(window)
 
@@ -157,8 +160,9 @@ def fill_chunks(
         for _ in todo[:THREADS]:  # daemons, or the process would not end before their requests
             Thread(target=work, name="torch_ros bucket", daemon=True).start()
         for _ in todo:
-            size_bytes += (filled := _reply(replies, look))
-            look(filled)
+            filled_bytes, window_bytes = _reply(replies, look)
+            size_bytes += window_bytes
+            look(filled_bytes)
     finally:
         gate.is_shut = True  # first, and no call: the next Ctrl-C finds it done
         gate.await_empty()
@@ -166,8 +170,8 @@ def fill_chunks(
     return size_bytes
 
 
-def _reply(replies: SimpleQueue[int | BaseException], look: Look) -> int:
-    """How many bytes the next window has that is filled, in whatever order they come."""
+def _reply(replies: SimpleQueue[_Filled | BaseException], look: Look) -> _Filled:
+    """Of the next window that is filled, in whatever order they come."""
     while True:
         try:
             reply = replies.get(timeout=LOOK_S)
