@@ -515,6 +515,21 @@ def test_indices_that_are_none_are_refused(arrays):
         deltas._decoded(change, [np.array(places, np.int32), values], "coo")
 
 
+def test_indices_are_int64_where_int32_does_not_count_the_elements(line, monkeypatch, tmp_path):
+    monkeypatch.setattr(deltas, "PLACES_32_BITS", 70_000)  # of a tensor of 4 GiB, in truth
+    made = line(encoding="coo")
+    made.publish(1, large())
+    made.publish(2, changed(large(), 2))
+    [path] = (tmp_path / "bucket").rglob("delta.safetensors")
+    with safe_open(path, "pt") as file:
+        found = [file.get_tensor(f"{name}.indices").dtype for name in ("flat", "matrix")]
+    assert found == [torch.int32, torch.int64]
+    followed = zeros(large())
+    for version in (1, 2):
+        assert made.bucket.load(followed, version) == version
+    same(followed, made.versions[2])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -2,6 +2,7 @@
 
 import functools
 import http.client
+import os
 import subprocess
 import sys
 import threading
@@ -321,6 +322,15 @@ def test_a_store_that_never_answers_is_given_up_with_a_way_out(server, monkeypat
     server.faults[:] = ["deny"]
     with pytest.raises(BucketError, match="credentials the right"):
         store.create("v/one", b"1")
+
+
+def test_who_has_no_credentials_is_told_so(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(objects, "RETRIES", 0)
+    with pytest.raises(BucketError, match="give this process credentials for it"):
+        objects.ObjectStore("s3://weights/p").get("v/one")
 
 
 @pytest.mark.parametrize("limit", ["READ_S", "REQUEST_S"])

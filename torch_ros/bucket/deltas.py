@@ -283,12 +283,7 @@ def _decoded(change: StoredChange, arrays: Sequence[np.ndarray], encoding: Encod
     is_inside = not len(places) or (places[0] >= 0 and places[-1] < elements)
     if not (is_inside and (np.diff(places) > 0).all()):
         raise ValueError(f"its indices do not ascend within {elements} elements")
-    return Delta(elements, *encode(_cut(places, values), item_bytes=item_bytes))
-
-
-def _cut(places: np.ndarray, values: np.ndarray) -> Iterator[Changed]:
-    """In parts of which no segment is in two."""
-    yield Changed(places, values)
+    return Delta(elements, *encode([Changed(places, values)], item_bytes=item_bytes))
 
 
 def _arrays(

@@ -45,6 +45,8 @@ _ADVICE = {
     "UnauthenticatedError": "give this process credentials for it, by the store's own variables",
     "InvalidPathError": "use another prefix",
 }
+# Who has no credentials asks the machine's cloud for some, under these paths.
+_METADATA = ("/latest/api/token", "/latest/meta-data/", "/computeMetadata/", "/metadata/identity/")
 _memories: dict[str, MemoryStore] = {}  # by name, for as long as the process lives
 
 
@@ -236,6 +238,8 @@ class ObjectStore:
             raise
         except self._failure as error:
             kind = type(error).__name__
+            if any(path in str(error) for path in _METADATA):
+                kind = "UnauthenticatedError"
             advice = self._advices.get(kind, "check that the store answers, and its URL")
             raise BucketError(self.url, key, _first_line(error), advice) from error
         except (OSError, ValueError) as error:
