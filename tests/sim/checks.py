@@ -20,6 +20,7 @@ from torch_ros.errors import (
 )
 from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.floor import TTLS
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import (
     Decisions,
@@ -97,6 +98,7 @@ class Checks:
         self.groups: dict[str, GroupRecord] = {}
         self.holdings: dict[str, Holding] = {}
         self.offered: set[str] = set()  # the uids that anybody could read
+        self.held_s = -math.inf  # when anybody held anything last, but what came from a bucket
         self.numbers: dict[str, int] = {}  # of runs
         self.moments: dict[str, tuple[str, set[tuple[int, str]]]] = {}  # of a record's uid
         self.installs: dict[str, list[tuple]] = {}  # by replica: all that it said, and when
@@ -442,6 +444,8 @@ class Checks:
     def changed(self, keys: set[str], what: object) -> None:
         entries = self.world.store._entries
         before, groups = dict(self.holdings), dict(self.groups)
+        if any(k.parse_holding(key).run != k.BUCKET for key in before):
+            self.held_s = self.world.now_s
         kinds: dict[str, list[str]] = {}
         for key in keys:
             kinds.setdefault(key.split("/")[3], []).append(key)
@@ -722,6 +726,10 @@ class Checks:
                 # A rank that forgot what it held says that it unpublished it.
                 is_same = known == said and (old.ref == call.ref or known.failure is not None)
                 demand(is_same, f"I3: {start} ended {old}, then {call}")
+            if call.manifest and (old, call.outcome) == (None, None):
+                quiet_s = self.world.now_s - self.held_s
+                is_quiet = quiet_s >= TTLS * TTL_S
+                demand(is_quiet, f"I16: {start} reads a bucket after {quiet_s:.1f} s")
             if call.kind == "publish" and call.ref is not None and call.ref.uid not in self.truth:
                 if call.outcome is not None and call.outcome.failure is None:
                     self.world.saw("offered when back")

@@ -2,100 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-
 import numpy as np
+from buckets import OLD_NUMBER, OLD_RUN, PIECES, READ_S, URL, ModelBucket
 from checks import demand
 from farewell import LINGER_S, SOON_S
 from replicas import TTL_S, Process
 from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
 
-from torch_ros.bucket import chain
-from torch_ros.bucket.files import InBucket, kept
-from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UnreadableVersion
+from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError
 from torch_ros.protocol.floor import TTLS
-from torch_ros.weights.manifest import logical
-
-URL = "sim://bucket"
-PIECES = 3  # in which a rank's shards come
-READ_S = 2.0  # for each
-OLD_RUN, OLD_NUMBER = "before", 3
-
-
-@dataclass
-class ModelBucket:
-    """As `BucketFloor`, of versions that archivers have written before."""
-
-    scene: Scene
-    list_s: float = 0.0  # that a list takes, at most
-    url: str = URL
-    there: dict[str, tuple[InBucket, int]] = field(default_factory=dict)  # by key; the contents
-    corrupt: set[str] = field(default_factory=set)
-    is_away: bool = False
-    slow: float = 1.0  # how many times as long all ranks but the first take
-    lists: int = 0
-    cells: int = 0  # that were read
-    first_s: float = 0.0  # when the first one was
-    on_read = staticmethod(lambda: None)
-
-    def archive(self, version: int, content: int, born_ms: int = 0, run: str = OLD_RUN) -> str:
-        scene, uid = self.scene, f"{content:016x}"
-        of = InBucket(OLD_NUMBER, run, version, born_ms or version, uid, scene.token())
-        self.there[of.key] = (of, content)
-        scene.checks.truth[uid], scene.versions[uid] = content, version
-        return of.key
-
-    def newest_run(self):
-        self.scene.sleep(self.list_s * self.scene.random())
-        if self.is_away:
-            raise BucketError(self.url, "", "it does not answer", "wait")
-        alive = chain.living(of for of, _ in self.there.values())
-        return (alive[0].run_number, alive[0].run) if alive else (0, "")
-
-    def choose(self, layout, avoided, *, is_alone):
-        self.lists += 1
-        self.scene.sleep(self.list_s * self.scene.random())
-        if self.is_away:
-            raise BucketError(self.url, "", "it does not answer", "wait")
-        for of in chain.living(of for of, _ in self.there.values()):
-            if of.key not in avoided:
-                digest = logical([layout]).digest
-                return SimpleNamespace(
-                    manifest=of.key, version=of.version, uid=of.uid, layout=digest, at_ms=of.born_ms
-                )
-        return None
-
-    def contents(self, manifest: str):
-        assert kept(manifest) is not None
-        self.scene.sleep(0.1)
-        return SimpleNamespace(fill=lambda *asked: self._fill(manifest, *asked))
-
-    def _fill(self, manifest, layout, memory, look) -> int:
-        scene, process = self.scene, self.scene.current.process
-        of, content = self.there[manifest]
-        scene.contents[of.version] = content
-        scene.reach("the bucket is read")
-        self.first_s = self.first_s or scene.now_s
-        expected = process.expected(content)
-        for piece in np.array_split(np.arange(len(expected)), PIECES):
-            until_s = scene.now_s + READ_S * (self.slow if process.rank else 1.0)
-            while scene.now_s < until_s:
-                scene.sleep(0.5)
-                look(0)
-            process.cells[piece] = expected[piece]
-            self.cells += len(piece)
-            scene.checks.wrote(process)
-            self.on_read()
-            look(8 * len(piece))
-        if manifest in self.corrupt and process.rank == 0:
-            process.cells[:] = -1
-            raise UnreadableVersion(self.url, manifest, "it is corrupt", "read another")
-        return 8 * len(expected)
 
 
 def _with_bucket(scene: Scene, **options) -> ModelBucket:
+    def on_begin(of, content: int) -> None:
+        scene.contents[of.version] = content
+        scene.reach("the bucket is read")
+
     scene.floor = ModelBucket(scene, **options)
+    scene.floor.on_begin = on_begin
     return scene.floor
 
 

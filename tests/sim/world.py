@@ -22,6 +22,7 @@ from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from buckets import READ_S, URL, ModelBucket
 from checks import Broken, Checks
 from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Task
 from schedule import Scheduler
@@ -76,6 +77,7 @@ EVENTS = (
     "attached to a far source",
     "attached to a relay",
     "attached to what lingers",
+    "a bucket's version is corrupt",
     "chosen among many",
     "closed",
     "copied to host memory",
@@ -100,6 +102,7 @@ EVENTS = (
     "publish ends: ManifestMismatch",
     "race lost",
     "read",
+    "read from a bucket",
     "re-routed",
     "read ended early",
     "read failed",
@@ -123,6 +126,7 @@ EVENTS = (
 )
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
+ARCHIVED = 2  # of the seeds modulo 5: there is a bucket
 GAPS = 0.04  # of the starts: their ranks lack a cell
 HERE = (("latest@here",), ("latest@here",), ("latest-1@here",), ("latest@here", "1@here"))
 STORY = 60  # steps that a failure shows
@@ -196,13 +200,31 @@ class World(Scheduler):
         self.is_judged = seed % 2 == 1  # whoever is slow
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
+        if seed % 5 == ARCHIVED:
+            self._archive(Random(f"{seed}/bucket"))
         self._populate()
 
+    def _archive(self, apart: Random) -> None:
+        times_s = {"list_s": apart.choice([0.0, 15.0]), "read_s": apart.choice([0.02, 0.2, READ_S])}
+        self.floor = ModelBucket(self, fails=apart.choice([0.0, 0.1, 0.4]), **times_s)
+        for version in sorted(apart.sample(range(6), apart.randrange(1, 4))):
+            key = self.floor.archive(version, self.number())
+            if apart.random() < 0.3:
+                self.floor.corrupt.add(key)
+
     def _populate(self) -> None:
+        late_s = Random(f"{self.seed}/late").choice([0, 30, 60, 90]) if self.floor else 0
         for number in range(self.rng.choice([1, 1, 1, 2])):
-            self.launch(f"t{number}", is_trainer=True)
+            if late_s:
+                self.at(self.now_s + late_s, self._launch_late, f"t{number}")
+            else:
+                self.launch(f"t{number}", is_trainer=True)
         for number in range(self.rng.choice([1, 2, 2, 3])):
             self.launch(f"r{number}", is_trainer=False)
+
+    def _launch_late(self, name: str) -> None:
+        if not self.is_calm:  # nobody comes any more then
+            self.launch(name, is_trainer=True)
 
     # What happened
 
@@ -269,6 +291,8 @@ class World(Scheduler):
                 made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
             if Random(f"{self.seed}/{made.number}/ahead").random() < 0.5 and not is_trainer:
                 made.seeding = "host" if self.is_in_datacenters and not made.loads else made.seeding
+            if self.floor and Random(f"{self.seed}/{made.number}/bucket").random() < 0.7:
+                made.bucket = URL
             if Random(f"{self.seed}/{made.number}/gap").random() < GAPS:
                 made.sharding = "gap"
         if self.is_in_datacenters:
@@ -304,11 +328,14 @@ class World(Scheduler):
     def _drawn_task(self, at: Start) -> Task:
         rng, last = self.rng, at.tasks[-1] if at.tasks else Task("start")
         timeout_s = rng.choice([0.5, 5.0, 20.0, 20.0, 40.0])
+        timeout_s *= 3 if at.bucket else 1  # nobody has to have anything for 20 s
         if rng.random() < 0.015:
             return Task("close")
         if rng.random() < 0.03:
             return Task(rng.choice(["wait", "list"]), timeout_s=timeout_s)
         if at.is_trainer:
+            if at.bucket and not at.tasks and not at.loads and rng.random() < 0.7:
+                return Task("begin", "latest", timeout_s=timeout_s)
             if last.kind == "publish" and rng.random() < 0.6:
                 return self._idle()
             if last.kind in {"publish", "idle"} and rng.random() < 0.9 and len(at.tasks) > 1:
