@@ -27,7 +27,6 @@ says so beside it.
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -82,22 +81,20 @@ class Delta:
         return cls(new.numel(), *encode(compare(base, new), item_bytes=new.element_size()))
 
     @classmethod
-    def received(
-        cls, elements: int, index: Index, gaps: Gaps, values: Words, *, digest: str | None = None
-    ) -> Self:
+    def received(cls, elements: int, index: Index, gaps: Gaps, values: Words) -> Self:
         """A delta of arrays that came from elsewhere, once all of it has been looked at.
 
         A part that `between` cuts out is a delta, too. The arrays are kept, and must not change.
 
         Args:
             elements: How many the whole chunk has, by its sizes.
+            index: Of which a digest has been checked: it has checksums of all the rest.
             values: As `words` gives them.
-            digest: The index's, as the maker said it; None if something else vouches for it.
 
         Raises:
-            CorruptDelta: The arrays contradict the digest, each other, or the chunk.
+            CorruptDelta: The arrays contradict each other, or the chunk.
         """
-        require_index(index, elements=elements, digest=digest)
+        require_index(index, elements=elements)
         delta = cls(elements, index, gaps, values)
         _require_lengths(delta)
         for part in delta._windows():
@@ -496,11 +493,6 @@ def _numbered(indices: Sequence[Ints], first: int, steps: Sequence[int]) -> Ints
 # Deltas from elsewhere
 
 
-def digest_of(index: Index) -> str:
-    """Equal for equal indices, which have checksums of all the rest; 32 hexadecimal digits."""
-    return blake2b(index.tobytes(), digest_size=16).hexdigest()
-
-
 def between(index: Index, first: int, end: int) -> tuple[slice, slice, slice]:
     """Where an index, the gaps and the values have the segments of places in [first, end)."""
     numbers = index[:, NUMBER].astype(np.int64)
@@ -512,15 +504,14 @@ def between(index: Index, first: int, end: int) -> tuple[slice, slice, slice]:
     return spans[0], spans[1], spans[2]
 
 
-def require_index(index: Index, *, elements: int, digest: str | None = None) -> None:
+def require_index(index: Index, *, elements: int) -> None:
     """Check the index of a delta before what it lists is read; `Delta.received` does, too.
 
-    Raises: CorruptDelta: It is not one of a chunk of so many elements, or not that of the digest.
+    Raises: CorruptDelta: It is not one of a chunk of so many elements.
     """
     if index.dtype != np.uint32 or index.ndim != 2 or index.shape[1] != 4:
-        raise CorruptDelta(_INDEX, "rows of 4 uint32", f"{list(index.shape)} of {index.dtype}")
-    if digest is not None and digest_of(index) != digest:
-        raise CorruptDelta(_INDEX, f"digest {digest}", digest_of(index))
+        found = f"{list(index.shape)} of {index.dtype}"
+        raise CorruptDelta("the index of a delta", "rows of 4 uint32", found)
     numbers, gaps, values, _ = index.astype(np.int64).T
     room = np.minimum(elements - numbers * SEGMENT, SEGMENT)
     _require(np.diff(numbers, prepend=-1) > 0, index, "a number above the last", numbers)
@@ -528,9 +519,6 @@ def require_index(index: Index, *, elements: int, digest: str | None = None) -> 
     _require(values > 0, index, "one value or more", values)
     _require(values <= gaps, index, "as many gaps as values, or more", gaps)
     _require(gaps <= room, index, "no more gaps than elements", gaps)
-
-
-_INDEX = "the index of a delta"
 
 
 def _require(holds: Bools, index: Index, expected: str, found: Ints) -> None:
