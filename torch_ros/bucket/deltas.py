@@ -20,6 +20,7 @@ from torch_ros.bucket.files import (
     StoredFile,
     StoredVersion,
     arrays_of,
+    layout_of,
 )
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import landed
@@ -37,15 +38,8 @@ from torch_ros.weights.delta import (
     words,
 )
 from torch_ros.weights.digest import change_digest, combine
-from torch_ros.weights.local import WORDS, build, local_chunks, packed
-from torch_ros.weights.manifest import (
-    ChunkRecord,
-    Depth,
-    Layout,
-    TensorRecord,
-    dtype_name,
-    dtype_named,
-)
+from torch_ros.weights.local import WORDS, build, local_chunks
+from torch_ros.weights.manifest import Depth, Layout, dtype_name, dtype_named
 
 GROUP_BYTES = 16 * PART_BYTES  # of a file, that are fetched at once; more if one array is larger
 PLACES_32_BITS = 2**31  # elements, up to which `indices` are int32
@@ -193,14 +187,8 @@ class InPlace:
                     chunk.copy_(host)
 
     def _pieces(self, stored: StoredVersion) -> Mapping[str, Sequence[Piece]]:
-        records = (TensorRecord(each.fqn, each.dtype, each.shape) for each in stored.changes)
-        chunks = (
-            ChunkRecord(n, (0,) * len(each.shape), each.shape, (), spread=False)
-            for n, each in enumerate(stored.changes)
-        )
-        source = packed(Layout(tuple(records), tuple(chunks)))
         found: dict[str, list[Piece]] = {}
-        for piece in pieces([source], self.layout):
+        for piece in pieces([layout_of(stored.changes)], self.layout):
             found.setdefault(piece.fqn, []).append(piece)
         return found
 

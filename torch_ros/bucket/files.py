@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -148,13 +148,7 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layout(self) -> Layout:
-        """Each tensor as a chunk without gaps, in the order of the file."""
-        records = (TensorRecord(each.fqn, each.dtype, each.shape) for each in self.tensors)
-        chunks = (
-            ChunkRecord(n, (0,) * len(each.shape), each.shape, (), spread=False)
-            for n, each in enumerate(self.tensors)
-        )
-        return packed(Layout(tuple(records), tuple(chunks)))
+        return layout_of(self.tensors)
 
 
 class StoredChange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -169,6 +163,16 @@ class StoredChange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
     count: _Count
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+
+
+def layout_of(tensors: Sequence[StoredTensor | StoredChange]) -> Layout:
+    """Each tensor as a chunk without gaps, in this order."""
+    records = (TensorRecord(each.fqn, each.dtype, each.shape) for each in tensors)
+    chunks = (
+        ChunkRecord(n, (0,) * len(each.shape), each.shape, (), spread=False)
+        for n, each in enumerate(tensors)
+    )
+    return packed(Layout(tuple(records), tuple(chunks)))
 
 
 class StoredBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,5 +343,4 @@ def storable(tensors: Tensors) -> Tensors:
 
 def stored_tensors(names: Iterable[str], tensors: Tensors) -> tuple[StoredTensor, ...]:
     """How a manifest writes them."""
-    found: Mapping[str, tuple[torch.dtype, torch.Size]] = tensors
-    return tuple(StoredTensor(n, dtype_name(found[n][0]), tuple(found[n][1])) for n in names)
+    return tuple(StoredTensor(n, dtype_name(tensors[n][0]), tuple(tensors[n][1])) for n in names)
