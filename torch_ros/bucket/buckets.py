@@ -187,14 +187,14 @@ class Bucket:
         tensors: Mapping[str, torch.Tensor],
     ) -> str | None:
         """Returns the name of a tensor that did not have what a delta is of."""
-        target = InPlace(tensors) if links else None
+        if not links:
+            return None
+        target = InPlace(tensors)
         for link, each in zip(links, stored, strict=True):
-            assert target is not None
             unlike = target.apply(self.store, f"{self.root}/{link.files_at}", each)
             if unlike is not None:
                 return unlike
-        if target is not None:
-            target.end()
+        target.end()
         return None
 
     def _manifests(self, links: Sequence[InBucket]) -> Sequence[StoredVersion] | None:
