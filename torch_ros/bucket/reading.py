@@ -26,7 +26,7 @@ COPY_S = 0.001  # between two looks whether windows are copied
 LOOK_S = 1.0  # who waits for a window looks this often whether to go on
 
 Look = Callable[[int], object]
-_Filled = tuple[int, int]  # of a window: bytes that were wanted, and that came
+_Came = tuple[int, int]  # of a window: bytes that were wanted, and that came
 """Told how many more bytes have been filled, and asked whether to go on: it raises if not."""
 
 
@@ -133,7 +133,7 @@ def fill_chunks(
 
     gate, size_bytes, held = _Gate(), 0, [targets, memory]
 
-    def load(window: Window) -> _Filled:
+    def load(window: Window) -> _Came:
         file, came_bytes = stored.files[window.file], 0
         with torch.no_grad():
             for first, content in landed(store, f"{folder}/{file.name}", file, window.parts()):
@@ -143,7 +143,7 @@ def fill_chunks(
         return window.size_bytes, came_bytes
 
     todo = windows(planned, stored.files)
-    jobs, replies = SimpleQueue[Window](), SimpleQueue[_Filled | BaseException]()
+    jobs, replies = SimpleQueue[Window](), SimpleQueue[_Came | BaseException]()
     for window in todo:
         jobs.put(window)
 
@@ -170,7 +170,7 @@ def fill_chunks(
     return size_bytes
 
 
-def _reply(replies: SimpleQueue[_Filled | BaseException], look: Look) -> _Filled:
+def _reply(replies: SimpleQueue[_Came | BaseException], look: Look) -> _Came:
     """Of the next window that is filled, in whatever order they come."""
     while True:
         try:
@@ -227,32 +227,32 @@ def landed(
     begins = [run[0] * PART_BYTES for run in runs]
     ends = [min((run[-1] + 1) * PART_BYTES, file.size_bytes) for run in runs]
     for run, begin, found in zip(runs, begins, store.get_ranges(key, begins, ends), strict=True):
-        landed = torch.empty(found.nbytes, dtype=torch.uint8)
-        content = landed.numpy()
-        content[:] = np.frombuffer(found, np.uint8)
+        content = torch.empty(found.nbytes, dtype=torch.uint8)
+        landing = content.numpy()
+        landing[:] = np.frombuffer(found, np.uint8)
         for number in run:
             at = (number - run[0]) * PART_BYTES
-            if not is_part(file, number, content[at : at + PART_BYTES].data):
+            if not is_part(file, number, landing[at : at + PART_BYTES].data):
                 first = number * PART_BYTES
                 store.refuse(key, f"its bytes from {first} on are not those that were archived")
-        yield begin, landed
+        yield begin, content
 
 
 def _copy_out(
     window: Window,
     first: int,
-    landed: torch.Tensor,
+    content: torch.Tensor,
     targets: Sequence[torch.Tensor],
     memory: Sequence[torch.Tensor],
 ) -> None:
     """Copy what begins in this stretch. It ends there too: a stretch has all parts of its spans."""
-    end = first + landed.numel()
+    end = first + content.numel()
     for start, size, chunk, to in window.direct:
         if first <= start < end:
-            targets[chunk][to : to + size].copy_(landed[start - first : start - first + size])
+            targets[chunk][to : to + size].copy_(content[start - first : start - first + size])
     for start, copy in window.staged:
         if first <= start < end:
-            span = landed[start - first : start - first + copy.size_bytes].clone()  # it is aligned
+            span = content[start - first : start - first + copy.size_bytes].clone()  # it is aligned
             target = memory[copy.target_chunk]
             copy_staged(span.to(target.device), copy, target)
 
