@@ -152,7 +152,7 @@ def test_a_folder_shows_what_a_killed_writer_left_until_it_is_deleted(tmp_path):
     store, seen = objects.ObjectStore(str(tmp_path)), []
 
     def content():
-        yield b"x" * (objects.PART_BYTES + 1)
+        yield b"x" * (objects.UPLOAD_PART_BYTES + 1)
         yield b"y"
         with ThreadPoolExecutor(1) as pool:  # this thread is obstore's
             seen.extend(pool.submit(keys, store).result())
@@ -288,12 +288,12 @@ def test_an_object_has_no_more_parts_than_a_store_takes(server, monkeypatch):
 def test_parts_grow_with_their_object():
     gib, mib = 1 << 30, 1 << 20
     for size_bytes, found in ((0, 8), (78 * gib, 8), (80 * gib, 9), (5 << 40, 525)):
-        assert objects.part_bytes(size_bytes) == found * mib
-    for size_bytes in (objects.PART_BYTES * 10_000 + extra for extra in (-1, 0, 1)):
-        part = objects.part_bytes(size_bytes)
+        assert objects.upload_part_bytes(size_bytes) == found * mib
+    for size_bytes in (objects.UPLOAD_PART_BYTES * 10_000 + extra for extra in (-1, 0, 1)):
+        part = objects.upload_part_bytes(size_bytes)
         assert -(-size_bytes // part) <= 10_000
         assert part % mib == 0
-    assert objects.part_bytes(objects.PART_BYTES * 10_000 + 1) == 9 * mib
+    assert objects.upload_part_bytes(objects.UPLOAD_PART_BYTES * 10_000 + 1) == 9 * mib
 
 
 def test_a_store_that_dribbles_is_given_up(server, monkeypatch):

@@ -40,8 +40,9 @@ class HubStore(ObjectStore):
                 "torch-ros with the extra hub"
             ) from error
         self._absent, self._partly = errors.EntryNotFoundError, errors.BucketBatchError
-        # Of HTTP, for want of a path, and of its uploads.
-        self._failure = (errors.HTTPError, self._absent, RuntimeError)  # type: ignore[attr-defined]
+        # Of HTTP, for want of a path, of its uploads, and of files.
+        http = errors.HTTPError  # type: ignore[attr-defined]
+        self._failures = (http, self._absent, RuntimeError, OSError, ValueError)
         self._http: Any = utils  # which does not say what it exports
         self._advices = dict.fromkeys(("HfHubHTTPError", "BucketNotFoundError"), _ADVICE)
         self._hub, self._bucket = HfApi(), "/".join(names[:2])

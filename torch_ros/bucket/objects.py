@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger(__name__)
 
-PART_BYTES = 8 << 20  # of an upload, at least
+UPLOAD_PART_BYTES = 8 << 20  # at least
 PARTS_MAX = 10_000  # of an object, in S3
 CREATES_MAX = 5  # of a key, while others create it and fail
 UPLOADS = 4  # parts of a file that are under way at a time, each with its memory
@@ -58,9 +58,9 @@ class Listed:
     size_bytes: int
 
 
-def part_bytes(size_bytes: int) -> int:
+def upload_part_bytes(size_bytes: int) -> int:
     """The size of the parts by which an object of this size is uploaded, in whole MiB."""
-    return max(PART_BYTES, -(-size_bytes // (PARTS_MAX << 20)) << 20)
+    return max(UPLOAD_PART_BYTES, -(-size_bytes // (PARTS_MAX << 20)) << 20)
 
 
 class ObjectStore:
@@ -73,7 +73,7 @@ class ObjectStore:
         BucketError: In each call, where the store refuses, or does not answer for a while.
     """
 
-    _failure: type[Exception] | tuple[type[Exception], ...]
+    _failures: tuple[type[Exception], ...]
     _advices = _ADVICE
 
     def __init__(self, url: str) -> None:
@@ -86,7 +86,7 @@ class ObjectStore:
                 f"{url!r}: a bucket takes {error.name}, which is not installed: install torch-ros "
                 "with the extra bucket"
             ) from error
-        self._obs, self._failure = obstore, BaseError
+        self._obs, self._failures = obstore, (BaseError, OSError, ValueError)
         with self._errors(""):
             self._store = _opened(url)
         folder = getattr(self._store, "prefix", None)
@@ -99,7 +99,7 @@ class ObjectStore:
         object is there when all of it is. Nothing is, if `content` raises, which is raised here.
 
         Args:
-            size_bytes: Of all of it, where that may be more than 78 GiB; see `part_bytes`.
+            size_bytes: Of all of it, where that may be more than 78 GiB; see `upload_part_bytes`.
 
         Cost: Five parts of memory, which are 40 MiB up to 78 GiB.
         """
@@ -118,7 +118,7 @@ class ObjectStore:
                     key,
                     counted(),
                     use_multipart=True,
-                    chunk_size=part_bytes(size_bytes),
+                    chunk_size=upload_part_bytes(size_bytes),
                     max_concurrency=UPLOADS,
                 )
             except FileNotFoundError:  # the upload: perhaps it is complete, and that reply was lost
@@ -219,7 +219,7 @@ class ObjectStore:
             is_refused = not self.create(key, b"second")
             if self.get(key) != (b"first" if is_refused else b"second"):
                 self.refuse(key, "a get does not find what was put")
-            if [each.key for each in self.list(prefix) if each.key == key] != [key]:
+            if key not in {each.key for each in self.list(prefix)}:
                 self.refuse(key, "a list does not show what was put")
         finally:
             self.delete([key])
@@ -236,19 +236,13 @@ class ObjectStore:
             yield
         except TorchRosError:  # of who makes the content
             raise
-        except self._failure as error:
+        except self._failures as error:
             kind = type(error).__name__
             if any(path in str(error) for path in _METADATA):
                 kind = "UnauthenticatedError"
+            reason = (str(error).splitlines() or [kind])[0]
             advice = self._advices.get(kind, "check that the store answers, and its URL")
-            raise BucketError(self.url, key, _first_line(error), advice) from error
-        except (OSError, ValueError) as error:
-            advice = "check that the store is there, and its URL"
-            raise BucketError(self.url, key, _first_line(error), advice) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+            raise BucketError(self.url, key, reason, advice) from error
 
 
 def _opened(url: str) -> Vendor:
