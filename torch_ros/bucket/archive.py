@@ -437,7 +437,8 @@ class Archiver:
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
         gone = [key for key in unnamed if now_s - self._unnamed_s[key] >= self._grace_s]
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
-        self._unnamed_s = {key: at for key, at in self._unnamed_s.items() if key not in set(gone)}
+        for key in gone:
+            del self._unnamed_s[key]
         self._looked_s = now_s
         self.totals.collected += len(old) + len(gone)
         return len(old) + len(gone)
