@@ -24,7 +24,7 @@ from torch_ros.bucket.files import (
 )
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import WINDOW_BYTES, landed
-from torch_ros.checkpoints.framing import NAMES, Tensors
+from torch_ros.checkpoints.framing import NAMES
 from torch_ros.errors import CorruptDelta
 from torch_ros.weights.delta import (
     Changed,
@@ -50,10 +50,6 @@ class Encoded:
 
     changes: tuple[StoredChange, ...]
     arrays: Mapping[str, torch.Tensor]
-
-    @property
-    def shapes(self) -> Tensors:
-        return {name: (array.dtype, array.shape) for name, array in self.arrays.items()}
 
     @property
     def size_bytes(self) -> int:
