@@ -20,6 +20,8 @@ from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module
 from torch_ros.transfer import posting
+from torch_ros.transfer.card import ALL_BLOCKS, Word
+from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import TRANSFER_BYTES, Watcher, cut, perform
@@ -200,3 +202,39 @@ def test_only_a_source_that_is_mute_is_cut_off_while_its_manifest_is_read(monkey
     peers.close()
     for transport in (source, reader):
         transport.close()
+
+
+def test_readers_are_told_the_rate_beside_the_word_and_not_with_it():
+    source, reader = MemoryTransport(), MemoryTransport()
+    peers, deadline = Peers(reader), Deadline("look", 5)
+    mailbox = Mailbox(source)
+    mailbox.serve(7, 1)
+    shown = peers.state(mailbox.card, deadline)
+    assert peers.rate(shown, deadline) == 0
+    mailbox.tell_rate(25_000_000_000)
+    assert peers.rate(shown, deadline) == 25_000_000_000
+    assert peers.word(shown, deadline) == Word(7, 1)
+    mailbox.withdraw()
+    assert peers.rate(shown, deadline) == 0
+    mailbox.close()
+    mailbox.tell_rate(1)  # its memory may be another's by now
+    peers.close()
+    for transport in (source, reader):
+        transport.close()
+
+
+def test_a_relay_tells_its_rate_until_it_has_everything():
+    state = LocalState(local_chunks({"w": torch.zeros(4)}), {}, {})
+    transport = MemoryTransport()
+    mailbox, target = Mailbox(transport), Registered.of(state)
+    rate = mailbox._memory[-8:].view(np.uint64)
+    mailbox.tell_rate(3)  # of another read
+    progress = Progress(mailbox, target)
+    assert rate[0] == 0
+    progress.serve(5)
+    progress.tell_rate(2.5e9)
+    assert rate[0] == 2_500_000_000
+    progress.add(np.arange(len(progress.done)), 16)
+    assert (mailbox.word, rate[0]) == (Word(5, ALL_BLOCKS), 0)
+    mailbox.close()
+    transport.close()

@@ -79,8 +79,8 @@ ONE_CHAIN = (
     "which takes 0.17 ms. docs/ARCHITECTURE.md says why it stays a chain."
 )
 SLOW_CHAIN = (
-    "In a first version slow ones are found one after the other, 0.1 s each, beside what the chain "
-    "takes: behind one of them nobody can tell who is slow."
+    "In a first version slow ones are found as the chain comes to them, and each that steps aside "
+    "holds up those behind it, beside what the chain takes."
 )
 
 AIMS = (

@@ -17,13 +17,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 NEARLY = 1.0  # byte: the rest is rounding
 FREE = 0  # the link that never is the bottleneck
+STEPS_KEPT = 64  # of each flow: more than come between two looks at them
 # Columns of a flow: its transfer, the nodes, and the links: out of a NIC, into one, and between
 # datacenters.
 PLACES = ("owner", "source", "reader", "out", "into", "way")
 # More columns. The rate of one connection at most. In bytes of the flow: all, those that came,
 # those that its source was seen to have, and the end of its next step. In bytes of its transfer:
 # those that it began with, and all. If its source has no more: since when its reader waits, its
-# pause, and the time at which it looks again.
+# pause, and the time at which it looks again. For how long some of this step were on their way.
 AMOUNTS = (
     "most",
     "share",
@@ -35,6 +36,7 @@ AMOUNTS = (
     "since_s",
     "pause_s",
     "looks_s",
+    "busy_s",
 )
 
 
@@ -86,6 +88,8 @@ class Network:
             **{name: np.zeros(0, np.int64) for name in PLACES},
             **{name: np.zeros(0) for name in AMOUNTS},
         }
+        self._steps_s = np.zeros((0, STEPS_KEPT))  # of each flow: that of the last steps
+        self._steps = np.zeros(0, np.int64)  # of each flow: how many there were
         self._new: list[tuple[float, ...]] = []
         self._gone: set[int] = set()
         self._sent = np.zeros(0)  # by each node
@@ -152,7 +156,7 @@ class Network:
                 *(self._count, source.number, transfer.reader.number),
                 *(source.out, transfer.reader.into, way),
                 *(0.0 if source.is_dead else most, share, 0.0, -1.0, -1.0),
-                *(begins, transfer.bytes_total, self.now_s, EAGER_POLL_S, self.now_s),
+                *(begins, transfer.bytes_total, self.now_s, EAGER_POLL_S, self.now_s, 0.0),
             ))  # fmt: skip
 
     def stop(self, transfer: Transfer) -> None:
@@ -166,6 +170,17 @@ class Network:
         for source in transfer.sources:
             source.readers.pop(transfer, None)
         return transfer
+
+    def landings(self, transfer: Transfer, after: int) -> tuple[int, list[float]]:
+        """How many steps of its first source came, and the times of the last ones after `after`:
+        for how long each was on its way.
+        """
+        rows = np.flatnonzero(self._table["owner"] == transfer.number)
+        if not len(rows):
+            return after, []
+        count = int(self._steps[rows[0]])
+        last = range(max(after, count - STEPS_KEPT), count)
+        return count, [float(self._steps_s[rows[0], number % STEPS_KEPT]) for number in last]
 
     # Bytes that were carried
 
@@ -199,6 +214,7 @@ class Network:
         if len(looks):
             self._look(looks)
             there[looks] = table["seen"][looks] - table["done"][looks]
+        table["busy_s"] += np.where(there >= NEARLY, self.tick_s, 0.0)
         moved = self._rates(np.maximum(there, 0.0) / self.tick_s) * self.tick_s
         table["done"] += moved
         self._moved += moved
@@ -233,6 +249,9 @@ class Network:
                 table[name] = np.concatenate([kept, np.array(new)]) if rows else kept
             for name in PLACES:
                 table[name] = table[name].astype(np.int64)
+            more = np.zeros(len(rows), np.int64)
+            self._steps = np.concatenate([self._steps[stay], more])
+            self._steps_s = np.concatenate([self._steps_s[stay], np.zeros((len(rows), STEPS_KEPT))])
             self._new, self._gone = [], set()
         self._moved = np.zeros(len(table["owner"]))
         _, first, counts = np.unique(table["owner"], return_index=True, return_counts=True)
@@ -312,6 +331,9 @@ class Network:
     def _tell(self, rows: Ints) -> None:
         """Readers show their whole steps; a transfer ends when its reader has all of it."""
         table = self._table
+        self._steps_s[rows, self._steps[rows] % STEPS_KEPT] = table["busy_s"][rows]
+        self._steps[rows] += 1
+        table["busy_s"][rows] = 0.0
         table["next"][rows] = self._next(rows)
         # At the end of each step a reader asks its source whether the bytes count, and hears how
         # far the source is.

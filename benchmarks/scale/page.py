@@ -41,6 +41,7 @@ WORKS = """## How it works
   TensorHub paper) and links between datacenters max-min fairly, in ticks of a step.
   Relays pass on whole steps of 4 MiB, and who waits for a relay asks as seldom as the library
   does between hosts: after 0.05 ms, and after 2 s of that twice as long each time, 10 ms at most.
+  Who is slow is seen as the library sees it, which looks every 0.26 ms for what has landed.
 - A process that dies is missed by its readers 0.1 s later, and by etcd when its lease has ended.
 
 The model leaves out: what connecting takes, the way of a question about a position, kernels' and
@@ -84,8 +85,9 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield ("![What etcd is asked](requests.svg)\n")
     yield "## Slow ones\n"
     yield (
-        "One in a hundred has a tenth of the rate. In a first version nobody knows which, and they "
-        "are found one after the other; in the next one they pass nothing on.\n"
+        "One in a hundred has a tenth of the rate. In a first version nobody knows which: each is "
+        "found by how fast bytes land at it and at its source; in the next one they pass nothing "
+        "on.\n"
     )
     yield from _table(
         ("N", "first version, healthy ones: median x", "p99 x", "last x",

@@ -5,6 +5,7 @@ The library's `Replication` uses these as it uses its own; they move fractions i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torch_ros.p2p.regions import Region
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.pace import PACE_S
+from torch_ros.transfer.pace import PACE_S, Landings
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
 from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX, STALL_S, SourceWait
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from schedule import Actor
 
 CONNECTION = bytes(1400)  # about as many as a process with NIXL has in its card
-LOOKS_S = PACE_S / 5  # between two judgements of a source; of the library, after each batch
+LOOKS_S = PACE_S / 10  # between two judgements of a source; of the library, after each batch
+LOOK_S = 0.00026  # between two looks for what has landed: POLL_S, and what such a sleep adds
 QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
 
 
@@ -57,6 +59,7 @@ class Mailbox:
         self.manifest: Manifest | None = self._shown
         self.regions: tuple[Region, ...] = ()
         self.mark = self._mark_shown = 0
+        self.rate = 0
         self.transfer: Transfer | None = None  # into this process's memory
         self.waiting: list[tuple[Actor, int]] = []  # for this process to serve something
 
@@ -71,6 +74,9 @@ class Mailbox:
         if position == ALL_BLOCKS:
             self.cluster.network.show(self.node, 1.0)
         self.wake("served")
+
+    def tell_rate(self, bytes_per_s: int) -> None:
+        self.rate = bytes_per_s
 
     def wake(self, why: str) -> None:
         """Those who wait for this process to serve something look at it again."""
@@ -181,6 +187,29 @@ class Peers:
         pass
 
 
+class Measured:
+    """How the steps of a transfer land, as its reader would measure it."""
+
+    def __init__(
+        self, cluster: Cluster, transfer: Transfer, progress: Progress, source: FeedSource
+    ) -> None:
+        self._cluster, self._transfer, self._progress = cluster, transfer, progress
+        self._source, self._box = source, cluster.boxes[agent_of(transfer.sources[0])]
+        self._landings, self._steps = Landings(cluster.clock.now_s), 0
+
+    def look(self) -> None:
+        """Note the steps that have come since the last time."""
+        network, now_s = self._cluster.network, self._cluster.clock.now_s
+        self._steps, took_s = network.landings(self._transfer, self._steps)
+        for each_s in took_s:
+            looks = each_s / LOOK_S
+            waited_s = math.ceil(looks) * LOOK_S + self._cluster.model.near_rtt_s
+            times_s = waited_s, int(looks) * LOOK_S
+            if self._landings.add(now_s, int(network.step_bytes), *times_s):
+                self._progress.tell_rate(self._landings.told)
+                self._source.compare(self._landings, lambda: self._box.rate)
+
+
 class Reading:
     """The reads of one process, or of its forerunner, into what `own` shows."""
 
@@ -210,7 +239,9 @@ class Reading:
         own = self.own
         sources = {self._node(each.feed): each.feed.source for each in supplies}
         begins = own.fill(progress.mark)
-        if (lost := self._transferred(own, sources, begins, deadline)) is not None:
+        if len(sources) > 1:
+            progress.tell_rate(0)
+        if (lost := self._transferred(progress, sources, begins, deadline)) is not None:
             raise lost
         bytes_read = self._cluster.registered.bytes_total
         progress.add(phase.blocks, bytes_read)
@@ -221,10 +252,11 @@ class Reading:
         return self._cluster.boxes[state.agent].node
 
     def _transferred(
-        self, own: Mailbox, sources: dict[Node, FeedSource], begins: float, deadline: Deadline
+        self, progress: Progress, sources: dict[Node, FeedSource], begins: float, deadline: Deadline
     ) -> SourceLost | None:
         """The source that was lost; None: all is there."""
         cluster, clock, network = self._cluster, self._cluster.clock, self._cluster.network
+        own = self.own
         actor, ended = clock.current, list[tuple[Node | None, str]]()
 
         def end(lost: Node | None, why: str) -> None:
@@ -235,10 +267,11 @@ class Reading:
             if cluster.boxes[agent_of(node)].mark != source.mark:
                 return SourceLost(source.replica, "it does not serve it any more", 0, 0)
         size = cluster.registered.bytes_total
+        [node, *others] = sources
         own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
         network.start(transfer)
-        [node, *others] = sources
         pace = None if others else sources[node].pace
+        measured = None if others else Measured(cluster, transfer, progress, sources[node])
         waits = {
             source.replica: SourceWait(source.replica, deadline, source.is_there)
             for source in sources.values()
@@ -247,9 +280,11 @@ class Reading:
         try:
             while not ended:
                 before = network.shown(own.node)
-                clock.park("reads", clock.now_s + (LOOKS_S if pace else STALL_S))
+                clock.park("reads", clock.now_s + (STALL_S if others else LOOKS_S))
                 next(iter(sources.values())).check()
                 shown = [int(network.shown(each) * size) for each in (own.node, node)]
+                if measured and not ended:
+                    measured.look()
                 if pace and not ended and pace.is_behind(clock.now_s, *shown):
                     sources[node].fell_behind(pace.rate)
                 for replica, wait in waits.items():

@@ -715,6 +715,31 @@ def _(is_behind):
     return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 
 
+fault(
+    "a relay tells nobody its rate", (feed.Progress, "tell_rate"), scenario="slow behind a slow one"
+)(lambda _: lambda self, bytes_per_s: None)
+fault(
+    "to wait for a source is to be slow",
+    (pace.Landings, "resume"),
+    scenario="slow behind a slow one",
+)(lambda _: lambda self, now_s: None)
+
+
+@fault("one slow window is enough", (pace.Pace, "is_slower"), scenario="all become slow")
+def _(is_slower):
+    return lambda self, *rates: is_slower(self, *rates) or is_slower(self, *rates)
+
+
+@fault("a relay tells the rate of long ago", (pace.Landings, "add"), scenario="all become slow")
+def _(add):
+    def faulty(self, *landing):
+        told, is_window = self.told, add(self, *landing)
+        self.told = told or self.told
+        return is_window
+
+    return faulty
+
+
 @fault("a suspicion is a verdict", (sources, "candidates_of"), hole=22, scenario="flaky")
 def _(rule):
     def faulty(view, seat, ref, before, lost=()):

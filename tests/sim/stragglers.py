@@ -7,14 +7,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest.mock import patch
 
+import wires
 from checks import demand
 from farewell import read_from
 from replicas import Process
 from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, replicate
 
+from torch_ros.costs import NIXL_COSTS
 from torch_ros.protocol import claimed
 from torch_ros.protocol import keys as k
-from torch_ros.transfer import pace
+from torch_ros.transfer import pace, reading
 
 
 def _chain(scene: Scene, names: tuple[str, ...], lasting: tuple[str, ...], read, **options) -> None:
@@ -73,6 +75,23 @@ def _judged(seconds: float = 0.5):
     with ExitStack() as stack:
         for name, value in limits.items():
             stack.enter_context(patch.object(pace, name, value))
+        yield
+
+
+@contextmanager
+def _compared():
+    """No process copies from another: those that land slowly are found by that alone."""
+    limits = {
+        (pace, "PACE_S"): 1e9,
+        (pace, "LANDINGS"): 2,
+        (pace, "WINDOW_BYTES"): 1,
+        (wires, "LOOK_S"): 0.02,
+        (wires._Peer, "costs"): NIXL_COSTS,
+        (reading, "STEPS_FLIGHT"): 1,
+    }
+    with ExitStack() as stack:
+        for (owner, name), value in limits.items():
+            stack.enter_context(patch.object(owner, name, value))
         yield
 
 
@@ -253,6 +272,40 @@ def slow_seed(scene: Scene) -> None:
         demand("t" not in found, f"I13: a slow one reads from {sorted(found)}")
 
 
+def _beside(scene: Scene, slow_s: dict[str, float], *, later_s: float = 0.0) -> None:
+    """Play a chain in which reads of each replica take so long, or as long for all `later_s`."""
+    scene.shapes = TENSORS
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = slow_s[me.start.replica]
+        replicate(me)
+        _all_relay_but(scene, "" if later_s else "r2")(me)
+
+    def watch() -> None:
+        last = scene.start_named("r3").processes[0]
+        scene.when(lambda: scene.checks._shown(last)[1], f"{last} having something")
+        for name in slow_s:
+            scene.slow_s[scene.start_named(name).processes[0]] = later_s
+
+    _chain(scene, tuple(slow_s), tuple(slow_s), read)
+    if later_s:
+        scene.spawn(scene.start_named("t").processes[0], "watches", watch)
+    with _compared():
+        scene.play()
+
+
+def slow_behind_slow(scene: Scene) -> None:
+    """I8: who is slow is found though it gets all that its source has, in the time that is left."""
+    _beside(scene, {"r0": 0.4, "r1": 0.02, "r2": 0.3, "r3": 0.02})
+    _reads_from(scene, "r2", "r1", "r3")
+    _reads_from(scene, "r3", "r2", "r1")
+
+
+def all_become_slow(scene: Scene) -> None:
+    """I8: who becomes slow with its source relays on."""
+    _beside(scene, dict.fromkeys(("r0", "r1", "r2", "r3"), 0.02), later_s=0.4)
+
+
 def _versions(scene: Scene, relays: dict[int, bool], *, ranks: int = 1, **options) -> None:
     """r1, of which a rank is slow in version 1, relays the others or not, with r0 and r2 beside.
 
@@ -340,4 +393,6 @@ SCENES |= {
     "seed rests not": seed_rests_not,
     "slow seed": slow_seed,
     "slow for all": slow_for_all,
+    "slow behind a slow one": slow_behind_slow,
+    "all become slow": all_become_slow,
 }

@@ -22,6 +22,7 @@ from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import wires
 from buckets import READ_S, URL, ModelBucket
 from checks import Broken, Checks
 from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Task
@@ -31,6 +32,7 @@ from story import short
 from wires import LOOK_S, Wire
 
 from torch_ros import deadline, protocol, shard, transfer
+from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
@@ -127,6 +129,13 @@ EVENTS = (
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
 ARCHIVED = 2  # of the seeds modulo 5: there is a bucket
+COMPARED = {  # slow ones are found by how bytes land alone
+    "PACE_S": 1e9,
+    "LANDINGS": 2,
+    "WINDOW_BYTES": 1,
+    "WINDOW_S": 0.0,
+    "RATE_SHARE": 0.3,
+}
 GAPS = 0.04  # of the starts: their ranks lack a cell
 HERE = (("latest@here",), ("latest@here",), ("latest-1@here",), ("latest@here", "1@here"))
 STORY = 60  # steps that a failure shows
@@ -198,6 +207,7 @@ class World(Scheduler):
         self.is_lending = seed % 7 == 6  # the others stay what they were
         self.is_installing = seed % 7 == 3
         self.is_judged = seed % 2 == 1  # whoever is slow
+        self.is_compared = seed % 4 == 1  # and no process copies from another
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         if seed % 5 == ARCHIVED:
@@ -673,6 +683,7 @@ class World(Scheduler):
             ),
             "floor_of": lambda url, _: world.floor if url else None,
             "connect_store": lambda _, **__: Connection(world, world.current.process),
+            "STEP_BYTES": 7,
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns
             "BLOCK_BYTES": 8 * BLOCK_CELLS,
             "BLINK_S": LOOK_S,  # a wait for a read is as long
@@ -689,8 +700,11 @@ class World(Scheduler):
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
                 stack.enter_context(patch.object(module, name, most))
-            for name, value in JUDGED.items() if self.is_judged else ():
+            for name, value in self._limits().items():
                 stack.enter_context(patch.object(pace, name, value))
+            if self.is_compared:
+                stack.enter_context(patch.object(wires, "LOOK_S", 0.02))
+                stack.enter_context(patch.object(wires._Peer, "costs", NIXL_COSTS))
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
@@ -705,6 +719,9 @@ class World(Scheduler):
             stack.callback(logging.disable, logging.NOTSET)
             stack.callback(self.abandon)
             yield
+
+    def _limits(self) -> dict[str, float]:
+        return COMPARED if self.is_compared else JUDGED if self.is_judged else {}
 
     def abandon(self) -> None:
         for process in self.processes:

@@ -13,6 +13,7 @@ import msgspec
 MAILBOX_BYTES = 4096
 WORD_BYTES = 8
 HEADER_BYTES = 32  # the word, the notice's length, its digest
+RATE_BYTES = 8  # at the mailbox's end: the rate at which bytes land at this process
 ALL_BLOCKS = 2**32 - 1  # as a position: all blocks are there
 ADDRESS_MAX = 2**64 - 1
 

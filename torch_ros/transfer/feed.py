@@ -4,6 +4,7 @@ A relay is a source that is still filling itself. `connect` waits until it begin
 it has the next blocks, and `Progress` tells this rank's own readers how far this rank is.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.transport import Transfer
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
-from torch_ros.transfer.pace import Pace
+from torch_ros.transfer.pace import Landings, Pace
 from torch_ros.transfer.peers import Peers, PeerState
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.stall import SourceWait
@@ -40,6 +41,9 @@ class Arrivals:
         self.done[blocks] = True
         self.bytes_read += bytes_read
 
+    def tell_rate(self, bytes_per_s: float) -> None:
+        """Tell readers how fast bytes land here; 0: not known."""
+
     def note_ways(self, transfers: Iterable[Transfer]) -> None:
         """Count the ways of transfers whose blocks count."""
         for transfer in transfers:
@@ -57,6 +61,7 @@ class Progress(Arrivals):
         super().__init__(target.layout.blocks.total)
         self._mailbox, self.target, self.mark = mailbox, target, 0
         self._is_hushed = False
+        self.tell_rate(0)
         self.is_unproven = False  # deltas have filled it, and the group has not compared it yet
 
     def serve(self, mark: int) -> None:
@@ -72,6 +77,9 @@ class Progress(Arrivals):
     def speak(self) -> None:
         """Tell readers again what is there, from the next `serve` on."""
         self._is_hushed = False
+
+    def tell_rate(self, bytes_per_s: float) -> None:
+        self._mailbox.tell_rate(int(bytes_per_s))
 
     def fill(self, bytes_read: int) -> None:
         """All of it is there, by deltas. Readers are told nothing of it before `prove`."""
@@ -99,6 +107,8 @@ class Progress(Arrivals):
             is_open = np.isin(overlaps, overlaps[~told]) & (overlaps >= 0)
             told = told & ~is_open
         position = _position(told)
+        if position == ALL_BLOCKS:
+            self.tell_rate(0)  # nobody compares with what it was once
         if not self._is_hushed or position == ALL_BLOCKS:
             self._mailbox.serve(self.mark, position)
 
@@ -120,6 +130,14 @@ class FeedSource:
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
     pace: Pace | None = None  # of a near source, if it can be judged
     fell_behind: Callable[[float], None] = lambda _: None  # told its rate then
+
+    def compare(self, landings: Landings, ask: Callable[[], float]) -> None:
+        """After a window of landings: say if it was slow beside the relay's own, which is asked."""
+        if (pace := self.pace) is None or self.is_full:
+            return
+        told = ask() if landings.last < math.inf else math.inf
+        if pace.is_slower(landings.last, told):
+            self.fell_behind(pace.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +243,11 @@ class Following:
             raise self.lost(rank, "it does not serve it any more").orderly()
         if not self.feed.source.is_full:  # a full one may have learned late that it is
             self._positions[rank] = word.position
+
+    def rate(self, ranks: Iterable[int]) -> int:
+        """How fast bytes land at the slowest of these ranks; 0: that is not known."""
+        states = [self.feed.states[rank] for rank in ranks]
+        return min(self._peers.rate(state, self._deadline, self.look) for state in states)
 
     def wait_for_more(self) -> None:
         """Ask a relay how far it is; wait a little if it has no more than before."""

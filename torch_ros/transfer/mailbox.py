@@ -25,7 +25,15 @@ import numpy.typing as npt
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
-from torch_ros.transfer.card import MAILBOX_BYTES, WORD_BYTES, Card, Notice, Word, digest
+from torch_ros.transfer.card import (
+    MAILBOX_BYTES,
+    RATE_BYTES,
+    WORD_BYTES,
+    Card,
+    Notice,
+    Word,
+    digest,
+)
 from torch_ros.weights.manifest import Depth, Layout, Manifest
 
 MANIFESTS_KEPT = 2  # two buffers may be published in turn: then nothing is registered anew
@@ -78,6 +86,7 @@ class Mailbox:
         self._lasting = LastingMemory(MAILBOX_BYTES)
         self._memory = self._lasting.bytes
         self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
+        self._rate = self._memory[-RATE_BYTES:].view(np.uint64)  # the same
         self._own = transport.register([region_of(self._memory)])
         where = self._own.descriptor, self._memory.ctypes.data
         self.card: bytes = msgspec.msgpack.encode(
@@ -134,7 +143,7 @@ class Mailbox:
         if written is None or not written.notice:
             written = self._written(manifest)
         end = WORD_BYTES + len(written.notice)
-        assert end <= MAILBOX_BYTES
+        assert end <= MAILBOX_BYTES - RATE_BYTES
         self._memory[WORD_BYTES:end] = np.frombuffer(written.notice, np.uint8)
         self._manifests = [written, *(each for each in self._manifests if each is not written)]
 
@@ -161,6 +170,10 @@ class Mailbox:
         """Set the word: the first `position` blocks of the content `mark` may be read."""
         self._word[0] = Word(mark, position).pack()
 
+    def tell_rate(self, bytes_per_s: int) -> None:
+        """Tell readers how fast bytes land here; 0: not known. No byte counts by it."""
+        self._rate[0] = bytes_per_s
+
     def void(self) -> None:
         """Clear the word: no read counts that ends from now on. Call it before a write."""
         self._word[0] = 0
@@ -181,4 +194,5 @@ class Mailbox:
         # Its place may become another's: who still holds this one writes elsewhere.
         self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
         self._word = self._memory[:WORD_BYTES].view(np.uint64)
+        self._rate = self._memory[-RATE_BYTES:].view(np.uint64)
         self._lasting.close()

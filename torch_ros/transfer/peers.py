@@ -24,6 +24,7 @@ from torch_ros.transfer.card import (
     ADDRESS_MAX,
     HEADER_BYTES,
     MAILBOX_BYTES,
+    RATE_BYTES,
     WORD_BYTES,
     Card,
     Notice,
@@ -37,6 +38,7 @@ from torch_ros.weights.manifest import Manifest
 PEERS_MAX = 4096  # connections kept; the least recently used is closed first
 ATTACHED_MAX = 256  # registrations known of one peer
 MANIFEST_BYTES_MAX = 1 << 30  # some million chunks
+Asked = Literal["word", "whole", "rate"]
 
 # Errors of whoever takes a card, notice or manifest at its word.
 _UNUSABLE = (msgspec.MsgspecError, UsageError, ValueError, ArithmeticError, TypeError, MemoryError)
@@ -75,32 +77,38 @@ class _Question:
         return self.buffer.tobytes()
 
 
+# Of a mailbox, each question: the first byte, how many, and where they lie in a reader's buffer.
+_PARTS = {
+    "whole": (0, MAILBOX_BYTES, 0),
+    "word": (0, WORD_BYTES, MAILBOX_BYTES),
+    "rate": (MAILBOX_BYTES - RATE_BYTES, RATE_BYTES, MAILBOX_BYTES + WORD_BYTES),
+}
+
+
 class PeerMailbox:
     """The mailbox of a peer. Its word is read after every batch, all of it at every call."""
 
-    whole: _Question
-    word: _Question
-
     def __init__(self, transport: Transport, peer: Peer, address: int) -> None:
-        buffer = np.zeros(MAILBOX_BYTES + WORD_BYTES, np.uint8)
-        self._registration = transport.register([region_of(buffer)])
-        self._questions: list[_Question] = []
-        try:
-            for part in (buffer[:MAILBOX_BYTES], buffer[MAILBOX_BYTES:]):
-                spans = np.array([[address, part.ctypes.data, part.nbytes]], np.uint64)
-                self._questions.append(_Question(part, peer.prepare(spans)))
-        except BaseException:
-            self.close()
-            raise
-        self.whole, self.word = self._questions
+        self._peer, self._address = peer, address
+        self._buffer = np.zeros(MAILBOX_BYTES + WORD_BYTES + RATE_BYTES, np.uint8)
+        self._registration = transport.register([region_of(self._buffer)])
+        self._questions: dict[str, _Question] = {}
+
+    def question(self, what: Asked) -> _Question:
+        if what not in self._questions:
+            first, size, place = _PARTS[what]
+            part = self._buffer[place : place + size]
+            spans = np.array([[self._address + first, part.ctypes.data, size]], np.uint64)
+            self._questions[what] = _Question(part, self._peer.prepare(spans))
+        return self._questions[what]
 
     @property
     def is_late(self) -> bool:
         """Whether an answer is due that nobody waits for any more."""
-        return any(question.is_late for question in self._questions)
+        return any(question.is_late for question in self._questions.values())
 
     def close(self) -> None:
-        close_all([question.transfer for question in self._questions])
+        close_all([question.transfer for question in self._questions.values()])
         self._registration.close()
 
 
@@ -180,6 +188,16 @@ class Peers:
             TransferFailed: It is gone.
         """
         return Word.unpack(int.from_bytes(self._ask(where, "word", deadline, still), "little"))
+
+    def rate(
+        self, where: PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
+    ) -> int:
+        """Read how fast bytes land at that process, which is connected; 0: not known.
+
+        Raises:
+            TransferFailed: It is gone.
+        """
+        return int.from_bytes(self._ask(where, "rate", deadline, still), "little")
 
     def costs(self, agents: Iterable[str]) -> Costs:
         """The costs of reads from these, which are connected: of the slowest."""
@@ -265,17 +283,17 @@ class Peers:
     def _ask(
         self,
         where: Card | PeerState,
-        question: Literal["word", "whole"],
+        what: Asked,
         deadline: Deadline,
         still: Callable[[], None],
     ) -> bytes:
         key = agent, address = where.agent, where.mailbox_address
-        if key not in self._mailboxes:
-            with _believing(agent, "its mailbox"):
+        with _believing(agent, "its mailbox"):
+            if key not in self._mailboxes:
                 self._mailboxes[key] = PeerMailbox(self._transport, self._peers[agent], address)
-        mailbox = self._mailboxes[key]
+            question = self._mailboxes[key].question(what)
         try:
-            return (mailbox.word if question == "word" else mailbox.whole).ask(deadline, still)
+            return question.ask(deadline, still)
         except SourceLost:
             self.forget(agent)
             raise

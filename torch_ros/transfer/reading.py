@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
 from torch_ros.transfer.delta_reading import DeltaRoom
 from torch_ros.transfer.feed import Arrivals, Following, Supply
+from torch_ros.transfer.pace import Landings
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
@@ -203,11 +205,15 @@ class ReadPass(Watcher):
         limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
         self._sources = [Following(peers, each, progress, deadline, limit_s) for each in supplies]
         self._landed = self._shown = 0
+        is_measured = len(supplies) == 1 and not self._sources[0].is_near
+        self._landings = Landings(time.monotonic()) if is_measured else None
         self._unseen: deque[Batch] = deque()  # that the source was not seen to have yet
         self._batch_of: dict[Transfer, Batch] = {}
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
+        if self._landings is None:
+            self._progress.tell_rate(0)
         self._unseen.extend(batches)
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
@@ -242,6 +248,8 @@ class ReadPass(Watcher):
         return self._sources[batch.supply].has(batch.needs)
 
     def landed(self, transfers: Sequence[Transfer]) -> None:
+        now_s, size_bytes = time.monotonic(), sum(each.size_bytes for each in transfers)
+        is_window = self._landings is not None and self._landings.land(now_s, size_bytes)
         ended: list[Batch] = []
         for batch in (self._batch_of[transfer] for transfer in transfers):
             self._sources[batch.supply].silence.reset()
@@ -250,14 +258,22 @@ class ReadPass(Watcher):
                 ended.append(batch)
         for supply in sorted({batch.supply for batch in ended}):
             self._end([batch for batch in ended if batch.supply == supply])
+        if is_window and self._landings is not None:
+            self._progress.tell_rate(self._landings.told)
+            source, needs = self._sources[0], self._batch_of[transfers[-1]].needs
+            source.feed.source.compare(self._landings, partial(source.rate, needs))
 
     def blocked(self) -> None:
         """Wait for the relays: the next blocks are not there yet."""
         for source in self._sources:
             if not source.feed.source.is_full:
                 source.wait_for_more()
+        if self._landings is not None:
+            self._landings.resume(time.monotonic())
 
     def still(self, flying: Sequence[Transfer]) -> None:
+        if flying and self._landings is not None:
+            self._landings.look(time.monotonic())
         waited_for = {self._batch_of[transfer].supply for transfer in flying}
         for number, source in enumerate(self._sources):
             if number in waited_for:
