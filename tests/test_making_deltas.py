@@ -370,7 +370,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
 def test_a_closed_handle_makes_none():
     pool = CopyDeltas()
     pool.close()
-    pool.start(SimpleNamespace(base=SimpleNamespace(uid="a"), leads_to=lambda _: True), "b")
+    pool.start(SimpleNamespace(base_of=lambda _: SimpleNamespace(uid="a")), "b")
     assert pool._making is None
 
 
@@ -609,14 +609,10 @@ def test_collectors_are_told_how_many_were_made(opened):
 
 
 def test_a_publication_that_is_not_waited_for_promises_none():
-    link = SimpleNamespace(
-        leads_to=lambda _: True,
-        base=SimpleNamespace(uid="a"),
-        entries=(),
-        ring=Ring(2 * TABLE_BYTES),
-    )
+    base, ring = SimpleNamespace(uid="a"), Ring(2 * TABLE_BYTES)
+    planned = SimpleNamespace(base_of=lambda _: base, entries=(), ring=ring)
     for is_made, coming in ((True, "a"), (False, None)):
-        assert CopyDeltas().offer(link, "b", is_made=is_made) == link.ring.address
-        assert link.ring.table == msgspec.structs.replace(DeltaTable(), coming=coming)
-    assert np.array_equal(link.ring.bytes[TABLE_BYTES:], np.zeros(TABLE_BYTES, np.uint8))
-    link.ring.close()
+        assert CopyDeltas().offer(planned, "b", is_made=is_made) == ring.address
+        assert ring.table == msgspec.structs.replace(DeltaTable(), coming=coming)
+    assert np.array_equal(ring.bytes[TABLE_BYTES:], np.zeros(TABLE_BYTES, np.uint8))
+    ring.close()

@@ -45,7 +45,7 @@ def test_only_the_newest_run_counts():
 
 def test_what_is_asked_for_is_found_or_it_says_what_there_is():
     there = [row(n, 1000 + n) for n in (3, 5, 8)]
-    found = [chain.chosen(there, "m", asked).version for asked in ("latest", "latest-2", 5)]
+    found = [chain.chosen(there, "m", asked)[-1].version for asked in ("latest", "latest-2", 5)]
     assert found == [8, 3, 5]
     for asked in (4, "latest-3"):
         with pytest.raises(VersionNotFound, match="the bucket has 8, 5, 3"):
@@ -203,7 +203,7 @@ def test_a_chain_is_at_most_so_long():
     there = [row(0, 1000), *(delta(n, n - 1) for n in range(1, 70))]
     assert len(chain.needed(there, there[chain.READ_MAX])) == chain.READ_MAX + 1
     assert isinstance(chain.needed(there, there[chain.READ_MAX + 1]), int)
-    assert chain.chosen(there, "m", "latest").version == chain.READ_MAX
+    assert chain.chosen(there, "m", "latest")[-1].version == chain.READ_MAX
 
 
 def test_deltas_are_few_and_small_or_a_version_is_full():

@@ -284,11 +284,12 @@ class Archiver:
             return new, stored, _Written(new, held, stored.size_bytes)
         base = before.version
         new = replace(new, base=(base.version, base.nonce))
-        by_file = framing.files(made.shapes, self._form.file_bytes)
+        arrays = framing.described(made.arrays)
+        by_file = framing.files(arrays, self._form.file_bytes)
         by_file = {name.replace("model", "delta", 1): each for name, each in by_file.items()}
         stored = msgspec.structs.replace(
             plain,
-            files=self._files(new, by_file, made.shapes, iter(made.arrays.items()), progress)
+            files=self._files(new, by_file, arrays, iter(made.arrays.items()), progress)
             if made.arrays
             else (),
             base=StoredBase(base.version, base.uid, base.nonce),
@@ -306,7 +307,7 @@ class Archiver:
         is_next = (base.run_number, base.run) == (new.run_number, new.run)
         if not is_next or base.version >= new.version or self._bucket.manifest(base) is None:
             return None
-        if _layout(before.tensors) != _layout(held):
+        if framing.described(before.tensors) != framing.described(held):
             return None
         made = difference(before.tensors, held, self._form.encoding)
         sizes = (*before.delta_bytes, made.size_bytes)
@@ -437,7 +438,8 @@ class Archiver:
         self._unnamed_s = {each: self._unnamed_s.get(each, now_s) for each in unnamed}
         gone = [key for key in unnamed if now_s - self._unnamed_s[key] >= self._grace_s]
         bucket.store.delete(f"{bucket.root}/{key}" for key in gone)
-        self._unnamed_s = {key: at for key, at in self._unnamed_s.items() if key not in set(gone)}
+        for key in gone:
+            del self._unnamed_s[key]
         self._looked_s = now_s
         self.totals.collected += len(old) + len(gone)
         return len(old) + len(gone)
@@ -460,10 +462,6 @@ def _named(
 
 def _is_of(ref: torch_ros.VersionRef, there: InBucket) -> bool:
     return (ref.run, ref.version, ref.uid) == (there.run, there.version, there.uid)
-
-
-def _layout(tensors: Held) -> Mapping[str, object]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:

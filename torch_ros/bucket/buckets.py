@@ -82,7 +82,7 @@ class Bucket:
         Cost: One request for a thousand versions, and one for the version's manifest.
         """
         for _ in range(TRIES):
-            found = chain.chosen(self.kept(), self.model, version)
+            found = chain.chosen(self.kept(), self.model, version)[-1]
             if (stored := self.manifest(found)) is not None:
                 named = dict(sorted(stored.tensors.items()))
                 return torch_ros.Contents(
@@ -135,13 +135,11 @@ class Bucket:
         filled, self._filled = self._filled, None  # whatever comes, until all is well
         known = filled.among(tensors) if filled else {}
         for _ in range(TRIES):
-            there = self.kept()
-            found = chain.chosen(there, self.model, version)
+            links = chain.chosen(self.kept(), self.model, version)
+            found = links[-1]
             if uid not in (None, found.uid):
                 reason = f"its content is {found.uid!r} now, expected {uid!r}; ask `contents` anew"
                 raise VersionNotFound(self.model, str(found.version), reason)
-            links = chain.needed(there, found)
-            assert isinstance(links, list)
             had = known if filled and filled.version in links else {}
             others = (
                 {n: tensor for n, tensor in tensors.items() if n not in had} if had else tensors
@@ -227,16 +225,13 @@ class Bucket:
 
         Cost: The bytes of the deltas; memory for them and for the largest tensor's patch.
         """
-        links = chain.needed(
-            there := self.kept(), found := chain.chosen(there, self.model, version)
-        )
-        assert isinstance(links, list)
+        links = chain.chosen(self.kept(), self.model, version)
         since = next((links[n + 1 :] for n, each in enumerate(links) if each.version == base), None)
         stored = None if since is None else self._manifests(since)
         if since is None or stored is None:
             names = ", ".join(str(each.version) for each in links)
             reason = f"no deltas lead to it from {base}, only from {names}; load it"
-            raise VersionNotFound(self.model, str(found.version), reason)
+            raise VersionNotFound(self.model, str(links[-1].version), reason)
         deltas: dict[str, list[Delta]] = {}
         changes: dict[str, StoredChange] = {}
         for link, each in zip(since, stored, strict=True):

@@ -60,8 +60,8 @@ def is_short(delta_bytes: Sequence[int], full_bytes: int, most: int) -> bool:
     return len(delta_bytes) <= most and sum(delta_bytes) <= full_bytes // 2
 
 
-def chosen(there: Collection[InBucket], model: str, version: int | str) -> InBucket:
-    """The version that a number, "latest" or "latest-<k>" means, of the newest run.
+def chosen(there: Collection[InBucket], model: str, version: int | str) -> list[InBucket]:
+    """The links that are read for a number, "latest" or "latest-<k>"; of the newest run.
 
     A delta of something that is gone cannot be read: "latest" is none of these.
 
@@ -81,10 +81,11 @@ def chosen(there: Collection[InBucket], model: str, version: int | str) -> InBuc
     names = ", ".join(str(each.version) for each in readable[:10]) or "nothing"
     if not found:
         raise VersionNotFound(model, str(version), f"the bucket has {names}")
-    if found[0] not in readable:
-        lacks = f"it is a delta, and of what it needs version {needed(there, found[0])} is gone"
+    links = needed(there, found[0])
+    if isinstance(links, int):
+        lacks = f"it is a delta, and of what it needs version {links} is gone"
         raise VersionNotFound(model, str(version), f"{lacks}; the bucket has {names}")
-    return found[0]
+    return links
 
 
 def run_number(there: Iterable[InBucket], run: str, known: Mapping[str, int]) -> int:

@@ -23,8 +23,8 @@ from torch_ros.bucket.files import (
     layout_of,
 )
 from torch_ros.bucket.objects import ObjectStore
-from torch_ros.bucket.reading import landed
-from torch_ros.checkpoints.framing import NAMES, Tensors
+from torch_ros.bucket.reading import WINDOW_BYTES, landed
+from torch_ros.checkpoints.framing import NAMES
 from torch_ros.errors import CorruptDelta
 from torch_ros.weights.delta import (
     Changed,
@@ -39,9 +39,8 @@ from torch_ros.weights.delta import (
 )
 from torch_ros.weights.digest import change_digest, combine
 from torch_ros.weights.local import WORDS, build, local_chunks
-from torch_ros.weights.manifest import Depth, Layout, dtype_name, dtype_named
+from torch_ros.weights.manifest import Depth, dtype_name, dtype_named
 
-GROUP_BYTES = 16 * PART_BYTES  # of a file, that are fetched at once; more if one array is larger
 PLACES_32_BITS = 2**31  # elements, up to which `indices` are int32
 
 
@@ -51,10 +50,6 @@ class Encoded:
 
     changes: tuple[StoredChange, ...]
     arrays: Mapping[str, torch.Tensor]
-
-    @property
-    def shapes(self) -> Tensors:
-        return {name: (array.dtype, array.shape) for name, array in self.arrays.items()}
 
     @property
     def size_bytes(self) -> int:
@@ -141,18 +136,17 @@ class InPlace:
         UsageError: No plain tensors.
     """
 
-    memory: list[torch.Tensor]
-    layout: Layout
-
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.layout, self.memory = build(local_chunks(tensors), {})
+        self._layout, self._memory = build(local_chunks(tensors), {})
         with torch.no_grad():
             # Deltas are written by the processor. What lies elsewhere takes a detour.
-            self._host = [_on_host(chunk) for chunk in self.memory]
-        ties = Counter(chunk.data_ptr() for chunk in self.memory)
-        names = [self.layout.tensors[chunk.tensor].fqn for chunk in self.layout.chunks]
+            self._host = [_on_host(chunk) for chunk in self._memory]
+        ties = Counter(chunk.data_ptr() for chunk in self._memory)
+        names = [self._layout.tensors[chunk.tensor].fqn for chunk in self._layout.chunks]
         self._tied = {
-            fqn for fqn, chunk in zip(names, self.memory, strict=True) if ties[chunk.data_ptr()] > 1
+            fqn
+            for fqn, chunk in zip(names, self._memory, strict=True)
+            if ties[chunk.data_ptr()] > 1
         }
 
     def apply(self, store: ObjectStore, folder: str, stored: StoredVersion) -> str | None:
@@ -176,19 +170,19 @@ class InPlace:
                 for piece in here[change.fqn]
             )
             found[change.fqn] = combine(parts)
-        torch.autograd.graph.increment_version([c for c in self.memory if not c.is_inference()])
+        torch.autograd.graph.increment_version([c for c in self._memory if not c.is_inference()])
         return next((c.fqn for c in stored.changes if not self._fits(c, here, found)), None)
 
     def end(self) -> None:
         """Put what took a detour where it belongs."""
         with torch.no_grad():
-            for chunk, host in zip(self.memory, self._host, strict=True):
+            for chunk, host in zip(self._memory, self._host, strict=True):
                 if chunk.device.type != "cpu":
                     chunk.copy_(host)
 
     def _pieces(self, stored: StoredVersion) -> Mapping[str, Sequence[Piece]]:
         found: dict[str, list[Piece]] = {}
-        for piece in pieces([layout_of(stored.changes)], self.layout):
+        for piece in pieces([layout_of(stored.changes)], self._layout):
             found.setdefault(piece.fqn, []).append(piece)
         return found
 
@@ -277,13 +271,13 @@ def _decoded(change: StoredChange, arrays: Sequence[np.ndarray], encoding: Encod
 def _arrays(
     store: ObjectStore, key: str, file: StoredFile, wanted: Iterable[str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Some arrays of a file, by name, in its order; a stretch of the file is fetched at a time."""
+    """Some arrays of a file, by name, in its order; a window of it at a time, or one array."""
     names, starts = {*wanted}, file.starts
     group: list[int] = []
     for number, tensor in enumerate(file.tensors):
         if tensor.fqn not in names:
             continue
-        if group and starts[number + 1] - starts[group[0]] > GROUP_BYTES:
+        if group and starts[number + 1] - starts[group[0]] > WINDOW_BYTES:
             yield from _fetched(store, key, file, group)
             group = []
         group.append(number)

@@ -52,6 +52,10 @@ def files(tensors: Tensors, file_bytes: int = FILE_BYTES) -> Mapping[str, Tensor
     return {f"model-{n:05d}-of-{count:05d}{SUFFIX}": group for n, group in enumerate(groups, 1)}
 
 
+def described(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
 def size_bytes(tensor: tuple[torch.dtype, torch.Size]) -> int:
     dtype, shape = tensor
     return prod(shape) * dtype.itemsize

@@ -242,7 +242,7 @@ class _Save:
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
         self._base: PublishedCopy | None = None  # of a delta to this copy
-        self._link: PlannedDelta | None = None
+        self._planned: PlannedDelta | None = None
         copying = request.copying
         self._transforms = copying.transforms if copying is not None else ()
         self.memory = stager_memory
@@ -333,13 +333,13 @@ class _Save:
             self._registered = registered = self._shard.tensors.show(self._state)
             self._buffers.lend(registered)
             if (copying := self._request.copying) is not None:
-                self._link = self._shard.deltas.shown(
+                self._planned = self._shard.deltas.shown(
                     self._base, registered, self._request.version, copying.deltas
                 )
         return self._registered
 
     def _table(self, uid: str, is_made: bool) -> int:  # of `Content`
-        return self._shard.deltas.offer(self._link, uid, is_made=is_made)
+        return self._shard.deltas.offer(self._planned, uid, is_made=is_made)
 
     def _make_delta(self, *, is_offered: bool) -> None:
         held, registered, deltas = self._shard.held, self._registered, self._shard.deltas
@@ -347,7 +347,7 @@ class _Save:
             return
         deltas.published(held.uid, registered)
         if is_offered:
-            deltas.start(self._link, held.uid)
+            deltas.start(self._planned, held.uid)
 
 
 class Load(Target):

@@ -60,7 +60,6 @@ class FallBack:
         self.url: str = floor.url
         ledger = shard.group.ledger
         self._is_open = may_fall_back(spec, ledger, shard.group.seat.rank)
-        self._may_miss = spec.may_miss
         self._asked, self._spec = spec, replace(spec, may_miss=False) if self._is_open else spec
         self._avoided = set[str]()  # manifests of versions that could not be read
         self._standing: int | None = None  # the highest number that the own run has
@@ -133,7 +132,7 @@ class FallBack:
         except _IsHeld:
             return
         except BucketError as error:
-            if self._may_miss:
+            if self._asked.may_miss:
                 raise
             log.warning("%s: %s; it waits on, and asks again", call.asked, error)
             quiet.begin()
@@ -142,7 +141,7 @@ class FallBack:
             self._found = found
         elif self._failure is not None:
             raise self._failure
-        elif self._may_miss:
+        elif self._asked.may_miss:
             self._has_none = True
         else:
             log.info("%s: %s has no version that fits; it waits on", call.asked, floor.url)

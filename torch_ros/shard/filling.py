@@ -57,7 +57,10 @@ HEAL_TRIES = 2  # of a buffer whose digests differ
 
 
 class Dropped(ClosedError):
-    """Nobody wants the stream any more. One of ours: nobody waits for a source that is mute."""
+    """Nobody wants the stream, or what is prefetched, any more.
+
+    One of ours: nobody waits for a source that is mute.
+    """
 
 
 class Bell:

@@ -23,7 +23,6 @@ class Applied:
     base: int  # the version that they lead from
     links: int
     changed: int  # elements
-
     is_ahead: bool  # they had been staged by a prefetch
 
     @property

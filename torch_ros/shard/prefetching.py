@@ -10,12 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import (
-    CorruptDelta,
-    DeadlineExceeded,
-    SourceLost,
-    UsageError,
-)
+from torch_ros.errors import CorruptDelta, DeadlineExceeded, SourceLost, UsageError
 from torch_ros.protocol.claimed import RETRY_S, glance
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges

@@ -123,9 +123,9 @@ class PlannedDelta:
     entries: tuple[DeltaEntry, ...]
     entries_max: int
 
-    def leads_to(self, uid: str) -> bool:
-        """Whether there is a delta to make; none leads from a content to itself."""
-        return self.base is not None and self.base.uid != uid
+    def base_of(self, uid: str) -> PublishedCopy | None:
+        """What a delta to this content leads from; none leads from a content to itself."""
+        return self.base if self.base is not None and self.base.uid != uid else None
 
 
 class _ToldToStop(Exception):
@@ -139,8 +139,8 @@ class _TooLarge(Exception):
 class _Making:
     """One delta on its way. The table is the thread's until it has ended."""
 
-    def __init__(self, link: PlannedDelta, base: PublishedCopy, uid: str) -> None:
-        self._link, self._base, self._uid = link, base, uid
+    def __init__(self, planned: PlannedDelta, base: PublishedCopy, uid: str) -> None:
+        self._planned, self._base, self._uid = planned, base, uid
         self.is_told_to_stop = False
         self.has_ended = False
         self.outcome: Outcome = "failed"
@@ -159,32 +159,32 @@ class _Making:
     def run(self, on_end: Callable[["_Making"], object]) -> None:
         if not self.takes_turn():
             return
-        began_s, link, entries = time.perf_counter(), self._link, self._link.entries
+        began_s, planned, entries = time.perf_counter(), self._planned, self._planned.entries
         try:
             made = self._made()
             self.outcome = "made"
-            entries = (made, *entries)[: link.entries_max]
+            entries = (made, *entries)[: planned.entries_max]
         except _ToldToStop:
             self.outcome = "cut off"
         except _TooLarge:
             self.outcome = "too large"
         except Exception:
-            log.exception("no delta to version %d: an error", link.version)
+            log.exception("no delta to version %d: an error", planned.version)
         finally:
             if self.outcome in ("cut off", "too large"):
-                log.info("no delta to version %d: %s", link.version, self.outcome)
+                log.info("no delta to version %d: %s", planned.version, self.outcome)
             try:
                 self.elapsed_s = time.perf_counter() - began_s
-                link.ring.write(DeltaTable(entries))
+                planned.ring.write(DeltaTable(entries))
                 on_end(self)
             finally:
                 self.has_ended = True
 
     def _made(self) -> DeltaEntry:
-        link = self._link
-        layout = link.copy.layout
+        planned = self._planned
+        layout = planned.copy.layout
         indices, widths = [], []
-        for older, newer in zip(self._base.copy.memory, link.copy.memory, strict=True):
+        for older, newer in zip(self._base.copy.memory, planned.copy.memory, strict=True):
             changes = self._watched(compare(older, newer), newer.numel(), newer.element_size())
             index, gaps, values = encode(changes, item_bytes=newer.element_size())
             indices.append(index)
@@ -197,15 +197,15 @@ class _Making:
         body_bytes, payload = self.size_bytes, head.encode()
         assert head.body_bytes == body_bytes
         self._put(np.frombuffer(payload, np.uint8))
-        link.ring.filled(self.size_bytes)
+        planned.ring.filled(self.size_bytes)
         log.info(
             "a delta of %d bytes to version %d: %d of %d elements have changed",
             self.size_bytes,
-            link.version,
+            planned.version,
             head.changed,
-            sum(chunk.numel() for chunk in link.copy.memory),
+            sum(chunk.numel() for chunk in planned.copy.memory),
         )
-        address = link.ring.address + link.room.start
+        address = planned.ring.address + planned.room.start
         where = address, body_bytes, len(payload)
         return DeltaEntry(self._base.uid, self._uid, *where, digest_of(payload))
 
@@ -213,7 +213,7 @@ class _Making:
         self, changes: Iterable[Changed], elements: int, item_bytes: int
     ) -> Iterator[Changed]:
         """The same, unless they become too many, or somebody wants the buffers."""
-        left = self._link.room.size_bytes - self.size_bytes
+        left = self._planned.room.size_bytes - self.size_bytes
         fit = left // (1 + item_bytes)
         most, count = max(CHANGED_MIN, int(elements * CHANGED_SHARE)), 0
         self._look()
@@ -231,15 +231,15 @@ class _Making:
             raise _ToldToStop
 
     def _put(self, array: npt.NDArray[np.uint8]) -> None:
-        room = self._link.room
+        room = self._planned.room
         start = room.start + self.size_bytes
         self.size_bytes += padded(array.nbytes)
         if self.size_bytes > room.size_bytes:
             self._give_up()
-        self._link.ring.bytes[start : start + array.nbytes] = array
+        self._planned.ring.bytes[start : start + array.nbytes] = array
 
     def _give_up(self) -> None:
-        self._link.ring.filled(self._link.room.size_bytes)
+        self._planned.ring.filled(self._planned.room.size_bytes)
         raise _TooLarge
 
 
@@ -291,20 +291,19 @@ class CopyDeltas:
         if self._ring is not None and self._ring.table.coming is not None:
             self._ring.write(DeltaTable(self._ring.table.entries))
 
-    def start(self, link: PlannedDelta | None, uid: str) -> None:
+    def start(self, planned: PlannedDelta | None, uid: str) -> None:
         """A call has ended well, that offered a copy as `uid`; make the delta. Does not raise."""
-        if link is None:
+        base = planned.base_of(uid) if planned is not None else None
+        if planned is None or base is None or self._is_closed:
             return
-        if self._is_closed or link.base is None or not link.leads_to(uid):
-            return
-        self._making = making = _Making(link, link.base, uid)
+        self._making = making = _Making(planned, base, uid)
         run = threading.Thread(
             target=making.run, args=(self._ended,), name="torch_ros delta", daemon=True
         )
         try:
             run.start()
         except RuntimeError as error:  # no thread to be had
-            log.warning("no delta to version %d: %s", link.version, error)
+            log.warning("no delta to version %d: %s", planned.version, error)
             self.end()
 
     def _ended(self, making: _Making) -> None:
@@ -346,18 +345,17 @@ class CopyDeltas:
         room = ring.room() if base is not None else RingRoom(TABLE_BYTES, 0)
         return PlannedDelta(version, base, copy, ring, room, ring.outside(room), entries_max)
 
-    def offer(self, link: PlannedDelta | None, uid: str, *, is_made: bool) -> int:
+    def offer(self, planned: PlannedDelta | None, uid: str, *, is_made: bool) -> int:
         """Write the table of a content that is about to be served; its address, 0: there is none.
 
         Args:
             is_made: Whether the delta will be, if it can.
         """
-        if link is None:
+        if planned is None:
             return 0
-        is_awaited = is_made and link.leads_to(uid) and not self._was_cut_off
-        coming = link.base.uid if is_awaited and link.base is not None else None
-        link.ring.write(DeltaTable(link.entries, coming))
-        return link.ring.address
+        base = planned.base_of(uid) if is_made and not self._was_cut_off else None
+        planned.ring.write(DeltaTable(planned.entries, base.uid if base is not None else None))
+        return planned.ring.address
 
     def published(self, uid: str, copy: Registered) -> None:
         """This copy is held."""

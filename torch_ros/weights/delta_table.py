@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,13 +38,14 @@ _START = _LENGTH_BYTES + _DIGEST_BYTES
 _ROW_BYTES = 16  # of an index
 _GAP_TYPES = {1: np.uint8, 2: np.uint16}
 
+Size = TypeVar("Size", int, Ints)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Padded = Annotated[int, msgspec.Meta(ge=0, le=2**62, multiple_of=ALIGNMENT_BYTES)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
 
 
-def padded(size_bytes: int) -> int:
-    """The room that an array takes in a body."""
+def padded(size_bytes: Size) -> Size:
+    """The room that an array takes in a body, or each of many."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -194,7 +195,7 @@ class DeltaHead:
         items = [item_bytes(record.dtype) for record in layout.tensors]
         item = np.array([items[chunk.tensor] for chunk in layout.chunks], np.int64)
         gap_room, value_room = (
-            -(-_sums(index[:, column], ends, rows) * size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            padded(_sums(index[:, column], ends, rows) * size)
             for column, size in ((GAPS, widths), (VALUES, item))
         )
         room_ends = (gap_room + value_room).cumsum()
