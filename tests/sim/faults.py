@@ -2558,13 +2558,6 @@ def _(quiet_of):
 
 
 fault(
-    "who waits while another reads a bucket asks again and again",
-    (floor.Quiet, "has_begun"),
-    scenario="corrupt in a bucket",
-)(lambda _: True)
-
-
-fault(
     "the bucket's run is the newest",
     (versions, "number_of"),
     (fleet, "number_of"),
@@ -2663,6 +2656,13 @@ def _(init):
         self._spec = spec
 
     return faulty
+
+
+fault(
+    "what the dead have left is held",
+    (floor.Quiet, "outlasts_the_dead"),
+    scenario="killed in a publication",
+)(lambda _: lambda self, now_s: self._held_s is not None)
 
 
 @fault(

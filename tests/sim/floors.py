@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from buckets import OLD_NUMBER, OLD_RUN, PIECES, READ_S, URL, ModelBucket
 from checks import demand
@@ -303,6 +305,31 @@ def nothing_archived(scene: Scene) -> None:
     scene.play()
 
 
+def killed_in_a_publication(scene: Scene) -> None:
+    """I16: what the dead have left is nobody's: a trainer that begins again has the bucket's."""
+    _with_bucket(scene).archive(7, 70)
+
+    def first(me: Process) -> None:
+        if me.rank == 0:  # the other one never comes
+            scene.at(scene.now_s + 1.0, strike)
+            publish(me, 8, 80)
+        scene.until("over")
+
+    def strike() -> None:
+        demand(scene.checks.holdings, "nothing is being published")
+        for process in scene.start_named("t").processes:
+            scene.kill_process(process)
+        scene.at(scene.now_s, partial(scene.start, "u", second, size=1, bucket=URL))
+
+    def second(me: Process) -> None:
+        got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
+        demand(got == 7, f"I16: it begins with {got}")
+        scene.reach("over")
+
+    scene.start("t", first, size=2)
+    scene.play()
+
+
 def corrupt(scene: Scene) -> None:
     """I1, I6: a version that is corrupt leads to the one before, at once, and on all ranks."""
     bucket = _with_bucket(scene, slow=10.0)
@@ -504,6 +531,7 @@ SCENES |= {
     "trainer restarts": trainer_restarts,
     "nothing archived": nothing_archived,
     "only an archiver is left": archiver_is_left,
+    "killed in a publication": killed_in_a_publication,
     "corrupt in a bucket": corrupt,
     "all corrupt in a bucket": all_corrupt,
     "trained while corrupt": trained_while_corrupt,

@@ -106,7 +106,8 @@ class Quiet:
         self._lasts_s, self._ttl_s = (TTLS + share) * ttl_s, ttl_s
         self.is_over = False  # for the next answer, if nobody holds anything then
         self._since_s = self._seen_s = -1.0
-        self._rev = self._written = 0
+        self._held_s: float | None = None  # since when somebody holds something
+        self._rev = self._written = self._trained = 0
 
     def begin(self) -> None:
         """Begin anew."""
@@ -116,18 +117,20 @@ class Quiet:
         """Whether it has by this view, which is an answer of now."""
         if is_held(view, seat):
             self.begin()
+            self._held_s = now_s if self._held_s is None else self._held_s
             return False
-        # All that makes a version available writes its record, also where it has gone again. Those
-        # of the bucket's run are of who reads it, as this replica may have.
+        # All that makes a version available writes its record, also where it has gone again.
         records = keyed(view.within(seat.keys.versions()), parse_version)
-        trained = (entry.mod_rev for _, (run, _), entry in records if run != BUCKET)
-        written = max(trained, default=0)
+        revs = [(run, entry.mod_rev) for _, (run, _), entry in records]
+        written = max((rev for _, rev in revs), default=0)
+        trained = max((rev for run, rev in revs if run != BUCKET), default=0)
         is_wiped, is_late = view.rev < self._rev, now_s - self._seen_s > self._ttl_s + GAP_S
-        is_new = is_wiped or written > self._written
-        self.is_over = self.is_over and not is_new
-        if not self._rev or is_late or is_new:
+        # What this replica could not read has left a record in the bucket's run.
+        self.is_over = self.is_over and not is_wiped and trained <= self._trained
+        if not self._rev or is_late or is_wiped or written > self._written:
             self._since_s = now_s
-        self._rev, self._seen_s, self._written = view.rev, now_s, written
+        self._rev, self._seen_s, self._held_s = view.rev, now_s, None
+        self._written, self._trained = written, trained
         return self.is_over or now_s - self._since_s >= self._lasts_s
 
     @property
@@ -139,6 +142,12 @@ class Quiet:
         """Whether the store has to be asked again, for the time to go on."""
         return not self._rev or now_s - self._seen_s >= self._ttl_s
 
+    def outlasts_the_dead(self, now_s: float) -> bool:
+        """Whether somebody holds something, and for longer than what a dead process has left."""
+        return self._held_s is not None and now_s - self._held_s >= self._ttl_s + GAP_S
+
     def may_end(self, now_s: float) -> bool:
         """Whether an answer might be the last."""
+        if self._held_s is not None:
+            return self.outlasts_the_dead(now_s)
         return self.is_due(now_s) or now_s - self._since_s >= self._lasts_s

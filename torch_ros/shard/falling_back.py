@@ -102,10 +102,12 @@ class FallBack:
         if not isinstance(step, Wait) or seat.rank or not self._is_open:
             return step
         quiet = self._quiet_of(seat, call.number)
-        if not quiet.has_lasted(view, seat, time.monotonic()):
+        if not quiet.has_lasted(view, seat, now_s := time.monotonic()):
             self._found, self._has_none = None, False
-            if not quiet.has_begun:  # somebody has something, and writes when that is available
-                return step if is_filled(view, seat) else rule(view, seat, call, spec=self._asked)
+            if is_filled(view, seat):
+                return step
+            if quiet.outlasts_the_dead(now_s):  # they live, and write when it is available
+                return rule(view, seat, call, spec=self._asked)
             may_end = lambda: quiet.may_end(time.monotonic())  # noqa: E731
             return Wait(step.reason, step.ranges, step.limit_s, may_end)
         if self._found is not None:
@@ -132,6 +134,8 @@ class FallBack:
         except _IsHeld:
             return
         except BucketError as error:
+            if isinstance(error, UnreadableVersion) and self._failure is not None:
+                raise self._failure from error  # there were more, and they are corrupt
             if self._asked.may_miss:
                 raise
             log.warning("%s: %s; it waits on, and asks again", call.asked, error)
@@ -176,7 +180,8 @@ class FallBack:
         shard.digests = Digests()  # those that are shown are of what was here before
         shard.mailbox.show_digests(shard.digests)
         registered = shard.tensors.require("replicate")
-        total = registered.bytes_total
+        tensors = registered.phases[-1]  # of tied ones the first, as in each read
+        total = sum(memory.nbytes for memory in tensors.memory)
         log.info("%s: reading version %d from %s", call.asked, call.ref.version, floor.url)
         if self._standing is not None and self._standing >= call.ref.version:
             log.warning(
@@ -202,7 +207,6 @@ class FallBack:
                 looked_s = time.monotonic()
                 self._require_wanted(call)
 
-        tensors = registered.phases[-1]  # of tied ones the first, as in each read
         try:
             size_bytes = contents.fill(tensors.layout, tensors.memory, look)
         finally:

@@ -376,8 +376,9 @@ class ShardHandle:
             version: A number, "latest", or "latest-k" for the k-th newest that is available.
             missing_ok: Whether to return None, at once and on all ranks, where there is no such
                 version: not yet, or not any more. No tensor has changed then. The same on all
-                ranks. Of "latest" a handle with a bucket says so while somebody holds what cannot
-                be read from, and where nobody holds anything only when the bucket was asked, too.
+                ranks. Of "latest" a handle with a bucket says so when somebody has held what cannot
+                be read from for a `ttl_s` and 3 s, and where nobody holds anything only when the
+                bucket was asked, too.
 
         Returns:
             The version's number; with `missing_ok` None, if there is none.

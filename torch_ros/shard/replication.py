@@ -11,6 +11,7 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
+    BucketError,
     CorruptWeights,
     SourceLost,
     TorchRosError,
@@ -183,9 +184,12 @@ def _healed(
                 except BackendError as lost:  # the second read checks the bytes whatever its source
                     log.warning("%s may be read from again: %s", replication.source, lost)
             except TorchRosError as error:
-                if not replication.is_passed_over(error):
-                    shard.observed.tally.failed(error)
-                    raise
+                known = replication.known_failure(error)
+                if not replication.is_passed_over(known):
+                    shard.observed.tally.failed(known)
+                    if known is error:
+                        raise
+                    raise known from error
 
 
 class Replication:
@@ -224,6 +228,14 @@ class Replication:
     def doubted(self) -> Collection[str]:
         """The instances whose bytes may have been wrong: none, if the base was."""
         return () if self._applied else self.sources
+
+    def known_failure(self, error: TorchRosError) -> TorchRosError:
+        """Of ranks that read a bucket and fail in several ways, that which ended the call."""
+        call = self._call
+        if call is None or not call.manifest or not isinstance(error, BucketError | UsageError):
+            return error
+        outcome = call.decided.outcome
+        return outcome.failure.error() if outcome and outcome.failure else error
 
     def is_passed_over(self, error: TorchRosError) -> bool:
         """Whether a version of a bucket could not be read, and the call is made once more."""
