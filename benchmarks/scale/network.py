@@ -17,14 +17,16 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 NEARLY = 1.0  # byte: the rest is rounding
 FREE = 0  # the link that never is the bottleneck
-STEPS_KEPT = 64  # of each flow: more than come between two looks at them
+LOOK_S = 0.00026  # between two looks for what has landed: POLL_S, and what such a sleep adds
 # Columns of a flow: its transfer, the nodes, and the links: out of a NIC, into one, and between
 # datacenters.
 PLACES = ("owner", "source", "reader", "out", "into", "way")
 # More columns. The rate of one connection at most. In bytes of the flow: all, those that came,
 # those that its source was seen to have, and the end of its next step. In bytes of its transfer:
 # those that it began with, and all. If its source has no more: since when its reader waits, its
-# pause, and the time at which it looks again. For how long some of this step were on their way.
+# pause, and the time at which it looks again. For how long some of this step were on their way. Of
+# the steps that came since `landings` was asked: how many, the looks that each takes as its reader
+# sees it, at most and at least, and of one at most the latter.
 AMOUNTS = (
     "most",
     "share",
@@ -37,7 +39,13 @@ AMOUNTS = (
     "pause_s",
     "looks_s",
     "busy_s",
+    "landed",
+    "waited",
+    "flown",
+    "longest",
 )
+
+COUNTED = AMOUNTS[-4:]
 
 
 @dataclass(eq=False, slots=True)
@@ -88,8 +96,7 @@ class Network:
             **{name: np.zeros(0, np.int64) for name in PLACES},
             **{name: np.zeros(0) for name in AMOUNTS},
         }
-        self._steps_s = np.zeros((0, STEPS_KEPT))  # of each flow: that of the last steps
-        self._steps = np.zeros(0, np.int64)  # of each flow: how many there were
+        self._row: dict[int, int] = {}  # the first of each transfer
         self._new: list[tuple[float, ...]] = []
         self._gone: set[int] = set()
         self._sent = np.zeros(0)  # by each node
@@ -156,7 +163,8 @@ class Network:
                 *(self._count, source.number, transfer.reader.number),
                 *(source.out, transfer.reader.into, way),
                 *(0.0 if source.is_dead else most, share, 0.0, -1.0, -1.0),
-                *(begins, transfer.bytes_total, self.now_s, EAGER_POLL_S, self.now_s, 0.0),
+                *(begins, transfer.bytes_total, self.now_s, EAGER_POLL_S, self.now_s),
+                *(0.0, 0.0, 0.0, 0.0, 0.0),
             ))  # fmt: skip
 
     def stop(self, transfer: Transfer) -> None:
@@ -171,16 +179,18 @@ class Network:
             source.readers.pop(transfer, None)
         return transfer
 
-    def landings(self, transfer: Transfer, after: int) -> tuple[int, list[float]]:
-        """How many steps of its first source came, and the times of the last ones after `after`:
-        for how long each was on its way.
+    def landings(self, transfer: Transfer) -> tuple[int, float, float, float]:
+        """Of the steps that came from its first source since it was asked: how many, and in seconds
+        the two bounds of their times on the way, and the longest one of the lower bounds.
         """
-        rows = np.flatnonzero(self._table["owner"] == transfer.number)
-        if not len(rows):
-            return after, []
-        count = int(self._steps[rows[0]])
-        last = range(max(after, count - STEPS_KEPT), count)
-        return count, [float(self._steps_s[rows[0], number % STEPS_KEPT]) for number in last]
+        row = self._row.get(transfer.number)
+        if row is None or not self._table["landed"][row]:
+            return 0, 0.0, 0.0, 0.0
+        count, *looks = (float(self._table[name][row]) for name in COUNTED)
+        for name in COUNTED:
+            self._table[name][row] = 0.0
+        waited, flown, longest = (each * LOOK_S for each in looks)
+        return int(count), waited, flown, longest
 
     # Bytes that were carried
 
@@ -249,12 +259,10 @@ class Network:
                 table[name] = np.concatenate([kept, np.array(new)]) if rows else kept
             for name in PLACES:
                 table[name] = table[name].astype(np.int64)
-            more = np.zeros(len(rows), np.int64)
-            self._steps = np.concatenate([self._steps[stay], more])
-            self._steps_s = np.concatenate([self._steps_s[stay], np.zeros((len(rows), STEPS_KEPT))])
             self._new, self._gone = [], set()
         self._moved = np.zeros(len(table["owner"]))
-        _, first, counts = np.unique(table["owner"], return_index=True, return_counts=True)
+        owners, first, counts = np.unique(table["owner"], return_index=True, return_counts=True)
+        self._row = dict(zip(owners.tolist(), first.tolist(), strict=True))
         self._flows = np.repeat(counts, counts)  # of the transfer that a flow is of
         self._start, self._is_single = np.repeat(first, counts), bool((counts == 1).all())
         new = np.flatnonzero(table["next"] < 0)
@@ -331,8 +339,12 @@ class Network:
     def _tell(self, rows: Ints) -> None:
         """Readers show their whole steps; a transfer ends when its reader has all of it."""
         table = self._table
-        self._steps_s[rows, self._steps[rows] % STEPS_KEPT] = table["busy_s"][rows]
-        self._steps[rows] += 1
+        looks = table["busy_s"][rows] / LOOK_S
+        flown = np.floor(looks)
+        table["landed"][rows] += 1.0
+        table["waited"][rows] += np.ceil(looks)
+        table["flown"][rows] += flown
+        table["longest"][rows] = np.maximum(table["longest"][rows], flown)
         table["busy_s"][rows] = 0.0
         table["next"][rows] = self._next(rows)
         # At the end of each step a reader asks its source whether the bytes count, and hears how

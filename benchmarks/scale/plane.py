@@ -5,7 +5,6 @@ The library's `Replication` uses these as it uses its own; they move fractions i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch_ros.p2p.regions import Region
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.pace import PACE_S, Landings
+from torch_ros.transfer.pace import WINDOW_S, Landings
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
 from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX, STALL_S, SourceWait
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from schedule import Actor
 
 CONNECTION = bytes(1400)  # about as many as a process with NIXL has in its card
-LOOKS_S = PACE_S / 10  # between two judgements of a source; of the library, after each batch
-LOOK_S = 0.00026  # between two looks for what has landed: POLL_S, and what such a sleep adds
+LOOKS_S = 0.51 * WINDOW_S  # between two judgements of a source; of the library, after each batch
 QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
 
 
@@ -187,6 +185,26 @@ class Peers:
         pass
 
 
+class Steps(Landings):
+    """Landings of one size, many at a time, of which the last may end a window."""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether one could; till then they wait to be added."""
+        return now_s - self._since_s >= WINDOW_S
+
+    def add_all(
+        self, now_s: float, step_bytes: int, count: int, times_s: tuple[float, float, float]
+    ) -> bool:
+        """Note so many: the two bounds of their times, and the longest of the lower ones."""
+        waited_s, flown_s, longest_s = times_s
+        self._count += count - 1
+        self._bytes += (count - 1) * step_bytes
+        self._longest = max(self._longest, (longest_s, step_bytes))
+        self._waited_s += waited_s
+        self._flown_s += flown_s
+        return self.add(now_s, step_bytes, 0.0, 0.0)
+
+
 class Measured:
     """How the steps of a transfer land, as its reader would measure it."""
 
@@ -195,19 +213,21 @@ class Measured:
     ) -> None:
         self._cluster, self._transfer, self._progress = cluster, transfer, progress
         self._source, self._box = source, cluster.boxes[agent_of(transfer.sources[0])]
-        self._landings, self._steps = Landings(cluster.clock.now_s), 0
+        self._landings = Steps(cluster.clock.now_s)
 
     def look(self) -> None:
         """Note the steps that have come since the last time."""
         network, now_s = self._cluster.network, self._cluster.clock.now_s
-        self._steps, took_s = network.landings(self._transfer, self._steps)
-        for each_s in took_s:
-            looks = each_s / LOOK_S
-            waited_s = math.ceil(looks) * LOOK_S + self._cluster.model.near_rtt_s
-            times_s = waited_s, int(looks) * LOOK_S
-            if self._landings.add(now_s, int(network.step_bytes), *times_s):
-                self._progress.tell_rate(self._landings.told)
-                self._source.compare(self._landings, lambda: self._box.rate)
+        if not self._landings.is_due(now_s):
+            return
+        count, waited_s, flown_s, longest_s = network.landings(self._transfer)
+        if not count:
+            return
+        waited_s += count * self._cluster.model.near_rtt_s
+        times_s = waited_s, flown_s, longest_s
+        if self._landings.add_all(now_s, int(network.step_bytes), count, times_s):
+            self._progress.tell_rate(self._landings.told)
+            self._source.compare(self._landings, lambda: self._box.rate)
 
 
 class Reading:
@@ -282,13 +302,14 @@ class Reading:
                 before = network.shown(own.node)
                 clock.park("reads", clock.now_s + (STALL_S if others else LOOKS_S))
                 next(iter(sources.values())).check()
-                shown = [int(network.shown(each) * size) for each in (own.node, node)]
+                has = network.shown(own.node)
                 if measured and not ended:
                     measured.look()
+                shown = int(has * size), int(network.shown(node) * size)
                 if pace and not ended and pace.is_behind(clock.now_s, *shown):
                     sources[node].fell_behind(pace.rate)
                 for replica, wait in waits.items():
-                    if network.shown(own.node) != before:
+                    if has != before:
                         wait.reset()
                     elif not ended:
                         wait.look(f"{replica!r} has no more of it than before")
