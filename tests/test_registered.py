@@ -50,7 +50,9 @@ def test_tensors_that_fill_one_storage_are_one_registration():
 def told(target, *batches):
     """The positions that readers are told as these chunks arrive."""
     positions = []
-    mailbox = SimpleNamespace(serve=lambda _, position: positions.append(position))
+    mailbox = SimpleNamespace(
+        serve=lambda _, position: positions.append(position), tell_rate=lambda _: None
+    )
     progress = Progress(mailbox, target)
     for chunks in batches:
         progress.add(np.array(chunks), 0)
