@@ -249,7 +249,10 @@ class ReadPass(Watcher):
 
     def landed(self, transfers: Sequence[Transfer]) -> None:
         now_s, size_bytes = time.monotonic(), sum(each.size_bytes for each in transfers)
-        is_window = self._landings is not None and self._landings.land(now_s, size_bytes)
+        landed = self._landings is not None and self._landings.land(now_s, size_bytes)
+        measured = self._landings if landed else None  # a window has ended
+        if measured is not None:  # told before the end, which tells that there is no rate any more
+            self._progress.tell_rate(measured.told)
         ended: list[Batch] = []
         for batch in (self._batch_of[transfer] for transfer in transfers):
             self._sources[batch.supply].silence.reset()
@@ -258,10 +261,9 @@ class ReadPass(Watcher):
                 ended.append(batch)
         for supply in sorted({batch.supply for batch in ended}):
             self._end([batch for batch in ended if batch.supply == supply])
-        if is_window and self._landings is not None:
-            self._progress.tell_rate(self._landings.told)
+        if measured is not None:
             source, needs = self._sources[0], self._batch_of[transfers[-1]].needs
-            source.feed.source.compare(self._landings, partial(source.rate, needs))
+            source.feed.source.compare(measured, partial(source.rate, needs))
 
     def blocked(self) -> None:
         """Wait for the relays: the next blocks are not there yet."""
