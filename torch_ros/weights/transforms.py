@@ -213,7 +213,9 @@ class Float8:
                 f"tensor {fqn!r} has elements that are not finite as float32; expected finite "
                 "ones, to quantise; look where they come from, or name it in keep"
             )
-        scale = (largest / FP8_MAX).clamp_(min=SCALE_MIN).masked_fill_(largest == 0, 1)
+        # A GPU multiplies by the inverse of a plain number, which rounds otherwise than a host.
+        scale = largest / torch.full_like(largest, FP8_MAX)
+        scale.clamp_(min=SCALE_MIN).masked_fill_(largest == 0, 1)
         blocks.div_(scale[..., :, None, :, None])
         quantised.copy_(values[..., :rows, :columns])
         scales.copy_(scale)
