@@ -20,12 +20,17 @@ class _Crossing:
     def land(self) -> None:
         if self.event is not None:
             self.event.synchronize()
-        for tensor, place in zip(self.tensors, self.places, strict=True):
-            copy_bits(place, tensor)
+        if self.tensors is not self.places:
+            for tensor, place in zip(self.tensors, self.places, strict=True):
+                copy_bits(place, tensor)
 
 
 class Ferry:
-    """Pieces cross into pinned memory, on a stream of their own, while the next ones are made."""
+    """Pieces cross into pinned memory, on a stream of their own, while the next ones are made.
+
+    Places that are pinned themselves are crossed into: UCX pins what is registered with it, so a
+    copy buffer is, from its second version on.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -48,8 +53,10 @@ class Ferry:
     def _begun(self, made: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> _Crossing:
         stream = self._stream(made[0].device)
         is_pinned = stream is not None
-        # torch keeps pinned memory for later pieces, and gives it out when its copy is over.
-        tensors = [torch.empty_like(each, device="cpu", pin_memory=is_pinned) for each in made]
+        tensors = places
+        if not is_pinned or not all(p.is_pinned() and p.is_contiguous() for p in places):
+            # torch keeps pinned memory for later pieces, and gives it out when its copy is over.
+            tensors = [torch.empty_like(each, device="cpu", pin_memory=is_pinned) for each in made]
         with torch.cuda.stream(stream):  # None: there is nothing to switch
             for tensor, crossing in zip(made, tensors, strict=True):
                 copy_bits(crossing, tensor, non_blocking=is_pinned)
