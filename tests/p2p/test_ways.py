@@ -136,9 +136,10 @@ def test_tcp_carries_the_bytes_between_fabrics_and_not_within_one(spawn):
     reader = spawn(READER, "west", SIZE)
     for fabric, way in (("west", "any"), ("east", "tcp")):
         assert reader.ask("connect", *spawn(SOURCE, fabric, SIZE).hear()) == [way]
-        carried, is_right = reader.ask("read")
-        assert is_right == "True"
-        assert 1 < float(carried) < 1.1 if way == "tcp" else float(carried) < 0.01
+        reads = [reader.ask("read") for _ in range(3)]
+        assert all(is_right == "True" for _, is_right in reads)
+        carried = min(float(carried) for carried, _ in reads)  # other tests use loopback too
+        assert 1 < carried < 1.1 if way == "tcp" else carried < 0.01
 
 
 @pytest.mark.parametrize("fabric", ["west", "east"])
