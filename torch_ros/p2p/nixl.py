@@ -31,6 +31,7 @@ from torch_ros.errors import ClosedError, TransferFailed, UsageError
 from torch_ros.p2p import sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
+from torch_ros.p2p.ucx import ucx_config
 from torch_ros.p2p.voucher import Neighbour, Unproven
 from torch_ros.spans import HOST, Region, Spans
 
@@ -46,11 +47,6 @@ os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
 import nixl._bindings as bindings  # type: ignore[import-untyped]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-# UCX's default of 8 KiB moves 0.8 GB/s over loopback, this 2.2. And by default a thread that waits
-# for UCX spins: the progress thread, once awake, would take a core for as long as a read within the
-# host is copied. An environment variable (UCX_TCP_ and so on) still wins.
-_UCX_CONFIG = "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m,USE_MT_MUTEX=y"
 
 # The progress thread also looks this often without being woken, because NIXL knows of file
 # descriptors that did not wake it. Costs 0.05 % of a core.
@@ -457,7 +453,7 @@ class NixlTransport:
         )
 
     def _begin_ucx(self, interfaces: Sequence[str]) -> None:
-        ucx = {"engine_config": _UCX_CONFIG}
+        ucx = {"engine_config": ucx_config()}
         if interfaces:
             # Not TLS=tcp: without cuda_copy, UCX takes a GPU's memory for the host's. NIXL adds a
             # port of RDMA's to the last device, which then is none of TCP's.
