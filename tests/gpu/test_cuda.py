@@ -11,6 +11,7 @@ from torch_ros import Cast, Float8
 from torch_ros.errors import NotSupported
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
+from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
@@ -97,6 +98,7 @@ def test_a_retained_version_goes_from_device_to_host_memory(etcd_endpoint):
             tensor.fill_(-1.0)
         rollout.register(target)
         assert rollout.replicate() == 1
+        trainer.close(linger_s=0)
     assert all(bool((tensor == 3.0).all()) for tensor in target.values())
 
 
@@ -148,19 +150,43 @@ def test_a_copy_waits_for_kernels_of_any_stream(to):
     assert bool((made.chunks[0].tensor == 7).all())
 
 
+def lend(model, endpoint, told, said):
+    source = {"w": torch.full((1000,), 3.0, device="cuda")}
+    with torch_ros.open(model, endpoint=endpoint, replica="lender", borrow_bytes=1 << 20) as lender:
+        for version, to in ((1, None), (2, "cpu")):
+            lender.publish_copy(version, source, to=to)
+            said.put(version)
+            told.get(timeout=60)
+
+
 def test_a_copy_on_a_device_is_lent_from_host_memory_only(etcd_endpoint):
     model = "m-" + uuid.uuid4().hex[:8]
-    source = {"w": torch.full((1000,), 3.0, device="cuda")}
-    with (
-        torch_ros.open(model, endpoint=etcd_endpoint, borrow_bytes=1 << 20) as trainer,
-        torch_ros.open(model, endpoint=etcd_endpoint) as borrower,
-    ):
-        trainer.publish_copy(1, source)
+    context = multiprocessing.get_context("spawn")
+    told, said = context.Queue(), context.Queue()
+    child = context.Process(target=lend, args=(model, etcd_endpoint, told, said))
+    child.start()
+    with torch_ros.open(model, endpoint=etcd_endpoint, replica="borrower") as borrower:
+        assert said.get(timeout=60) == 1
         with pytest.raises(NotSupported, match="on a GPU"):
             borrower.borrow(1).__enter__()
-        trainer.publish_copy(2, source, to="cpu")
+        told.put("the next")
+        assert said.get(timeout=60) == 2
         with borrower.borrow(2) as tensors:
-            assert torch.equal(tensors["w"], source["w"].cpu())
+            assert torch.equal(tensors["w"], torch.full((1000,), 3.0))
+        told.put("end")
+    child.join(60)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pieces_land_in_memory_that_is_pinned_and_in_other(is_pinned):
+    made = [torch.randn(1000, 77, device="cuda"), torch.randn(3, device="cuda")]
+    places = [torch.zeros(each.shape, pin_memory=is_pinned) for each in made]
+    ferry = Ferry()
+    torch.cuda._sleep(50_000_000)
+    ferry.bring([each.add_(1) for each in made], places)
+    ferry.land()
+    assert all(map(torch.equal, places, [each.cpu() for each in made]))
 
 
 def test_a_version_on_a_device_is_streamed_to_host_memory_and_read_into_boxes(etcd_endpoint):
