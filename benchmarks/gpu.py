@@ -13,10 +13,12 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import tensors as contents
 import torch
 from harness import Actors, Child, Sample, Setup, etcd_at, rounds, say, seconds, started
+from others import Copy
 from peers import Rollout, Trainer
 
 from torch_ros.weights.digest import digest
@@ -30,20 +32,10 @@ def made(setup: Setup, count: int, place: str) -> dict[str, torch.Tensor]:
     return {fqn: tensor.to(place) for fqn, tensor in plain.items()}
 
 
-class DeviceCopy:
-    def __init__(self, sources: contents.Tensors, targets: contents.Tensors) -> None:
-        self._sources, self._targets = sources, targets
-
-    def copy(self) -> float:
-        return seconds(self._copy)
-
+class DeviceCopy(Copy):
     def _copy(self) -> None:
-        for fqn, target in self._targets.items():
-            target.copy_(self._sources[fqn])
+        super()._copy()
         torch.cuda.synchronize()
-
-    def close(self) -> None:
-        pass
 
 
 class Copier(Trainer):
@@ -99,13 +91,13 @@ def cases(pair: list[Child]) -> dict[tuple[str, str], Callable[[], Sample]]:
     theirs, ours = pair
     found: dict[tuple[str, str], Callable[[], Sample]] = {}
 
-    def asked(child: Child, *what: str) -> Callable[[], Sample]:
+    def asked(child: Child, *what: Any) -> Callable[[], Sample]:
         return lambda: {"elapsed_s": child.ask(*what)}
 
     for here in PLACES:
         for there in PLACES:
             way = f"{here} to {there}"
-            found[COPY, way] = asked(ours, f"copy {way}", "copy")
+            found[COPY, way] = asked(ours, f"copy {way}", "copy", 1)
             found[ROS, way] = partial(replicate, pair, here, there)
     for to in PLACES:
         found[COPIES, f"cuda to {to}"] = asked(theirs, f"copies to {to}", "publish_copy", to)

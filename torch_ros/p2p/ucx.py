@@ -11,8 +11,13 @@ _ANYWHERE = "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m,USE_MT_MUTEX=y"
 # one GPU none is needed, and between GPU and host not at all: both went over TCP, at 3 GB/s. With
 # these: docs/benchmarks/NOTES.md, "On a GPU".
 _WITH_GPU = "CUDA_IPC_ENABLE_GET_ZCOPY=y,RMA_PPLN_ENABLE=y"
-_GPU_DRIVER = Path("/proc/driver/nvidia")  # asking torch begins CUDA, which a fork does not survive
+_GPU_DRIVER = Path("/proc/driver/nvidia")
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver is here. Asking torch begins CUDA, which a fork does not survive."""
+    return _GPU_DRIVER.exists()
 
 
 def ucx_config() -> str:
-    return f"{_ANYWHERE},{_WITH_GPU}" if _GPU_DRIVER.exists() else _ANYWHERE
+    return f"{_ANYWHERE},{_WITH_GPU}" if has_gpu() else _ANYWHERE

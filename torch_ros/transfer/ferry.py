@@ -20,8 +20,8 @@ class _Crossing:
     def land(self) -> None:
         if self.event is not None:
             self.event.synchronize()
-        if self.tensors is not self.places:
-            for tensor, place in zip(self.tensors, self.places, strict=True):
+        for tensor, place in zip(self.tensors, self.places, strict=True):
+            if tensor is not place:
                 copy_bits(place, tensor)
 
 
@@ -53,10 +53,13 @@ class Ferry:
     def _begun(self, made: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> _Crossing:
         stream = self._stream(made[0].device)
         is_pinned = stream is not None
-        tensors = places
-        if not is_pinned or not all(p.is_pinned() and p.is_contiguous() for p in places):
-            # torch keeps pinned memory for later pieces, and gives it out when its copy is over.
-            tensors = [torch.empty_like(each, device="cpu", pin_memory=is_pinned) for each in made]
+        # torch keeps pinned memory for later pieces, and gives it out when its copy is over.
+        tensors = [
+            place
+            if is_pinned and place.is_pinned() and place.is_contiguous()
+            else torch.empty_like(each, device="cpu", pin_memory=is_pinned)
+            for each, place in zip(made, places, strict=True)
+        ]
         with torch.cuda.stream(stream):  # None: there is nothing to switch
             for tensor, crossing in zip(made, tensors, strict=True):
                 copy_bits(crossing, tensor, non_blocking=is_pinned)
