@@ -171,6 +171,20 @@ def test_tensors_come_on_the_device_that_is_asked_for(job):
     assert [{tensor.device.type for tensor in one.values()} for one in got] == [{"meta"}, {"cpu"}]
 
 
+@pytest.mark.parametrize("is_there, expected", [(True, "meta"), (False, "cpu")])
+def test_tensors_come_on_an_accelerator_only_where_there_is_one(
+    job, monkeypatch, is_there, expected
+):
+    """Torch that was built with CUDA names it on a host without a GPU too, unless told to look."""
+
+    def current(check_available=False):
+        return torch.device("meta") if is_there or not check_available else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    _, got = job.update(2.0, step=2)
+    assert {tensor.device.type for one in got for tensor in one.values()} == {expected}
+
+
 def test_a_rollout_that_is_left_early_lets_go(job):
     async def receive():
         tensors = job.rollouts[0].receive_weights(global_steps=1)

@@ -129,7 +129,9 @@ class ROSCheckpointEngine:
             raise UsageError("receive_weights: verl has not called init_process_group")
         version = self._next(global_steps)
         found = await asyncio.to_thread(self._handle.contents, version)
-        device = self._rollout_device or torch.accelerator.current_accelerator() or "cpu"
+        # Without check_available, torch built with CUDA answers "cuda" on a host that has no GPU.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = self._rollout_device or accelerator or "cpu"
         half = max(1, self._bucket_size // 2)
         with ExitStack() as block:
             await asyncio.to_thread(block.enter_context, self._handle.installing(version))
