@@ -2021,6 +2021,13 @@ fault(
 )(lambda compare: lambda *_: None)
 
 
+fault(
+    "digests are believed that may be of the next content",
+    (feed, "replace"),
+    scenario="digests of the next",
+)(lambda _: lambda state, word: state)
+
+
 fault("serve: the ranks' digests are not added up", (reads, "first_difference"), scenario="serves")(
     lambda compare: lambda *_: None
 )

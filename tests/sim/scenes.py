@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
+from unittest.mock import patch
 
 import msgspec
 from checks import Broken, demand
@@ -17,6 +18,7 @@ from world import MANY, SHAPES, World
 from torch_ros.errors import (
     CallAborted,
     ContentChanged,
+    CorruptWeights,
     DeadlineExceeded,
     ManifestMismatch,
     SeatLost,
@@ -41,6 +43,7 @@ from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.shard.filling import IDLE_S
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
+from torch_ros.transfer import peers
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 
@@ -267,6 +270,46 @@ def burst(scene: Scene) -> None:
     scene.start("t", lambda me: (publish(me, 1), _leave(me, count)))
     scene.play()
     demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
+
+
+def digests_of_the_next(scene: Scene) -> None:
+    """I6: right bytes are not compared with the digests of the version after theirs."""
+    late: list[Process] = []
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.when(lambda: late, "a reader between a word and what is shown with it")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.reach("2 is there")
+        scene.until("r2 has 1")
+
+    def read_afar(me: Process) -> None:
+        replicate(me, 1)
+        scene.reach("r1 has 1")
+        scene.until("r2 has 1")
+
+    def read(me: Process) -> None:
+        scene.until("r1 has 1")
+        with suppress(CorruptWeights):
+            replicate(me, 1)  # from t, which is near, and then from r1
+        demand(not me.handle._shard.observed.tally.corrupt, f"I6: {me} has seen wrong digests")
+        scene.reach("r2 has 1")
+
+    ask = peers.Peers._ask
+
+    def asks(self, where, what, *args):
+        me = scene.current.process
+        if what == "whole" and me.start.replica == "r2" and not late:
+            late.append(me)
+            scene.until("2 is there")
+        return ask(self, where, what, *args)
+
+    with patch.object(peers.Peers, "_ask", asks):
+        scene.start("t", train, size=1, digests="full", drain_s=0.3)
+        scene.start("r1", read_afar, size=1, digests="full", datacenter="west")
+        scene.start("r2", read, size=1, digests="full")
+        scene.play()
 
 
 def _leave(me: Process, count: int) -> None:
@@ -2575,6 +2618,7 @@ SCENES = {
     "lost request": lost_request,
     "burst": burst,
     "flaky": flaky,
+    "digests of the next": digests_of_the_next,
     "drain": drain,
     "earlier readers": earlier_readers,
     "stuck reader": stuck_reader,

@@ -7,7 +7,7 @@ it has the next blocks, and `Progress` tells this rank's own readers how far thi
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -184,6 +184,9 @@ def _attend(
         try:
             look = partial(silence.look, mute)
             state = peers.state(card, deadline, look, serves=True)
+            if state.word.mark == mark and state.manifest and state.manifest.depth != "off":
+                # What it shows may be of its next content, and nothing else would tell of digests.
+                state = replace(state, word=peers.word(state, deadline, look))
         except TransferFailed as error:
             peers.forget(error.agent)
             raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
