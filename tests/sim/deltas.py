@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import torch
 from checks import demand
-from replicas import CONTENT, Process
+from replicas import Process
 from scenes import SCENES, Scene
+from world import few_change
 
 from torch_ros.errors import ClosedError, SourceLost, TorchRosError
 from torch_ros.shard.checkpoint import SaveRequest
@@ -37,13 +38,6 @@ from torch_ros.weights.delta_table import (
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
 RING_BYTES = 1 << 16
-
-
-def cells(index, content: int):
-    """A third of the cells has another value in each content; half of these go back again."""
-    kind = index % 6
-    age = np.where(kind == 0, content, np.where(kind == 3, content % 2, content // 100))
-    return index + age * CONTENT
 
 
 class Publisher:
@@ -139,7 +133,7 @@ def chosen():
 
 
 def played(scene: Scene) -> None:
-    scene.cells = cells
+    scene.cells = few_change
     with chosen():
         scene.play()
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from unittest.mock import patch
 
-from checks import demand, tensors_content
+from checks import are_of, demand
 from replicas import Process
 from scenes import SCENES, Scene
 
@@ -37,7 +37,7 @@ def lend(me: Process, version: int) -> None:
 
 def shows(me: Process, tensors, version: int) -> bool:
     """Whether all of these tensors are those of a version."""
-    return tensors_content(me.world.shapes, tensors) == version
+    return are_of(me.world, tensors, version)
 
 
 def borrow(me: Process, version: int | str, *, until: str = "", reach: str = "") -> None:

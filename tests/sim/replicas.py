@@ -6,6 +6,7 @@ first moment at which it may, with something that no version contains.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class Start:
     linger_s: float = 0.0
     digests: str | tuple[str, ...] = "off"  # of all ranks, or of each
     borrow_bytes: int = 0  # more: it publishes copies
+    deltas: int = 0  # more: it publishes copies
+    delta_bytes: int | None = None
     installs: bool = False
     seeding: str = "foreground"
     seeding_bytes: int | None = None
@@ -82,6 +85,10 @@ class Start:
         while len(self.tasks) <= index:
             self.tasks.append(self.world.next_task(self))
         return self.tasks[index]
+
+    @property
+    def publishes_copies(self) -> bool:
+        return bool(self.borrow_bytes or self.deltas)
 
     @property
     def is_intact(self) -> bool:
@@ -194,6 +201,11 @@ class Process:
     def fill(self, content: int) -> None:
         self.cells[:] = self.expected(content)
         self.world.checks.wrote(self)
+
+    def content(self) -> int | None:
+        """Of all that was ever published, what its cells are; None: they are torn."""
+        there = {*self.world.checks.truth.values()}
+        return next((c for c in there if np.array_equal(self.cells, self.expected(c))), None)
 
     def scribble_if_free(self) -> None:
         """The most eager owner."""
@@ -330,8 +342,8 @@ class Process:
     # Calls
 
     def publish(self, task: Task) -> None:
-        if self.start.borrow_bytes:
-            self._lend(task)
+        if self.start.publishes_copies:
+            self._publish_copy(task)
             return
         if self.handle.version is not None and self.world.random() < 0.9:
             self.handle.unpublish(timeout_s=task.timeout_s)  # before it trains
@@ -358,10 +370,15 @@ class Process:
             assert self.handle.version == task.version, "it returned, and nothing is held"
             self.world.saw("not waited for")
 
-    def _lend(self, task: Task) -> None:
+    def _publish_copy(self, task: Task) -> None:
         self.cells[:] = self.expected(task.content)
-        state, options = LocalState(self.tensors, {}, {}), {"timeout_s": task.timeout_s}
-        self.handle.checkpoints.save(SaveRequest(task.version, state, copying=Copying(), **options))
+        request = SaveRequest(
+            task.version,
+            LocalState(self.tensors, {}, {}),
+            copying=Copying(deltas=self.start.deltas, delta_bytes=self.start.delta_bytes),
+            timeout_s=task.timeout_s,
+        )
+        self.handle.checkpoints.save(request)
         self.world.checks.returned(self, task.version)
 
     def unpublish(self, task: Task) -> None:
@@ -402,11 +419,22 @@ class Process:
         if wait_s and draw < 0.1 and not isinstance(task.version, int):
             return self._follow(task)
         is_new = self.handle.update(task.version, wait_s=wait_s, timeout_s=task.timeout_s)
+        if is_new:
+            self._saw_deltas()
         if wait_s:
             self.world.saw(f"waited for {'something' if is_new else 'nothing'}")
         if self.handle.version is not None:  # else its end was learned, and then forgotten
             self.world.checks.returned(self, self.handle.version)
         return None if is_new else False
+
+    def _saw_deltas(self) -> None:
+        read = self.handle.last_read
+        if read is not None and read.via == "delta":
+            self.world.saw("read by deltas")
+            if read.links > 1:
+                self.world.saw("read by deltas of several versions")
+            if read.prefetched:
+                self.world.saw("read by deltas that were prefetched")
 
     def load(self, task: Task):
         checkpoints = self.handle.checkpoints
@@ -530,7 +558,8 @@ class Process:
             self.world.sleep(pause_s)
             if fails:
                 raise Breaks
-            self.engine = int(self.cells[0]) // CONTENT if len(self.cells) else None
+            self._saw_deltas()
+            self.engine = self.content()
 
     def await_installed(self, task: Task) -> None:
         began_s = self.world.now_s
@@ -544,10 +573,21 @@ class Process:
         self.handle.list(timeout_s=task.timeout_s)
 
     def idle(self, task: Task) -> None:
+        if self.world.makes_deltas and not (self.start.is_trainer or self.start.loads):
+            self.world.spawn(self, "prefetches", self._prefetch, (task.timeout_s,))
         if self.world.is_lending and not self.start.is_trainer:
             self._borrow(task.timeout_s)
         else:
             self.world.sleep(task.timeout_s)
+
+    def _prefetch(self, longest_s: float) -> None:
+        """Beside whatever the program does: it may idle, update, or close by then."""
+        world = self.world
+        draw = Random(f"prefetch/{world.seed}/{self.number}/{self.made}")
+        world.sleep(draw.random() * longest_s)
+        with contextlib.suppress(TorchRosError):
+            staged = self.handle.prefetch("latest", timeout_s=20)
+            world.saw(f"prefetched {'nothing' if staged is None else 'a version'}")
 
     def _borrow(self, lasts_s: float) -> None:
         world = self.world

@@ -22,6 +22,7 @@ from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import wires
 from buckets import READ_S, URL, ModelBucket
 from checks import Broken, Checks
@@ -45,10 +46,12 @@ from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
-from torch_ros.transfer import pace, reading
+from torch_ros.transfer import delta_reading, pace, reading
 from torch_ros.transfer.card import Card
+from torch_ros.transfer.deltas import _Making
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.weights import manifest
+from torch_ros.weights.delta_table import TABLE_BYTES
 from torch_ros.weights.plan import ReadPlan, plan
 
 # The modules whose threads, time and waits are the world's: those that wait, and all above them.
@@ -71,6 +74,7 @@ FAULTS = (
 # What must have happened in a couple of thousand seeds, or they prove less than they seem to.
 EVENTS = (
     *(f"fault: {kind}" for kind in FAULTS),
+    "a stray write to what is held",
     "attached",
     "borrowed",
     "borrow: LoanRefused",
@@ -103,7 +107,11 @@ EVENTS = (
     "other bytes under an old number",
     "publish ends: ManifestMismatch",
     "race lost",
+    "prefetched a version",
     "read",
+    "read by deltas",
+    "read by deltas of several versions",
+    "read by deltas that were prefetched",
     "read from a bucket",
     "re-routed",
     "read ended early",
@@ -128,6 +136,7 @@ EVENTS = (
 )
 MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
+MAKE_DELTAS = {4, 7}  # of the seeds modulo 15: trainers publish copies, with deltas
 ARCHIVED = 2  # of the seeds modulo 5: there is a bucket
 COMPARED = {  # slow ones are found by how bytes land alone
     "PACE_S": 1e9,
@@ -145,6 +154,13 @@ SHAPES = (
     (("w0", (12,)), ("w1", (12,))),
     (("m", (3, 12)), ("w", (12,)), ("x", (24,))),
 )
+
+
+def few_change(index, content: int):
+    """A third of the cells has another value in each content; half of these go back again."""
+    kind = index % 6
+    age = np.where(kind == 0, content, np.where(kind == 3, content % 2, content // 100))
+    return index + age * CONTENT
 
 
 plans: dict[tuple, ReadPlan] = {}
@@ -210,9 +226,24 @@ class World(Scheduler):
         self.is_compared = seed % 4 == 1  # and no process copies from another
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
+        self.makes_deltas = seed % 15 in MAKE_DELTAS
+        self.is_hasty, self.stray_share = False, 0.0
+        if self.makes_deltas:
+            self._expect_deltas(Random(f"{seed}/deltas"))
         if seed % 5 == ARCHIVED:
             self._archive(Random(f"{seed}/bucket"))
         self._populate()
+
+    def _expect_deltas(self, apart: Random) -> None:
+        """Less goes wrong, and later: who reads deltas has read the version before."""
+        share = apart.choice([0.05, 0.1, 0.3])
+        self.rates = {kind: share * rate for kind, rate in self.rates.items()}
+        self.steps_of_trouble = apart.randrange(1000, 8000)
+        self.cells = few_change
+        # Of the applications of deltas: before these, somebody writes to a cell that is held.
+        self.stray_share = apart.choice([0.0, 0.0, 0.3])
+        if apart.random() < 0.4:  # some bytes land when others are where they lay
+            self.is_hasty, self.read_s, self.rates["slow"] = True, 0.0, 1.0
 
     def _archive(self, apart: Random) -> None:
         times_s = {"list_s": apart.choice([0.0, 15.0]), "read_s": apart.choice([0.02, 0.2, READ_S])}
@@ -279,6 +310,7 @@ class World(Scheduler):
     def launch(self, name: str, *, is_trainer: bool, is_probe: bool = False, size=0) -> Start:
         rng = self.rng
         size = size or rng.choice([1, 1, 2, 2, 3, 4])
+        size = min(size, 2) if self.makes_deltas else size
         for start in self.starts:
             start.is_replaced |= start.replica == name
         made = Start(self, name, is_trainer, size, rng.choice(["rows", "rows", "whole", "stages"]))
@@ -310,6 +342,8 @@ class World(Scheduler):
             if Random(f"{self.seed}/{made.number}/here").random() < 0.3 and not is_probe:
                 made.retain += Random(f"{self.seed}/here").choice(HERE)
         made.is_probe = is_probe
+        if self.makes_deltas:
+            self._make_deltas(made, Random(f"{self.seed}/{made.number}/deltas"))
         if is_probe and any(start.run for start in self.starts):
             made.run = (
                 "new"  # who has used a version of the newest run waits for one of it, or newer
@@ -322,11 +356,23 @@ class World(Scheduler):
         self.tell(made, f"starts: {size} ranks, {made.sharding}, retain={made.retain}")
         return made
 
+    def _make_deltas(self, made: Start, apart: Random) -> None:
+        made.digests = "full"
+        if made.is_probe:
+            return
+        made.loads = made.is_trainer
+        if made.is_trainer:
+            made.deltas = apart.choice([1, 4, 16])
+            made.delta_bytes = apart.choice([None, *(TABLE_BYTES + n for n in (800, 1600))])
+            made.drain_s = 0.5 if self.is_hasty else apart.choice([0.5, 5.0, 60.0])
+        elif apart.random() < 0.15:
+            made.digests = ("full", *("off",) * (made.size - 1))
+
     def start_named(self, name: str) -> Start:
         return next(start for start in self.starts if start.replica == name)
 
     def next_task(self, at: Start) -> Task:
-        task = self._drawn_task(at)
+        task = self._delta_task(at) if self.makes_deltas else self._drawn_task(at)
         if at.installs and task.kind in {"replicate", "update", "stream"}:
             return dataclasses.replace(task, kind="install")
         draw = Random(f"installs/{self.seed}/{at.number}/{len(at.tasks)}").random()
@@ -334,6 +380,19 @@ class World(Scheduler):
             return task
         is_idle = at.is_trainer and task.kind == "idle" and at.tasks[-1].kind == "publish"
         return Task("await_installed", at.tasks[-1].version, timeout_s=40) if is_idle else task
+
+    def _delta_task(self, at: Start) -> Task:
+        """Mostly in turn: readers have the version before when the next one comes."""
+        apart, last = Random(f"deltas/{self.seed}/{at.number}/{len(at.tasks)}"), at.tasks[-1:]
+        if apart.random() < 0.1:
+            return self._drawn_task(at)
+        if last and last[0].kind != "idle" and apart.random() < 0.9:
+            longest = 500 if at.is_trainer else 150  # steps
+            return Task("idle", timeout_s=apart.random() * longest * self.step_s)
+        if not at.is_trainer:
+            return Task("update", "latest")
+        self.top += 1
+        return Task("publish", self.top, self.content(self.top))
 
     def _drawn_task(self, at: Start) -> Task:
         rng, last = self.rng, at.tasks[-1] if at.tasks else Task("start")
@@ -419,6 +478,8 @@ class World(Scheduler):
                     self._calm_down()
                 elif self.random() < 0.1:
                     self._trouble()
+                    if self.makes_deltas:
+                        self._supervise()
             if not self.step() and self.actors:
                 self._pass_time()
         self.now_s += 3 * TTL_S
@@ -584,6 +645,15 @@ class World(Scheduler):
         size = self.rng.choice([old.size] * 8 + [1, 2])
         self.launch(name, is_trainer=old.is_trainer, size=size)
 
+    def _supervise(self) -> None:
+        """Start replicas again of which a process has ended."""
+        for start in self.starts[:]:
+            if not start.is_replaced and any(process.is_gone for process in start.processes):
+                for process in start.processes:
+                    if not process.is_gone:
+                        self.kill_process(process)
+                self.launch(start.replica, is_trainer=start.is_trainer, size=start.size)
+
     def _calm_down(self) -> None:
         self.is_calm, self.haste = True, 0.0
         self.step_s = min(self.step_s, 0.005)  # so that no lease ends for want of a turn
@@ -631,12 +701,24 @@ class World(Scheduler):
                 super().__init__(transport, *args)
                 world.checks.copied(self, transport.process)
 
-        serve, void = Mailbox.serve, Mailbox.void
+        serve, void, look = Mailbox.serve, Mailbox.void, _Making._look
+        scatter, strays = delta_reading.DeltaRead.scatter, Random(f"{self.seed}/strays")
 
         def slow_serve(mailbox, mark, position):
             world.pause("is about to say what is there")
             serve(mailbox, mark, position)
             world.checks.shown(mailbox._transport.process)
+
+        def slow_look(making):
+            world.pause("makes a delta")
+            look(making)
+
+        def strayed(read, staged):
+            process = world.current.process
+            if strays.random() < world.stray_share and len(process.cells):
+                process.cells[strays.randrange(len(process.cells))] += 7
+                world.saw("a stray write to what is held")
+            scatter(read, staged)
 
         def slow_void(mailbox):
             world.pause("is about to void what it says")
@@ -700,6 +782,16 @@ class World(Scheduler):
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
                 stack.enter_context(patch.object(module, name, most))
+            if self.makes_deltas:
+                apart = Random(f"{self.seed}/chosen")
+                chosen = {
+                    "are_faster": lambda *_: apart.random() < 0.95,
+                    "wait_s": lambda *_: apart.choice([0.0, 1.0]),
+                }
+                for name, value in chosen.items():
+                    stack.enter_context(patch.object(delta_reading, name, value))
+                stack.enter_context(patch.object(_Making, "_look", slow_look))
+                stack.enter_context(patch.object(delta_reading.DeltaRead, "scatter", strayed))
             for name, value in self._limits().items():
                 stack.enter_context(patch.object(pace, name, value))
             if self.is_compared:
