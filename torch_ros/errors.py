@@ -306,15 +306,19 @@ class CorruptWeights(PeerError):
     """
 
     _message = (
-        "tensor {self.fqn!r} of model {self.model!r} version {self.version}, read from "
-        "replica {self.source!r}, is not what was published; publish a new version, and look "
+        "tensor {self.fqn!r} of model {self.model!r} version {self.version}, {self.origin}, "
+        "is not what was published; publish a new version, and look "
         "for tensors that are written to while published (open with check_contract=True)"
     )
 
     model: str
     version: int
     fqn: str
-    source: str
+    source: str  # ""; deltas have brought a part, and what they were applied to may be wrong
+
+    @property
+    def origin(self) -> str:
+        return f"read from replica {self.source!r}" if self.source else "brought by deltas"
 
     def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
         self.model, self.version, self.fqn, self.source = model, version, fqn, source

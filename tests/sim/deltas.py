@@ -458,6 +458,7 @@ def one_without_digests(scene: Scene) -> None:
     with before(scene, delta_reading.DeltaRead, "scatter", scribble):
         played(scene)
     demand(strays, "no delta was applied")
+    demand(not scene.suspects, f"I13: {scene.suspects}, and what was held was wrong")
 
 
 def coming(scene: Scene) -> None:

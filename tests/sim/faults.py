@@ -34,6 +34,7 @@ import stragglers  # noqa: F401
 
 from torch_ros import errors
 from torch_ros.bucket import chain
+from torch_ros.errors import CorruptWeights
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import (
@@ -81,6 +82,7 @@ from torch_ros.shard import (
     prefetching,
     reads,
     replication,
+    verification,
     word,
 )
 from torch_ros.shard import handle as handle_module
@@ -2420,6 +2422,21 @@ def _(serve):
 )
 def _(encode):
     return lambda self: encode(records.Ready(self.value))
+
+
+@fault(
+    "who has read in full suspects its source of what deltas have made",
+    (verification.Verification, "verify"),
+    scenario="one without digests",
+)
+def _(verify):
+    def faulty(self, source, **options):
+        try:
+            verify(self, source, **options)
+        except CorruptWeights as error:
+            raise CorruptWeights(error.model, error.version, error.fqn, source) from error
+
+    return faulty
 
 
 @fault(

@@ -50,7 +50,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
 SLOW_BYTES_PER_S = 0.25e9
-HEAL_TRIES = 2  # the second one after CorruptWeights
+HEAL_TRIES = 2  # in full; the second one after CorruptWeights
 SPANS = {"update": "update", "follow": "update", "read": "read", "load": "load", "fetch": "fetch"}
 
 
@@ -158,8 +158,9 @@ def _healed(
 ) -> T:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
-    Of a bucket's, which cannot be read, the one before it, until there is none. All ranks get the
-    same error, so all of them try again.
+    Before that, in full from the same ones, if deltas had brought a part: what they were applied to
+    may be wrong. Of a bucket's, which cannot be read, the one before it, until there is none. All
+    ranks get the same error, so all of them try again.
     """
     verb = deadline.what.partition(" ")[0]  # of the caller's own call
     with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
@@ -172,14 +173,16 @@ def _healed(
             except CorruptWeights as error:
                 shard.observed.tally.corrupt += 1
                 shard.bases.distrust()
-                if not tries_left:
+                if error.source and not tries_left:
                     shard.observed.tally.failed(error)
                     raise
-                tries_left -= 1
                 log.warning("%s; reading it again", error)
-                avoided = replication.doubted
+                if not error.source:
+                    continue
+                tries_left -= 1
+                avoided = replication.sources
                 try:
-                    if avoided:
+                    if avoided:  # a bucket is none
                         suspect(shard.group, avoided, str(error))
                 except BackendError as lost:  # the second read checks the bytes whatever its source
                     log.warning("%s may be read from again: %s", replication.source, lost)
@@ -223,11 +226,6 @@ class Replication:
         self._should_be_fast = False  # all of the source is there, on this host
         self._applied: Applied | None = None  # what brought all of `progress`, if deltas did
         self._call: GroupCall | None = None
-
-    @property
-    def doubted(self) -> Collection[str]:
-        """The instances whose bytes may have been wrong: none, if the base was."""
-        return () if self._applied else self.sources
 
     def known_failure(self, error: TorchRosError) -> TorchRosError:
         """Of ranks that read a bucket and fail in several ways, that which ended the call."""

@@ -134,6 +134,7 @@ class Verification:
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self.ref.version
+        source = "" if has_delta else source
         if has_delta and not self.proves_deltas:
             raise CorruptWeights(shard.model, version, "?", source)
         if shard.settings.depth == "off" or expected.depth == "off":
