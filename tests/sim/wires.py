@@ -61,7 +61,10 @@ class Wire:
         return _Peer(self, connection.decode())
 
     def close(self) -> None:
+        """No byte lands after that; a thread that waits for one, as a prefetch may, is told."""
         self.is_closed = True
+        for read in [*self.flying]:
+            read.cut()
         self.registrations.clear()
 
     def has(self, address: int, size: int) -> bool:
