@@ -225,6 +225,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
 
 
 @memory_only
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
     archived, bucket, monkeypatch
 ):
