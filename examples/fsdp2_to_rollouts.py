@@ -22,7 +22,6 @@ from demo.table import print_table
 from launching import TORCHRUN, launched
 
 HERE = Path(__file__).parent / "demo"
-LIMIT_S = 900.0
 
 
 def main() -> None:
@@ -32,10 +31,13 @@ def main() -> None:
     print(__doc__, flush=True)
     with launched("demo") as (children, directory):
         told = ["--steps", str(steps), "--directory", str(directory)]
+        print(
+            "Five processes start: each imports torch and transformers first.", flush=True
+        )
         children.start("trainer", [*TORCHRUN, str(HERE / "trainer.py"), *told])
         children.start("rollout group", [*TORCHRUN, str(HERE / "rollout_group.py"), *told])
         children.start("single rollout", [sys.executable, str(HERE / "rollout_single.py"), *told])
-        children.wait(LIMIT_S)
+        children.wait()
         print_table(directory)
 
 

@@ -21,7 +21,6 @@ from grpo_vllm.samples import serve
 from launching import TORCHRUN, launched
 
 HERE = Path(__file__).parent / "grpo_vllm"
-LIMIT_S = 900.0
 ENVIRONMENT = {
     "SPT_NOENV": "1",  # vLLM names its processes: not over the environment, by which they are found
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its processes share the cores with all others
@@ -45,7 +44,7 @@ def main() -> None:
         for index in range(options.rollouts):
             rollout = [sys.executable, str(HERE / "rollout.py"), steps, str(index)]
             children.start(f"rollout {index}", rollout, log=directory / f"rollout {index}.log")
-        children.wait(LIMIT_S)
+        children.wait()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from types import TracebackType
 from typing import Self
 
 END_S = 10.0
+LOOK_S = 1.0
+SILENCE_S = 180.0  # of all children at the same time, at least, before they count as hanging
+LONGER = 10.0  # than any silence before it
 LOG_LINES = 60
 ETCD = [sys.executable, "-m", "torch_ros.store.local"]
 TORCHRUN = [
@@ -67,6 +70,7 @@ class Children:
         self._listeners: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._is_silent = False
+        self._heard_s, self._longest_silence_s = time.monotonic(), 0.0
 
     def start(self, name: str, command: Sequence[str], log: Path | None = None) -> None:
         """Run it without our terminal: a Ctrl-C there is ours to handle.
@@ -95,6 +99,9 @@ class Children:
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
         for line in process.stdout or ():
+            now_s = time.monotonic()
+            self._longest_silence_s = max(self._longest_silence_s, now_s - self._heard_s)
+            self._heard_s = now_s
             if not self._is_silent:
                 sys.stdout.write(f"{name:>14} | {line}")
                 sys.stdout.flush()
@@ -103,15 +110,22 @@ class Children:
         # The end of its output says less: workers can outlive their torchrun, and hold it open.
         self._ended.put((name, process.wait()))
 
-    def wait(self, timeout_s: float) -> None:
-        """Until all have ended well. Exits with what happened as soon as one did not."""
-        deadline_s = time.monotonic() + timeout_s
+    def wait(self) -> None:
+        """Until all have ended well. Exits with what happened as soon as one did not.
+
+        It also exits when nobody has printed a line for far longer than ever before in this run:
+        a slow machine gets the time that it needs, and a hang ends.
+        """
         running = set(self._processes)
         while running:
             try:
-                name, status = self._ended.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                name, status = self._ended.get(timeout=LOOK_S)
             except queue.Empty:
-                sys.exit(f"after {timeout_s:.0f} s still at work: {', '.join(sorted(running))}")
+                limit_s = max(SILENCE_S, LONGER * self._longest_silence_s)
+                if time.monotonic() - self._heard_s > limit_s:
+                    names = ", ".join(sorted(running))
+                    sys.exit(f"nothing was printed for {limit_s:.0f} s; still running: {names}")
+                continue
             if status:
                 end_all(self._mark)
                 self._hear_out()

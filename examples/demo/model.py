@@ -1,5 +1,9 @@
-"""What is trained and followed: a small Qwen3 with random weights whose tokens are bytes."""
+"""What is trained and followed: a small Qwen3 with random weights whose tokens are bytes.
 
+Its parameters are bfloat16; everybody computes in float32, which is fast on any processor.
+"""
+
+import copy
 from pathlib import Path
 
 import torch
@@ -11,7 +15,7 @@ SEQUENCE_LENGTH = 64
 
 
 def build(seed: int) -> PreTrainedModel:
-    """8 million bf16 parameters, the same for the same seed."""
+    """8 million parameters in bfloat16, the same for the same seed."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=256,
@@ -41,7 +45,8 @@ def read_text() -> torch.Tensor:
 def continue_prompt(model: PreTrainedModel) -> str:
     """What the model finds likeliest after the prompt. With a sharded model: all its ranks call."""
     prompt = torch.tensor([list(PROMPT)])
-    tokens = model.generate(
+    computing = copy.deepcopy(model).float()
+    tokens = computing.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False
     )
     return bytes(tokens[0].tolist()).decode("ascii", errors="replace")

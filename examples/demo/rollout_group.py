@@ -40,10 +40,12 @@ def wait_for_the_end(handle: torch_ros.ShardHandle, held: int, trainer: str) -> 
 
 def main() -> None:
     scaffold = Scaffold("rollout group")
+    scaffold.say("builds the model")
     dist.init_process_group("gloo")
     model = build(seed=1)  # not the trainer's weights
     parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), PLAN)
     handle = default_handle("load")
+    scaffold.say("waits for the first version")
 
     held = 0
     while held < scaffold.steps:

@@ -19,11 +19,13 @@ def wait_for_the_end(handle: torch_ros.ShardHandle, held: int, trainer: str) -> 
 
 def main() -> None:
     scaffold = Scaffold("single rollout")
+    scaffold.say("builds the model")
     model = build(seed=2)  # not the trainer's weights
     with torch_ros.open(os.environ["TORCH_ROS_MODEL"]) as handle:
         # dcp joins the keys of nested dicts with dots, and the trainer saves {"model": ...}.
         handle.register({f"model.{fqn}": tensor for fqn, tensor in model.state_dict().items()})
 
+        scaffold.say("waits for the first version")
         held = 0
         while held < scaffold.steps:
             wait_for_newer(handle, held)

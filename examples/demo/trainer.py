@@ -7,32 +7,34 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from model import build, draw_batch, read_text
 from scaffold import Scaffold
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_ros
 from torch_ros.dcp import ROSWriter, default_handle
 
 REPLICAS = 3  # this one and the two rollouts
-PATIENCE_S = 90.0
 SEQUENCES = 8  # of a batch, on each rank
 
 
 def wait_for_rollouts(handle: torch_ros.ShardHandle, version: int) -> None:
     """So that they see every version on a machine of two cores. Training itself need not wait."""
-    handle.wait(lambda available: len(available.get(version, ())) == REPLICAS, timeout_s=PATIENCE_S)
+    handle.wait(lambda available: len(available.get(version, ())) == REPLICAS)
 
 
 def main() -> None:
     scaffold = Scaffold("trainer")
+    scaffold.say("builds the model")
     dist.init_process_group("gloo")
     model = build(seed=0)
+    computing = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=computing)
+    fully_shard(model, mp_policy=computing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
 
     text, generator = read_text(), torch.Generator().manual_seed(dist.get_rank())
     handle = default_handle("save")
+    scaffold.say("has its place in etcd; the first step is the slowest")
 
     for step in range(1, scaffold.steps + 1):
         batch = draw_batch(text, generator, SEQUENCES)
