@@ -18,8 +18,9 @@ RETRY_S = 0.2
 LOOK_S = 2.0  # a wait asks this often whether to go on: each time etcd begins a new watch
 REMIND_S = 10.0  # a wait looks again this often, whatever it hears
 FOLLOW_S = 0.05  # between two looks at what changes all the time
-PATIENCE_S = 10.0  # a wait of this length is worth a warning
+PATIENCE_S = 10.0  # a wait of this length is worth a line
 LINES_S = 60.0  # what lasts for longer than this is said again this often
+ALARM_S = 60.0  # steps and imports of others take less; a wait of this length is worth a warning
 
 
 def next_line_s(after_s: float) -> float:
@@ -149,7 +150,8 @@ def _wait(
         deadline.check_open()
         if watch.reason and reminder.is_due():
             # A call in the background that takes as long as it takes waits in order.
-            level = logging.INFO if math.isinf(deadline.timeout_s) else logging.WARNING
+            is_usual = reminder.lasts_s < ALARM_S or math.isinf(deadline.timeout_s)
+            level = logging.INFO if is_usual else logging.WARNING
             log.log(
                 level,
                 "%s: waiting for %.0f s, with etcd at %s: %s%s",
