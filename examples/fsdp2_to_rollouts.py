@@ -31,9 +31,7 @@ def main() -> None:
     print(__doc__, flush=True)
     with launched("demo") as (children, directory):
         told = ["--steps", str(steps), "--directory", str(directory)]
-        print(
-            "Five processes start: each imports torch and transformers first.", flush=True
-        )
+        print("Five processes start: each imports torch and transformers first.", flush=True)
         children.start("trainer", [*TORCHRUN, str(HERE / "trainer.py"), *told])
         children.start("rollout group", [*TORCHRUN, str(HERE / "rollout_group.py"), *told])
         children.start("single rollout", [sys.executable, str(HERE / "rollout_single.py"), *told])
