@@ -1,22 +1,28 @@
 """Which rank of which replica this process is, when the caller does not say."""
 
-import itertools
 import os
 import re
 import secrets
 import socket
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from torch_ros.errors import DeadlineExceeded, UsageError
+from torch_ros.deadline import Deadline
+from torch_ros.errors import BackendError, TorchRosError, UsageError
+
+T = TypeVar("T")
 
 UNIQUE = re.compile(r"-\d+-[0-9a-f]{6}$")  # the end of a name that nobody chose
 
-_opens = itertools.count()  # every rank opens its handles in the same order
+LOOK_S, LOOK_MAX_S = 0.01, 0.2  # between two looks whether rank 0 has chosen: ever longer
+
+_opens: Counter[str] = Counter()  # by model; every rank opens its handles in the same order
 _names_taken: Counter[str] = Counter()
 
 
@@ -29,7 +35,12 @@ class Identity:
 
 
 def identify(
-    replica: str | None, rank: int | None, world_size: int | None, *, timeout_s: float
+    model: str,
+    replica: str | None,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    timeout_s: float,
 ) -> Identity:
     """Fill in what is None: from the process group, else torchrun's environment, else 0 of 1.
 
@@ -39,10 +50,11 @@ def identify(
     Raises:
         UsageError: An impossible rank, or several processes that nothing gives a common name.
         DeadlineExceeded: Rank 0 of the process group did not come.
+        BackendError: The store of the process group failed.
     """
     has_group = dist.is_available() and dist.is_initialized()
     group = (dist.get_rank(), dist.get_world_size()) if has_group else None
-    launched = (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    launched = _launched(is_needed=group is None and None in (rank, world_size))
     default_rank, default_size = group or launched
     rank = default_rank if rank is None else rank
     world_size = default_size if world_size is None else world_size
@@ -51,9 +63,9 @@ def identify(
     if world_size == 1:
         return Identity(replica or _unique_name(), rank, world_size, None)
     if group == (rank, world_size):
-        replica, nonce = _shared(replica, rank, timeout_s)
+        replica, nonce = _shared(model, replica, rank, timeout_s)
         return Identity(replica, rank, world_size, nonce)
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or "none"
     if replica is None and launched == (rank, world_size) and run_id != "none":
         name = f"{run_id}-{os.environ.get('ROLE_NAME', 'default')}"
         _names_taken[name] += 1
@@ -67,6 +79,20 @@ def identify(
     return Identity(replica, rank, world_size, None)
 
 
+def _launched(*, is_needed: bool) -> tuple[int, int]:
+    """The rank and the world size of torchrun's environment."""
+    found = dict[str, int]()
+    for name, usual in (("RANK", 0), ("WORLD_SIZE", 1)):
+        text = os.environ.get(name) or f"{usual}"
+        if not text.isdecimal() and is_needed:
+            raise UsageError(
+                f"the environment has {name}={text!r}: expected a whole number, as torchrun sets "
+                "it; unset it, or pass rank= and world_size="
+            )
+        found[name] = int(text) if text.isdecimal() else usual
+    return (found["RANK"], found["WORLD_SIZE"])
+
+
 def _unique_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
@@ -76,20 +102,39 @@ def without_pid(replica: str) -> str:
     return UNIQUE.sub("", replica)
 
 
-def _shared(replica: str | None, rank: int, timeout_s: float) -> tuple[str, str]:
-    key = f"torch_ros/open/{next(_opens)}"
-    store = _get_default_store()
+def _shared(model: str, replica: str | None, rank: int, timeout_s: float) -> tuple[str, str]:
+    """The name and the nonce that rank 0 of the process group has chosen for all."""
+    key = f"torch_ros/open/{model}/{_opens[model]}"
+    store, deadline = _get_default_store(), Deadline(f"open({model!r})", timeout_s)
     if rank == 0:
-        store.set(key, f"{secrets.token_hex(4)} {replica or _unique_name()}")
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        reason = "rank 0 of the process group has not opened its handle"
-        raise DeadlineExceeded("open", timeout_s, reason) from error
-    nonce, _, name = store.get(key).decode().partition(" ")
+        _asked(store, lambda: store.set(key, f"{secrets.token_hex(4)} {replica or _unique_name()}"))
+    # `wait` of some stores does not end by Ctrl-C, and says in a RuntimeError that time is over.
+    look_s = LOOK_S
+    while not _asked(store, lambda: store.check([key])):
+        deadline.check(
+            f"rank 0 of the process group has not opened its handle; this is rank {rank}"
+        )
+        time.sleep(min(look_s, max(0.0, deadline.left_s())))
+        look_s = min(2 * look_s, LOOK_MAX_S)
+    nonce, _, name = _asked(store, lambda: store.get(key).decode()).partition(" ")
+    _opens[model] += 1  # a rank that has waited in vain waits for the same one again
     if replica is not None and replica != name:
         raise UsageError(
             f"replica {replica!r} on rank {rank}, {name!r} on rank 0: all ranks of a process group "
             "open the same replica, with the same calls in the same order"
         )
     return name, nonce
+
+
+def _asked(store: object, request: Callable[[], T]) -> T:
+    """Raises: BackendError: The store of the process group failed."""
+    try:
+        return request()
+    except TorchRosError:
+        raise
+    except Exception as error:
+        raise BackendError(
+            f"open: the store of the process group ({type(store).__name__}) failed: "
+            f"{type(error).__name__}: {error}; look whether rank 0 still runs, or pass rank=, "
+            "world_size= and replica= of another group of processes"
+        ) from error

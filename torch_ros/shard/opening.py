@@ -206,6 +206,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             there for all of `timeout_s`.
         AccessDenied: etcd refuses the certificate, the user or its role.
         DeadlineExceeded: Not all ranks came.
+        BackendError: The store of the process group failed.
     """
     arguments.check(locals(), OPTIONS)
     retained = tuple(str(Wish.parse(version)) for version in retain)
@@ -214,7 +215,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     depth: Depth = "full" if check_contract and digests == "off" else digests
     chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
-    place = identify(replica, rank, world_size, timeout_s=timeout_s)
+    place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
     _require_free(place.replica, run)
     floor = floor_of(environment.value(environment.BUCKET) if bucket is None else bucket, model)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
