@@ -3,13 +3,21 @@
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+# A name of the API, its file and its summary, as a code host shows them.
+SUMMARY = re.compile(r"^### \[`(torch_ros[\w.]*)`\]\(.*\)\n\n.+$", re.MULTILINE)
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Replace the files of docs/ by those of the whole repository; keep those of the theme."""
+    from mkdocs.structure.files import File, Files  # noqa: PLC0415  # tests do without mkdocs
+
     root = Path(config.config_file_path).parent
     listed = subprocess.run(
         ["git", "ls-files"],  # noqa: S607
@@ -30,7 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_context: object) -> str:
     """Indent the parts of numbered items by four; three is enough elsewhere, but not for mkdocs.
 
+    A name of the API with its summary becomes its docstring in full.
+
     A fence that says what our tests do with it is no fence to mkdocs: headings below it would go.
     """
     markdown = re.sub(r"^(```\w+) no-run$", r"\1", markdown, flags=re.MULTILINE)
+    markdown = SUMMARY.sub(r"::: \1", markdown)
     return re.sub(r"^ {3}(?=\S)", "    ", markdown, flags=re.MULTILINE)

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from torch_ros.store import local
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 PARTS = ("torch_ros", "tests", "benchmarks", "examples", "docs")
+# A name of the API as a code host shows it: its file and the first words of its docstring.
+SUMMARY = re.compile(r"^### \[`([\w.]+)`\]\((?P<file>.+)\)\n\n(?P<says>.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,17 +50,30 @@ def test_code_runs_as_printed(name, started):
     ids=lambda m: m.__name__,
 )
 def test_exported_names_are_documented_and_listed_in_the_api(module):
-    listed = (ROOT / "docs" / "API.md").read_text().splitlines()
+    api = (ROOT / "docs" / "API.md").read_text()
+    listed = {found[1]: found for found in SUMMARY.finditer(api)}
     for name in module.__all__:
         thing = getattr(module, name)
-        assert inspect.getdoc(thing), name
-        assert f"::: {module.__name__}.{name}" in listed, name
+        summary = listed[f"{module.__name__}.{name}"]
+        if not isinstance(thing, types.UnionType):  # which has no docstring of its own
+            first = inspect.getdoc(thing).partition("\n\n")[0].replace("\n", " ")
+            assert summary["says"] == first, name
+            file = Path(inspect.getsourcefile(thing)).relative_to(ROOT)
+            assert summary["file"] == f"../{file}", name
         if inspect.isclass(thing):
             for attribute, value in vars(thing).items():
                 is_public = not attribute.startswith("_") and callable(value)
                 assert not is_public or value.__doc__ or attribute in vars(thing.__base__), (
                     f"{name}.{attribute}"
                 )
+
+
+def test_a_summary_of_the_api_becomes_the_docstring_on_the_site():
+    on_page_markdown = runpy.run_path(ROOT / "docs" / "site_files.py")["on_page_markdown"]
+    page = on_page_markdown((ROOT / "docs" / "API.md").read_text())
+    assert "\n\n::: torch_ros.open\n\n" in page
+    assert not SUMMARY.search(page)
+    assert "::: torch_ros" not in (ROOT / "docs" / "API.md").read_text()  # bare on a code host
 
 
 def test_importing_the_package_is_light():
