@@ -28,6 +28,7 @@
     * Contention
     * BucketError        an object store refuses, or does not answer
       * UnreadableVersion  what it should have is gone, or has other bytes
+  * FolderError        a folder or file of this host cannot be written
   * UntrustedObject    an object that torch's weights_only unpickler refuses
   * ClosedError        used after close(), or in a forked child
 
@@ -469,6 +470,19 @@ class BucketError(BackendError):
 
 class UnreadableVersion(BucketError):
     """An object of a version is gone, or has other bytes than were archived: it stays so."""
+
+
+class FolderError(TorchRosError):
+    """A folder, or a file in it, cannot be written: the disk is full, or this user may not."""
+
+    _message = "{self.folder}: {self.reason}; {self.advice}"
+
+    folder: str
+    reason: str
+    advice: str
+
+    def __init__(self, folder: str, reason: str, advice: str, /) -> None:
+        self.folder, self.reason, self.advice = folder, reason, advice
 
 
 class UntrustedObject(TorchRosError):

@@ -1,16 +1,21 @@
 """`torch-ros push` and `pull`: from files to replicas, and from replicas to files, bit for bit."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from torch_ros import Contents
 from torch_ros.checkpoints import written
@@ -118,16 +123,200 @@ def test_a_dtype_without_a_name_is_refused_and_nothing_is_left(opened, tmp_path)
 
 def test_a_folder_is_never_half_written_nor_overwritten(tmp_path):
     (tmp_path / ".out.0.part").mkdir()  # of a process that was killed
+    (tmp_path / ".out.b.0.part").mkdir()  # of one that writes to another place
     (tmp_path / "out").mkdir()
     with pytest.raises(ZeroDivisionError), written.made_whole(tmp_path / "out") as folder:
         (folder / "file").write_text("half")
         raise ZeroDivisionError
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.b.0.part"}
     with written.made_whole(tmp_path / "out") as folder:
         (folder / "file").write_text("whole")
     assert (tmp_path / "out" / "file").read_text() == "whole"
     with pytest.raises(UsageError, match="is there already"), written.made_whole(tmp_path / "out"):
         pass
+
+
+def test_a_folder_is_left_alone_while_its_writer_lives_and_removed_when_it_was_killed(tmp_path):
+    ready, ends = os.pipe()
+    writer = os.fork()
+    if not writer:
+        with written.made_whole(tmp_path / "out") as folder:
+            (folder / "file").write_text("first")
+            os.write(ends, b".")
+            signal.pause()
+    try:
+        os.read(ready, 1)
+        [first] = tmp_path.iterdir()
+        with written.made_whole(tmp_path / "out") as folder:
+            assert (first / "made" / "file").read_text() == "first"
+            (folder / "file").write_text("second")
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert first.exists()
+    with pytest.raises(UsageError, match="there already"), written.made_whole(tmp_path / "out"):
+        pass
+    (tmp_path / "out").rename(tmp_path / "was out")
+    with written.made_whole(tmp_path / "out"):
+        assert not first.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "was out"}
+
+
+def test_a_writer_whose_folder_is_taken_for_left_behind_takes_another(tmp_path, monkeypatch):
+    taken, mkdir = [], Path.mkdir
+
+    def made_and_removed(path, *args, **kwargs):
+        mkdir(path, *args, **kwargs)
+        if path.name.endswith(".part") and len(taken) < 2:
+            taken.append(path)
+            if len(taken) == 1:
+                path.rmdir()
+            else:
+                monkeypatch.setattr(written, "other", written._locked(path), raising=False)
+
+    monkeypatch.setattr(Path, "mkdir", made_and_removed)
+    with written.made_whole(tmp_path / "out") as folder:
+        assert folder.parent not in taken
+    os.close(written.other)
+
+
+def test_where_files_cannot_be_locked_nobody_removes_what_is_there(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / ".out.0.part").mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with written.made_whole(tmp_path / "out") as folder:
+        names = {path.name for path in tmp_path.iterdir()}
+        assert folder.parent.suffix == ".unlocked"
+    assert names == {".out.0.part", folder.parent.name}
+    assert {path.name for path in tmp_path.iterdir()} == {".out.0.part", "out"}
+
+
+def places(folder):
+    """Where nothing can be written, and what is said of it."""
+    (folder / "file").write_text("")
+    (folder / "circle").symlink_to("circle")
+    (folder / "work").mkdir()
+    os.chdir(folder / "work")
+    return {
+        "below a file": (folder / "file" / "x", "exists"),
+        "a long name": (folder / ("x" * 300), "shorter name"),
+        "a circle of links": (folder / "circle", "circle: "),
+        "the working folder": (Path(), "in which this process works"),
+        "the one above it": (Path(".."), "is there already"),
+        "nowhere to write": (Path("/proc/out"), "out: "),
+    }
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_pull_to_where_nothing_can_be_written_ends_with_a_line(
+    opened, asked, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    trainer = opened("trainer")
+    trainer.register({"w": torch.zeros(9)})
+    trainer.publish(1)
+    for place, said in places(tmp_path).values():
+        code, _, err = asked("pull", trainer.model, 1, place)
+        assert code in {1, 2}
+        assert said in err.splitlines()[-1]
+    monkeypatch.chdir(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {"file", "circle", "work"}
+    (tmp_path / "link").symlink_to("work")
+    assert asked("pull", trainer.model, 1, tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "work" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+@pytest.mark.parametrize("how", [errno.ENOSPC, "Ctrl-C"])
+def test_a_pull_that_ends_while_it_writes_leaves_nothing(
+    opened, asked, tmp_path, monkeypatch, form, how
+):
+    trainer = opened("trainer")
+    trainer.register({"w": torch.zeros(9)})
+    trainer.publish(1)
+
+    def end(*_):
+        raise KeyboardInterrupt if how == "Ctrl-C" else OSError(how, os.strerror(how))
+
+    monkeypatch.setattr(written.framing, "contents", end)
+    monkeypatch.setattr(FileSystemWriter, "write_data", end)
+    code, _, err = asked("pull", trainer.model, 1, tmp_path / "out", "--format", form)
+    assert code == (130 if how == "Ctrl-C" else 1)
+    assert how == "Ctrl-C" or "No space left on device; make room" in err
+    assert not list(tmp_path.iterdir())
+
+
+ODD = {
+    "a number": '{"weight_map": {"w": 5}}',
+    "a list": '{"weight_map": []}',
+    "nothing": '{"weight_map": null}',
+    "a list of all": "[]",
+    "deep": '{"weight_map":' + "[" * 10**5,
+    "twice": '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}',
+    "no number": '{"metadata": NaN, "weight_map": {"w": "a.safetensors"}}',
+    "digits": '{"metadata": ' + "9" * 5000 + ', "weight_map": {"w": "a.safetensors"}}',
+    "half a character": '{"weight_map": {"w": "\\ud800.safetensors"}}',
+    "above": '{"weight_map": {"w": ".."}}',
+    "itself": '{"weight_map": {"w": "."}}',
+    "no name": '{"weight_map": {"w": ""}}',
+    "no text": b"\xff\xfe{",
+}
+
+
+@pytest.mark.parametrize("content", ODD.values(), ids=ODD.keys())
+def test_an_index_of_anything_else_is_refused(tmp_path, content):
+    save_file({"w": torch.zeros(2)}, tmp_path / "a.safetensors")
+    as_bytes = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / INDEX).write_bytes(as_bytes)
+    with pytest.raises(UsageError):
+        mapped(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder", "dangling", "FIFO below"])
+def test_what_is_no_file_is_refused_and_never_opened(tmp_path, kind):
+    place = tmp_path / "a.safetensors"
+    if kind == "folder":
+        place.mkdir()
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(place))
+    elif "FIFO" in kind:
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    if kind == "FIFO below":
+        (tmp_path / INDEX).write_text('{"weight_map": {"w": "a.safetensors"}}')
+    with pytest.raises(UsageError, match="expected a file of safetensors"):
+        mapped(tmp_path)
+    if kind == "FIFO":
+        with pytest.raises(UsageError, match="expected a file of safetensors"):
+            mapped(place)
+        place.rename(tmp_path / INDEX)
+        with pytest.raises(UsageError, match="is no index"):
+            mapped(tmp_path)
+
+
+def test_one_of_two_checkpoints_in_a_folder_is_chosen_by_a_pattern(tmp_path):
+    for name, value in (("model-00001-of-00002", 1.0), ("model-00002-of-00002", 2.0)):
+        save_file({f"m{value}": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    assert mapped(tmp_path).keys() == {"m1.0", "m2.0"}
+    save_file({"w": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    both = (
+        "'consolidated.safetensors' and 'model-\\*-of-00002.safetensors', and no model.saf.*index"
+    )
+    with pytest.raises(UsageError, match=both):
+        mapped(tmp_path)
+    assert mapped(tmp_path / "model-*-of-00002.safetensors").keys() == {"m1.0", "m2.0"}
+    assert mapped(tmp_path / "consolidated.safetensors").keys() == {"w"}
+    with pytest.raises(UsageError, match="has no file"):
+        mapped(tmp_path / "none-*")
+    (tmp_path / "consolidated.safetensors").unlink()
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UsageError, match="expected 2 files, found 1"):
+        mapped(tmp_path)
 
 
 def test_checkpoints_that_are_none_are_named(tmp_path):
@@ -264,7 +453,7 @@ def test_a_pull_that_is_killed_leaves_no_folder_of_that_name(opened, endpoint, t
     command += [trainer.model, "1", str(tmp_path / "out")]
     for delay_s in (0.0, 0.05, 0.1):
         process = subprocess.Popen(command)
-        while process.poll() is None and not list(tmp_path.glob(".out.*.part/*")):
+        while process.poll() is None and not list(tmp_path.glob(".out.*.part/made/*")):
             time.sleep(0.005)
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import uuid
@@ -249,3 +250,14 @@ def test_a_terminal_of_40_columns_is_enough(command, ask, fleet, monkeypatch):
     if command == "ls":  # what is a table has that width; words are wrapped by the terminal
         table = [line for line in lines if not line.startswith("behind")]
         assert max(map(len, table)) <= 40
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")  # noqa: PTH110
+def test_an_output_that_is_full_is_a_line_and_an_exit_code():
+    command = [sys.executable, "-m", "torch_ros", "--endpoint", "memory://full", "ls"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "torch-ros: [Errno 28] No space left on device\n",
+    )

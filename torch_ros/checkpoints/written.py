@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from secrets import token_hex
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torch_ros
 from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, NAMES, Tensors, size_bytes
-from torch_ros.errors import UsageError
+from torch_ros.errors import FolderError, TorchRosError, UsageError, reason
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S, READ_S = 300.0, 3600.0  # that one buffer, or all at once, may take
+NAMES_MAX = 10  # another process takes one for left behind only in the moment before it is locked
+_NO_RIGHT = "name a folder that this user may write to"
+_NO_ROOM = "make room, or name a folder on another disk"
+_ADVICE = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EROFS: _NO_RIGHT,
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
+    errno.ENAMETOOLONG: "use a shorter name",
+}
 
 OnBytes = Callable[[int, int], None]  # told how many are written, and of how many
 
@@ -46,28 +62,100 @@ def is_selected(name: str, patterns: Sequence[str]) -> bool:
 def made_whole(folder: Path) -> Iterator[Path]:
     """A folder to write to, which gets its name when all of it is on disk; or is removed.
 
-    What a process that was killed has left under another name is removed by the next one.
+    It lies in a hidden folder beside, which its writer has locked. What a killed writer has left is
+    removed by the next one for the same name: the kernel has let go of its lock, in whatever
+    namespace it ran. Where files cannot be locked, nobody removes what is left.
 
     Raises:
-        UsageError: There is something of that name already.
+        UsageError: There is something of that name already, or it is where this process works.
+        FolderError: The disk is full, or cannot be written; nothing is left.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"{folder} is there already: name another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{folder.name}.*.part"):
-        if not Path("/proc", left.name.split(".")[-2]).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    unfinished.mkdir()
+    with folder_errors(folder):
+        place = _place(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(place)
+        hidden, lock = _hidden(place)
+        try:
+            made = hidden / "made"
+            made.mkdir()
+            yield made
+            for path in (*made.rglob("*"), made):
+                _sync(path)
+            made.rename(place)
+            _sync(place.parent)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+@contextmanager
+def folder_errors(folder: Path) -> Iterator[None]:
+    """Makes what the system says about this folder, or a file in it, a FolderError."""
     try:
-        yield unfinished
-        for path in (*unfinished.rglob("*"), unfinished):
-            _sync(path)
-        unfinished.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        yield
+    except TorchRosError:  # a deadline is an OSError, too
         raise
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "name another folder")
+        raise FolderError(str(folder), error.strerror or str(error), advice) from error
+
+
+def _place(folder: Path) -> Path:
+    """Where it will be: a link to an empty folder stays, and that folder is filled."""
+    place = Path(os.path.realpath(folder))  # `resolve` raises for links in a circle
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise UsageError(f"{folder} is there already: name another folder, or remove it")
+    if place == Path.cwd():  # which would be a folder without a name afterwards
+        raise UsageError(f"{folder} is the folder in which this process works: name one within it")
+    return place
+
+
+def _remove_left(place: Path) -> None:
+    hidden = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]+\.part")
+    for left in place.parent.iterdir():
+        if hidden.fullmatch(left.name):
+            with suppress(OSError):  # another user's; or files cannot be locked here
+                if (lock := _locked(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(lock)
+
+
+def _hidden(place: Path) -> tuple[Path, int | None]:
+    """A new folder, and its lock; None: files cannot be locked here."""
+    for _ in range(NAMES_MAX):
+        path = place.with_name(f".{place.name}.{token_hex(8)}.part")
+        path.mkdir()
+        try:
+            lock = _locked(path)
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+            return path.rename(path.with_suffix(".unlocked")), None
+        if lock is not None:
+            return path, lock
+    raise FolderError(str(place), f"others removed {NAMES_MAX} folders beside it", "try again")
+
+
+def _locked(hidden: Path) -> int | None:
+    """The lock of a hidden folder; None: another process has it, or has removed the folder."""
+    try:
+        lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.fstat(lock).st_nlink > 0
+    except BlockingIOError:
+        is_there = False
+    except BaseException:
+        os.close(lock)
+        raise
+    if is_there:
+        return lock
+    os.close(lock)
+    return None
 
 
 def _sync(path: Path) -> None:
@@ -121,6 +209,9 @@ def write_dcp(
     """Write tensors of a version as `dcp.load` reads them. Takes memory for all of them."""
     state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}
     handle.read(contents.version, state, timeout_s=READ_S)
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    try:
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as error:  # of Ctrl-C, too
+        raise reason(error) from None
     total = sum(map(size_bytes, tensors.values()))
     progress(total, total)

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = asked.run(asked)
         sys.stdout.flush()
     except BrokenPipeError:  # `torch-ros ls | head`: nobody reads the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return FINE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -73,7 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(error, UNREACHABLE)
     except TorchRosError as error:
         return _say(error, NOT_FINE)
+    except OSError as error:  # of the standard output, or of a file
+        _silence(sys.stdout)
+        return _say(error, NOT_FINE)
     return code
+
+
+def _silence(out: TextIO) -> None:
+    """Drop what it still has: Python writes it once more at the end, and would fail again."""
+    with suppress(OSError, ValueError):  # one that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
@@ -184,10 +193,11 @@ def _add_showing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_moving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The commands that take torch."""
     pushed = commands.add_parser("push", help="publish a checkpoint from disk, where it lies")
-    pushed.add_argument("checkpoint", type=Path, help="a folder or a file of safetensors")
+    on_disk = "a folder, a file or a 'pattern*' of safetensors"
+    pushed.add_argument("checkpoint", type=Path, help=on_disk)
     pushed.add_argument("--model", required=True)
     pushed.add_argument("--version", required=True, type=int, dest="number")
-    pushed.add_argument("--replica", help="by default push-HOST-PID")
+    pushed.add_argument("--replica", help="by default push-HOST-PID-RANDOM")
     pushed.add_argument(
         "--until-held", type=_count, metavar="N", help="leave when N others have it"
     )

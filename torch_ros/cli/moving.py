@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
@@ -21,7 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another p
 import torch_ros
 from torch_ros import environment
 from torch_ros.checkpoints.compared import Difference, Named, Shapes, differences, unlike
-from torch_ros.checkpoints.mapped import mapped
+from torch_ros.checkpoints.mapped import is_named, mapped
 from torch_ros.checkpoints.written import (
     BUFFER_BYTES,
     BUFFER_S,
@@ -114,8 +115,8 @@ def diff(asked: argparse.Namespace) -> Compared:
     """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB."""
     with opened(asked, None, "diff") as handle:
         one = _readable(handle, asked.one, asked)
-        is_folder = Path(asked.other).exists()
-        other = _on_disk(Path(asked.other)) if is_folder else _readable(handle, asked.other, asked)
+        is_on_disk = is_named(asked.other)
+        other = _on_disk(Path(asked.other)) if is_on_disk else _readable(handle, asked.other, asked)
         shapes = [
             {name: found for name, found in each.shapes.items() if is_selected(name, asked.select)}
             for each in (one, other)
@@ -161,7 +162,8 @@ def opened(
     waits: bool = True,
 ) -> Iterator[torch_ros.ShardHandle]:
     """A handle on an etcd that is there; none is started. Of a model that is there, if it waits."""
-    name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}"
+    # Containers with one host name may have the same numbers of processes.
+    name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
     where = located(asked.endpoint)
     if waits:
         _await_model(where, asked.model, asked.timeout)
