@@ -18,7 +18,12 @@ from torch_ros.bucket import deltas, files
 from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.bucket.deltas import difference
 from torch_ros.bucket.files import InBucket, Mismatch, StoredBase, StoredChange, kept
-from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
+from torch_ros.errors import (
+    BucketError,
+    ManifestMismatch,
+    UnreadableVersion,
+    VersionNotFound,
+)
 from torch_ros.weights.chunked import Chunked
 
 pytest.importorskip("obstore")
@@ -513,6 +518,24 @@ def test_indices_that_are_none_are_refused(arrays):
     values = np.zeros(4 if arrays == "more values" else 3, np.int16)
     with pytest.raises(ValueError, match="indices"):
         deltas._decoded(change, [np.array(places, np.int32), values], "coo")
+
+
+@pytest.mark.parametrize("encoding", ["gaps", "coo"])
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_arrays_of_a_delta_that_are_no_rows_are_refused_by_their_file(line, encoding, shape):
+    made = line(encoding=encoding)
+    made.publish(1, {"w": torch.zeros(1000)})
+    made.publish(2, {"w": torch.zeros(1000).index_fill(0, torch.tensor([5]), 1.0)})
+
+    def reshaped(tensor):  # of one element: as many bytes as before
+        of_one = "index" not in tensor.fqn or encoding == "coo"
+        return msgspec.structs.replace(tensor, shape=shape) if of_one else tensor
+
+    [file] = made.bucket.manifest(made.bucket.kept()[-1]).files
+    tensors = tuple(reshaped(each) for each in file.tensors)
+    rewritten(made.bucket, 2, files=(msgspec.structs.replace(file, tensors=tensors),))
+    with pytest.raises(UnreadableVersion, match="delta.safetensors.*expected rows"):
+        made.bucket.load({"w": torch.zeros(1000)}, 2)
 
 
 def test_indices_are_int64_where_int32_does_not_count_the_elements(line, monkeypatch, tmp_path):

@@ -256,6 +256,8 @@ def _decoded(change: StoredChange, arrays: Sequence[np.ndarray], encoding: Encod
     elements, item_bytes = prod(change.shape), dtype_named(change.dtype).itemsize
     width = WORDS[item_bytes]  # torch's; what a delta has, numpy's of the same
     empty = words(torch.empty(0, dtype=width))
+    if odd := [array.shape for array in arrays[-2:] if array.ndim != 1]:
+        raise ValueError(f"an array of shape {list(odd[0])}, expected rows of elements")
     if encoding == "gaps":
         index, gaps, values = arrays
         return Delta.received(elements, index.reshape(-1, 4), gaps, values.view(empty.dtype))
