@@ -61,7 +61,7 @@ def running_children(surroundings, named=r"examples/\w+/"):
 def read_until(demo, words):
     for line in demo.stdout:
         if words in line:
-            return
+            return line
     pytest.fail(f"the demo ended before it said {words!r}")
 
 

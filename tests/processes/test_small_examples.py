@@ -84,6 +84,31 @@ def test_a_trainer_that_is_killed_begins_again_from_a_rollout(surroundings, ctrl
         ended(rollout)
 
 
+@pytest.mark.timeout(240)
+def test_a_trainer_that_saves_with_dcp_begins_again_from_a_rollout(surroundings, ctrl_c):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, EXAMPLES / "restart_dcp.py"]
+
+    def started():
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=surroundings, **options)
+
+    with started_demo(surroundings, "follow.py", "follow", "--model", "restart-dcp") as rollout:
+        with started() as trainer:
+            read_until(trainer, "begins after version 0")
+            read_until(rollout, "version 3:")
+            for pid in [*descendants(trainer.pid), trainer.pid]:
+                os.kill(pid, signal.SIGKILL)
+        with started() as trainer:
+            began = int(read_until(trainer, "begins after version").split()[-1])
+            assert began >= 3
+            read_until(trainer, f"version {began + 1}: loss")
+            read_until(rollout, f"version {began + 1}:")
+            for pid in [*descendants(trainer.pid), trainer.pid]:
+                os.kill(pid, signal.SIGKILL)
+        ended(rollout)
+
+
 @pytest.mark.timeout(180)
 def test_a_checkpoint_goes_in_and_comes_out(surroundings):
     with subprocess.Popen(
