@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import ipaddress
 import re
 import socket
 import threading
@@ -30,6 +29,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.cli import asking, telling
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.watching import fleets
@@ -51,7 +51,7 @@ def serve(
     Raises:
         UsageError: `port` is taken, or `host` is open to others and there is no token.
     """
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise UsageError(
             f"others can reach {host!r}: give --token, or leave --host out and use "
             f"ssh -L {port}:127.0.0.1:{port}"
@@ -74,13 +74,6 @@ def serve(
     )
     with told_to_end():  # uvicorn ends by itself, and passes on what it was told
         _Server(config, feeds).run(sockets=[listening])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def application(
@@ -268,9 +261,9 @@ class _Guarded:
 
     def _refusal(self, request: Request) -> Response | None:
         """An answer in the page's stead."""
-        host, port = _address(request)
+        host, port = host_and_port(request.headers.get("host", ""))
         if not self._token:
-            if _is_loopback(host):
+            if is_loopback(host):
                 return None
             return PlainTextResponse("this page is for this host; others need --token", 403)
         # A browser sends cookies to every port of a host: this one must not show them the token.
@@ -288,13 +281,6 @@ class _Guarded:
 
     def _is_token(self, asked: bytes) -> bool:
         return hmac.compare_digest(asked, self._token)
-
-
-def _address(request: Request) -> tuple[str, str]:
-    """The name and the port that the browser was given; "" where it has none that can be read."""
-    asked = request.headers.get("host", "")
-    named = re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?", asked, re.ASCII)
-    return (named[1] or named[2] or "", named[3] or "") if named else ("", "")
 
 
 def _policy(page: str) -> Mapping[str, str]:

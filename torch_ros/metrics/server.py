@@ -1,18 +1,77 @@
 """The server that Prometheus scrapes."""
 
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
+from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.errors import UsageError
+
+CONNECTIONS_MAX = 16  # a thread each; Prometheus keeps one or two
+SILENT_S = 5.0  # after which a connection on which nothing comes is closed
+NOT_OURS = b"these figures are for this host: ask for them by localhost or 127.0.0.1\n"
+
+Page = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not worth a line."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """So many connections at a time: the oldest gives its place to a new one."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._lock, self._there = threading.Lock(), dict[socket.socket, None]()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._there) >= CONNECTIONS_MAX:
+                self._there.pop(oldest := next(iter(self._there)))
+                with suppress(OSError):  # it has gone by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+            self._there[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._there.pop(request, None)
+        super().shutdown_request(request)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _guarded(page: Page) -> Page:
+    """For askers that mean this host: a page of somebody else's may have its name lead here."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if is_loopback(host_and_port(environ.get("HTTP_HOST", ""))[0]):
+            return page(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [NOT_OURS]
+
+    return guarded
 
 
 def start(collector: Collector, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
     """Serve what a collector draws, by daemon threads.
+
+    At a loopback address, only for those who ask for that by name.
 
     Args:
         port: 0: any that is free.
@@ -22,10 +81,16 @@ def start(collector: Collector, host: str, port: int) -> tuple[WSGIServer, threa
     """
     registry = CollectorRegistry()
     registry.register(collector)
+    page: Page = make_wsgi_app(registry)
+    page = _guarded(page) if is_loopback(host) else page
+    kind = _Server6 if ":" in host else _Server
     try:
-        return start_http_server(port, host, registry)
+        server = make_server(host, port, page, kind, _Handler)
     except OSError as error:
         raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    return server, thread
 
 
 @contextmanager
@@ -33,7 +98,8 @@ def serving(collector: Collector, host: str, port: int) -> Iterator[str]:
     """As `start`, until the block is left. Yields the address."""
     server, thread = start(collector, host, port)
     try:
-        yield f"http://{host}:{server.server_port}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
