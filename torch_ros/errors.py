@@ -39,6 +39,8 @@ message is built from them in ``__str__``.
 
 from typing import Self
 
+from torch_ros.printable import printable
+
 
 def reason(error: BaseException) -> BaseException:
     """Why `dcp.save` or `dcp.load` failed: the error of the lowest rank that raised one.
@@ -59,6 +61,9 @@ class TorchRosError(Exception):
     _message = ""  # for `str.format`; it may name the fields
 
     def __str__(self) -> str:
+        return printable(self._said())
+
+    def _said(self) -> str:
         return self._message.format(self=self) if self._message else super().__str__()
 
 
@@ -415,7 +420,7 @@ class StoreUnavailable(BackendError):
     def __init__(self, endpoint: str, timeout_s: float, reason: str, /) -> None:
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
-    def __str__(self) -> str:
+    def _said(self) -> str:
         found = f"did not answer within {self.timeout_s:g} s ({self.reason})"
         if self.reason == REFUSED:  # at once
             found = "refused the connection"

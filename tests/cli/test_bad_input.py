@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,13 +17,13 @@ from crowd import Crowd
 from safetensors.torch import save_file
 
 from torch_ros import cli
-from torch_ros.cli import asking, main, moving
+from torch_ros.cli import asking, main, moving, parsing
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn
 
-[_SUBCOMMANDS] = [each for each in main._parser()._actions if isinstance(each.choices, dict)]
+[_SUBCOMMANDS] = [each for each in parsing.parser()._actions if isinstance(each.choices, dict)]
 ARGUMENTS = {  # of those that take more than a model
     "why": ["MODEL", "trainer"],
     "doctor": ["--model", "MODEL"],
@@ -261,3 +262,33 @@ def test_an_output_that_is_full_is_a_line_and_an_exit_code():
         1,
         "torch-ros: [Errno 28] No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_can_be_typed(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    found = [
+        line.split("torch-ros ", 1)[1] for line in said.split("examples:")[1].splitlines() if line
+    ]
+    assert found
+    for each in found:
+        assert parsing.parser().parse_args(shlex.split(each)).command == command
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_a_table_in_a_pipe_has_a_line_for_each_row(ask, fleet, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        assert ask(*fleet[:1], "ls", fleet[1])[0] == 0
+    wide = out.getvalue().splitlines()
+    assert wide[0].split()[0] == "VERSION"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out := io.StringIO())
+        patch.setenv("COLUMNS", "30")
+        assert ask(*fleet[:1], "ls", fleet[1])[0] == 0
+    assert len(out.getvalue().splitlines()) > len(wide)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from crowd import Crowd
 
-from torch_ros.cli import asking, ls, main
+from torch_ros.cli import asking, ls, main, output
 from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import SchemaRecord, VersionRef
@@ -53,9 +53,9 @@ def fleet(*there, versions=(TWO, ONE), names=()):
 
 def test_a_terminal_obeys_no_name():
     out = io.StringIO()
-    main._print_table(("A",), [("x\x1b[2Jy",)], out, "")
-    main._print_lines(["r\x1b[0m: joining"], out)
-    assert out.getvalue().split("\n")[1:] == ["x?[2Jy", "r?[0m: joining", ""]
+    output.say_table(out, ("A",), [("x\x1b[2Jy",)])
+    output.say(out, "r\x1b[0m: joining")
+    assert out.getvalue().split("\n")[1:] == ["x\\x1b[2Jy", r"r\x1b[0m: joining", ""]
 
 
 @pytest.mark.usefixtures("fixed_clock")
@@ -123,6 +123,7 @@ FLEETS = {
 def test_tables_are_as_they_were(monkeypatch, capsys):
     """After a change that is meant: write what is found into the file, and read its difference."""
     monkeypatch.setattr(asking, "models", lambda _: ["policy"])
+    monkeypatch.setenv("COLUMNS", "80")
     found = []
     for name, there in FLEETS.items():
         monkeypatch.setattr(asking, "fleet", lambda *_, there=there: there)

@@ -106,7 +106,7 @@ def test_enter_says_why_the_chosen_replica_waits():
         assert "rank 0" not in await press("enter")
         assert asked == []  # nobody is chosen
         await pilot.press("down", "down")
-        assert "r10: reads ?[2J" in await press("enter")
+        assert "r10: reads \\x1b[2J" in await press("enter")
         assert "it is away" in await press("enter")
         assert asked == ["r10", "r10"]
         assert "it is away" not in await press("escape")
@@ -191,7 +191,7 @@ def test_a_name_cannot_move_the_cursor():
         await show(fleet(held(evil)))
         text = "".join(seen(app))
         assert "\x1b" not in text
-        assert "?[2J?]0;owned??[bold]r" in text
+        assert r"\x1b[2J\x1b]0;owned\x07\n[bold]r" in text
 
     piloted(script, (200, 20))
 
@@ -280,3 +280,8 @@ def test_a_process_draws_on_a_terminal_and_quits(opened, endpoint):
     trainer = opened("trainer")
     published(trainer)
     assert drawn(endpoint, trainer.model, b"version 7") == 0
+
+
+def test_names_are_in_the_order_of_their_numbers_however_long_those_are():
+    names = ["r9", "r10", "r010", "r" + "9" * 5000, "s"]
+    assert sorted([*names[3:], *names[:3]], key=screen.natural) == ["r9", "r10", "r010", *names[3:]]

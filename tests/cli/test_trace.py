@@ -17,7 +17,7 @@ import pytest
 import torch
 from stories import BEGAN_NS, MS, Story, author, spread
 
-from torch_ros.cli import asking, main, merging, timeline, trace
+from torch_ros.cli import asking, main, merging, output, parsing, timeline, trace
 from torch_ros.cli.recording import NOBODY, FleetRecording, is_everywhere
 from torch_ros.cli.timeline import Row, Slice, Timeline
 from torch_ros.errors import StoreUnavailable, UsageError
@@ -392,7 +392,7 @@ def test_what_is_asked_wrongly_is_an_exit_code(tmp_path, told):
         with pytest.raises(SystemExit) as ended:
             told("trace", "policy", *wrong)
         assert ended.value.code == 2
-    assert [main._seconds(text) for text in ("90", "60s", "1.5m", "1h")] == [90, 60, 90, 3600]
+    assert [parsing.seconds(text) for text in ("90", "60s", "1.5m", "1h")] == [90, 60, 90, 3600]
 
 
 # A watch
@@ -628,8 +628,8 @@ def test_an_etcd_that_is_not_there_is_an_exit_code(told, tmp_path, monkeypatch):
 def test_nothing_in_a_name_is_obeyed_by_a_terminal_and_a_pipe_may_break(tmp_path, monkeypatch):
     values = {"slices": 1, "rows": 1, "arrows": 0, "cut": ["r\x1b[2J"]}
     out = io.StringIO()
-    main._print_lines(trace.lines(values, None), out)
-    assert "r?[2J" in out.getvalue()
+    output.say(out, *trace.lines(values, None))
+    assert "r\\x1b[2J" in out.getvalue()
     Story().publish("gpu-0", "trainer", 0)
     spread(Story(), 30, 30).write(tmp_path)
     recording = start("trace", "--merge", tmp_path)

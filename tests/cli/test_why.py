@@ -6,7 +6,8 @@ import os
 import torch
 from test_ls import published
 
-from torch_ros.cli import ls, waiting
+from torch_ros.cli import waiting
+from torch_ros.printable import printable
 from torch_ros.protocol.waits import Blamed, Hop, Why
 
 
@@ -39,8 +40,8 @@ def test_names_that_are_nearly_right_are_told(opened, asked):
 def test_nothing_in_a_name_is_obeyed_by_a_terminal():
     there, gone = Blamed("r\x1b[2J", 0, "host", 7), Blamed("r", 1, "", 0)
     found = Why((Hop("r\x1b[2J", "waits"),), "process", (there, gone))
-    assert [ls.printable(line) for line in waiting.lines(found)] == [
-        "r?[2J: waits",
-        "  r?[2J, rank 0: host host, process 7; its stack, there: py-spy dump --pid 7",
+    assert [printable(line) for line in waiting.lines(found)] == [
+        "r\\x1b[2J: waits",
+        "  r\\x1b[2J, rank 0: host host, process 7; its stack, there: py-spy dump --pid 7",
         "  r, rank 1: it has no process here; start it, or look at why it ended",
     ]

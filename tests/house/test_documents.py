@@ -140,7 +140,7 @@ def test_operations_lists_each_thread_of_a_handle():
 def test_operations_names_folders_that_log():
     for folder in re.findall(r"^\| `([\w.]+)` \|", section("Log lines"), re.MULTILINE):
         modules = (ROOT / "torch_ros" / folder.replace(".", "/")).glob("*.py")
-        assert any("getLogger" in path.read_text() for path in modules), folder
+        assert any("log_of(" in path.read_text() for path in modules), folder
 
 
 def test_the_picture_is_what_its_script_draws():

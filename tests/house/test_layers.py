@@ -5,7 +5,16 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
-GROUND = {"errors", "deadline", "spans", "environment", "arguments", "costs", "release"}
+GROUND = {
+    "errors",
+    "printable",
+    "deadline",
+    "spans",
+    "environment",
+    "arguments",
+    "costs",
+    "release",
+}
 ARROWS = {  # folder -> what it may import besides itself, the ground and the standard library
     "store": {"msgspec"},
     "store/distributed": {"store", "torch"},
@@ -34,7 +43,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "integrations": {"bucket", "face", "torch"},
     "integrations/vllm": {"face", "integrations", "torch"},
 }
-ON_THE_GROUND = {"errors", "numpy"}  # what the ground's modules may import
+ON_THE_GROUND = {"errors", "printable", "numpy"}  # what the ground's modules may import
 FACE = {
     "__init__",
     "__main__",

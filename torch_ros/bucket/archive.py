@@ -39,6 +39,7 @@ from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.compared import Named
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, size_bytes
 from torch_ros.errors import BucketError, ManifestMismatch, VersionNotFound
+from torch_ros.printable import log_of
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S = 300.0  # that one buffer may take
@@ -47,7 +48,7 @@ SCRAPE_S = 4.0  # for etcd to say how far the bucket is behind: Prometheus waits
 SAY_S = 20.0  # for etcd to take what is said to those who close
 GRACE_S = 3600.0  # for readers of what is collected; half of it for an upload
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 OnBytes = Callable[[int, int], None]  # told how many are uploaded, and of how many
 Held = Mapping[str, torch.Tensor]

@@ -25,9 +25,10 @@ from torch_ros.bucket.files import (
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
 from torch_ros.errors import UnreadableVersion, UsageError, VersionNotFound
+from torch_ros.printable import log_of
 from torch_ros.weights.delta import Delta
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 TRIES = 3  # a version may be collected while it is looked for
 COLLECTED = "each is collected before it is read"

@@ -13,11 +13,12 @@ from torch_ros.bucket.buckets import Bucket
 from torch_ros.bucket.files import PART_BYTES, InBucket, StoredVersion, kept
 from torch_ros.bucket.reading import Look, fill_chunks
 from torch_ros.errors import ManifestMismatch, UnreadableVersion
+from torch_ros.printable import log_of
 from torch_ros.weights.coverage import require_whole
 from torch_ros.weights.manifest import Layout, logical, require_all
 from torch_ros.weights.plan import plan
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

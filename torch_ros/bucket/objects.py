@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from torch_ros.errors import BucketError, TorchRosError, UnreadableVersion, UsageError
+from torch_ros.printable import log_of
 
 if TYPE_CHECKING:
     from obstore.store import MemoryStore
     from obstore.store import ObjectStore as Vendor
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 UPLOAD_PART_BYTES = 8 << 20  # at least
 PARTS_MAX = 10_000  # of an object, in S3

@@ -17,6 +17,7 @@ from torch_ros.bucket.files import PROBES
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
 from torch_ros.cli.moving import bar, opened
+from torch_ros.cli.output import say
 from torch_ros.errors import (
     BackendError,
     DeadlineExceeded,
@@ -26,13 +27,14 @@ from torch_ros.errors import (
     SeatLost,
     UsageError,
 )
+from torch_ros.printable import log_of
 
 LOOK_S = 5.0  # of a wait for another version: so much later it hears that it is told to end
 FLEET_S = 30.0  # between two looks at the fleet: the same number may be published anew, in a moment
 RETRY_S, RETRY_MAX_S = 2.0, 60.0  # after a failure, then twice as long each time
 DOUBLED_MAX = 6  # times
 MISSED_S = 0.2  # after a version that went while it was read: the next one may be there already
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 def archive(asked: argparse.Namespace, out: TextIO) -> None:
@@ -67,8 +69,7 @@ def _served(where: str | None, archiver: Archiver, out: TextIO) -> Iterator[None
     from torch_ros.metrics.server import serving  # noqa: PLC0415
 
     with serving(ArchiveCollector(archiver), *address(where)) as url:
-        out.write(f"{url}: figures of the archiver\n")
-        out.flush()
+        say(out, f"{url}: figures of the archiver")
         yield
 
 
@@ -101,10 +102,9 @@ def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Arc
     if written is not None:
         what = f"version {written.version} of {handle.model!r}: {written.tensor_count} tensors"
         what += f", changes since {written.base}" if written.base is not None else ""
-        out.write(f"{what}, {size(written.size_bytes)}, in {written.seconds:.1f} s\n")
+        say(out, f"{what}, {size(written.size_bytes)}, in {written.seconds:.1f} s")
         if written.left_out:
-            out.write(f"left out, since only dcp.load reads pickles: {some(written.left_out)}\n")
-        out.flush()
+            say(out, f"left out, since only dcp.load reads pickles: {some(written.left_out)}")
     archiver.say()
     if written is not None or is_due:
         archiver.collect()

@@ -131,11 +131,6 @@ def unverified(found: Iterable[Deviates], odd: Iterable[Differs]) -> Rows:
     return [*rows, *((each.name, "all", each.why) for each in odd)]
 
 
-def printable(text: str) -> str:
-    """A text that no terminal obeys: anybody may have chosen a name."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
 def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - NAMES_MAX

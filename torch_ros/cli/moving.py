@@ -36,7 +36,9 @@ from torch_ros.checkpoints.written import (
 from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
+from torch_ros.cli.output import complain, say
 from torch_ros.errors import UsageError
+from torch_ros.printable import printable
 from torch_ros.store.endpoint import located
 
 LOOK_S = 1.0  # between two looks at who has it
@@ -52,10 +54,9 @@ def push(asked: argparse.Namespace, out: TextIO) -> None:
         handle.publish(asked.number)
         total = sum(tensor.nbytes for tensor in tensors.values())
         what = f"version {asked.number} of {asked.model!r}"
-        out.write(f"{what}: {len(tensors)} tensors, {size(total)}, as {handle.replica!r}\n")
+        say(out, f"{what}: {len(tensors)} tensors, {size(total)}, as {handle.replica!r}")
         _stay(handle, asked, ends, out)
-        out.write(f"leaving {what}\n")
-        out.flush()
+        say(out, f"leaving {what}")
         handle.leave(within_s=DRAIN_S)
 
 
@@ -72,8 +73,7 @@ def _stay(
         says = f"held by {some(sorted(held)) or 'nobody else'}"
         says += f"; read by {some(reading)}" if reading else ""
         if says != told:
-            out.write(f"{says}; Ctrl-C leaves\n")
-            out.flush()
+            say(out, f"{says}; Ctrl-C leaves")
             told = says
         if len(held) >= enough and not reading:
             return
@@ -88,10 +88,10 @@ def pull(asked: argparse.Namespace, out: TextIO) -> None:
         with bar(f"version {contents.version}") as progress:
             write = write_safetensors if asked.format == "safetensors" else write_dcp
             write(handle, contents, tensors, folder, progress)
-    out.write(f"version {contents.version} of {asked.model!r}: {len(tensors)} tensors, ")
-    out.write(f"run {contents.run!r}, in {asked.folder}\n")
+    what = f"version {contents.version} of {asked.model!r}: {len(tensors)} tensors"
+    say(out, f"{what}, run {contents.run!r}, in {asked.folder}")
     if contents.objects:
-        out.write(f"left out, since only dcp.load reads pickles: {some(contents.objects)}\n")
+        say(out, f"left out, since only dcp.load reads pickles: {some(contents.objects)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
                 if (left_s := until_s - time.monotonic()) <= 0:
                     raise
                 if not is_told:
-                    sys.stderr.write(f"torch-ros: {error}; waiting for it, {timeout_s:.0f} s\n")
+                    complain(f"{error}; waiting for it, {timeout_s:.0f} s")
                 is_told = True
                 asking.await_change(kv, model, rev, left_s)
             else:
@@ -207,7 +207,7 @@ def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
 def bar(what: str) -> Iterator[OnBytes]:
     """A line of progress on a terminal."""
     is_shown = sys.stderr.isatty() and environment.value(environment.PROGRESS) != "0"
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=not is_shown) as bar:
+    with tqdm(desc=printable(what), unit="B", unit_scale=True, disable=not is_shown) as bar:
 
         def progress(done_bytes: int, total_bytes: int, /) -> None:
             bar.total = total_bytes

@@ -61,7 +61,13 @@ def age(ref: VersionRef | None) -> tuple[object, ...]:
 def natural(name: str) -> tuple[object, ...]:
     """So that r10 comes behind r9."""
     parts = re.split(r"([0-9]+)", name)
-    return tuple(int(part) if place % 2 else part for place, part in enumerate(parts))
+    return tuple(_numeric(part) if place % 2 else part for place, part in enumerate(parts))
+
+
+def _numeric(digits: str) -> tuple[int, str]:
+    """Ordered as the number is, which `int` does not make of more than 4,300 digits."""
+    stripped = digits.lstrip("0")
+    return len(stripped), stripped
 
 
 COLUMNS = (

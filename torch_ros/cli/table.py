@@ -9,21 +9,26 @@ GAP = "  "
 Row = Sequence[str]
 
 
-def table(header: Row, rows: Sequence[Row], width: int) -> Iterator[str]:
+def table(header: Row, rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """The lines of a table of at least one row; cells that do not fit are folded.
 
     Words are broken only where they must be. If even the words of the header do not fit, a row is a
     block: a line for each of its cells.
+
+    Args:
+        width: None: as wide as it has to be; a row is a line.
     """
     columns = list(zip(*rows, strict=True))
     heads = [_longest(head.split()) for head in header]
+    if width is None:
+        heads = list(map(_width, header))
     widths = list(map(max, heads, map(_longest, columns)))
-    room = width - len(GAP) * (len(header) - 1)
+    room = sum(widths) if width is None else width - len(GAP) * (len(header) - 1)
     if sum(widths) > room:
         words = (_longest(" ".join(column).split()) for column in columns)
         _narrow(widths, list(map(max, heads, words)), room)
         _narrow(widths, heads, room)
-    if sum(widths) > room:
+    if width is not None and sum(widths) > room:
         yield from _blocks(header, rows, width)
         return
     named = list(map(_folded, header, widths))

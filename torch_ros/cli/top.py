@@ -17,11 +17,12 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
-from torch_ros.cli import asking, lines, ls, screen, waiting
+from torch_ros.cli import asking, lines, screen, waiting
 from torch_ros.cli.headway import Headway, Look
 from torch_ros.cli.lines import Line
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError
+from torch_ros.printable import printable
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.store.kv import KV
 
@@ -170,7 +171,7 @@ def _alarm(line: Line) -> str | None:
 
 def _strip(cells: Iterable[tuple[str, int, str]]) -> Strip:
     segments = [
-        Segment(set_cell_size(ls.printable(text), width) + " ", Style.parse(style))
+        Segment(set_cell_size(printable(text), width) + " ", Style.parse(style))
         for text, width, style in cells
     ]
     return Strip(segments)
@@ -255,7 +256,7 @@ class Top(App[None]):
         found.sort(key=key, reverse=self._is_turned)
         self.query_one(Rows).put(found, name)
         title = screen.title(self.fleet, self._endpoint)
-        self.query_one("#title", Static).update(ls.printable(title))
+        self.query_one("#title", Static).update(printable(title))
         self.query_one("#newest", Static).update(self._spread(self.fleet))
 
     def _spread(self, fleet: Fleet) -> Text:
@@ -292,9 +293,9 @@ class Top(App[None]):
         if not (replica := self.query_one(Rows).chosen):
             return
         try:
-            found = "\n".join(map(ls.printable, self._why(replica)))
+            found = "\n".join(map(printable, self._why(replica)))
         except TorchRosError as error:
-            found = ls.printable(f"{error}")
+            found = f"{error}"
         self.call_from_thread(self._say, found)
 
     def _say(self, text: str) -> None:

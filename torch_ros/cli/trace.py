@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import msgspec
 
 from torch_ros.cli import asking, merging, timeline, watching
 from torch_ros.cli.ending import told_to_end
-from torch_ros.cli.ls import printable, some
+from torch_ros.cli.ls import some
+from torch_ros.cli.output import complain, say_raw
 from torch_ros.cli.recording import NOBODY, FleetRecording, is_everywhere
 from torch_ros.cli.timeline import Timeline
 from torch_ros.errors import BackendError, ClosedError, UsageError
@@ -50,7 +52,7 @@ def _writing(out: Path | None) -> Iterator[Callable[[bytes], object]]:
     It is known at once whether it can be written, not when a minute was recorded.
     """
     if out is None:
-        yield lambda text: sys.stdout.write(f"{text.decode()}\n")
+        yield partial(say_raw, sys.stdout)
         return
     part = out.parent / f".{out.name}.{secrets.token_hex(4)}"
 
@@ -151,7 +153,7 @@ def _recorded(asked: argparse.Namespace) -> tuple[Timeline, Told]:
             if isinstance(found, BackendError):
                 errors += not is_away
                 if not is_away:
-                    _say(f"{found}; it goes on")
+                    complain(f"{found}; it goes on")
                 is_away = True
                 continue
             is_away = False
@@ -160,7 +162,7 @@ def _recorded(asked: argparse.Namespace) -> tuple[Timeline, Told]:
             if asked.number is not None and is_everywhere(found, asked.number):
                 break
             if len(recording) >= SLICES_MAX:
-                _say(f"it ends here, with {SLICES_MAX} slices")
+                complain(f"it ends here, with {SLICES_MAX} slices")
                 break
         ends.set()
     made = recording.end(since_ns + time.monotonic_ns(), hosts)
@@ -210,7 +212,3 @@ def lines(told: Told, out: Path | None) -> Iterator[str]:
             f"calls are out of order by {out_of_order_ms:.3f} ms all the same: "
             "a clock has changed meanwhile"
         )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"torch-ros: {printable(text)}\n")

@@ -30,8 +30,9 @@ from torch_ros.integrations.landing_plan import (
     plan_landings,
 )
 from torch_ros.integrations.landings import Landing, Recording
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]

@@ -20,8 +20,9 @@ from torch_ros.integrations.installation import Contents, Installer, InstallOpti
 from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 NAME = "torch_ros"  # of the one tensor that carries a request
 NAMED_MAX = 8  # names in an error

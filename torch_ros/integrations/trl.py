@@ -18,8 +18,9 @@ import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, PeerError, TorchRosError, UsageError
 from torch_ros.integrations.gathered import GatheredCopy
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 POLL_S = 1.0  # between looks whether the servers are up: they take tens of seconds
 ANSWER_MAX = 1000  # characters of a server's answer in an error

@@ -8,8 +8,9 @@ from torch_ros import environment
 from torch_ros.errors import UsageError
 from torch_ros.metrics.handles import HandleCollector
 from torch_ros.metrics.server import start
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 LOOPBACK = "127.0.0.1"
 PORT_MAX = 65_535

@@ -18,8 +18,9 @@ from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.transport import CONNECT_S, Transport
 from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
 NIXL = "torch_ros.p2p.nixl"

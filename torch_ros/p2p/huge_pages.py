@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_ros.p2p.regions import merge
+from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 HUGE_BYTES = 2 << 20
 # Between neighbours there are the allocator's own bytes; pages of nobody are not filled for more.

@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from torch_ros.p2p.regions import Uint64s
 from torch_ros.p2p.voucher import Neighbour
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384

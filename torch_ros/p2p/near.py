@@ -26,9 +26,10 @@ from torch_ros.p2p.mapped import MappedMemory, Mapping
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
+from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 # Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
 # which takes a millisecond or two.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import logging
 import math
 import os
 import threading
@@ -33,6 +32,7 @@ from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
 from torch_ros.p2p.ucx import ucx_config
 from torch_ros.p2p.voucher import Neighbour, Unproven
+from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
 
 # A peer that dies is expected here and becomes an exception; both libraries would print it first.
@@ -46,7 +46,7 @@ os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
 
 import nixl._bindings as bindings  # type: ignore[import-untyped]
 
-logger: logging.Logger = logging.getLogger(__name__)
+logger = log_of(__name__)
 
 # The progress thread also looks this often without being woken, because NIXL knows of file
 # descriptors that did not wake it. Costs 0.05 % of a core.

@@ -17,9 +17,10 @@ from torch_ros.costs import Costs
 from torch_ros.errors import TransferFailed, UsageError
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import Neighbour
+from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 EVERYBODY = ""  # the fabric of a way that is open to all: TCP
 DEFAULT_FABRIC = "default"  # of processes that name none, nor a datacenter

@@ -20,6 +20,7 @@ from torch_ros.errors import (
     StoreUnavailable,
     TorchRosError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
@@ -52,7 +53,7 @@ MakeCopy = Callable[[Call], ShardRecord]
 """Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
 Sight = tuple[Seat, View]
 """The view that was read from that seat before a call, for its decision."""
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 SERVED = SourceTerms()
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest

@@ -11,6 +11,7 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls, elsewhere, presence, resting, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
@@ -21,7 +22,7 @@ from torch_ros.store.loops import Step, settle
 from torch_ros.store.txn import Delete, Put, Ranges, Txn, View, one
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 GLANCE_S = 2.0  # for a question whose answer nobody depends on

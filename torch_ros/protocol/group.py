@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost, TorchRosError
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
@@ -23,7 +24,7 @@ from torch_ros.store.loops import settle
 from torch_ros.store.txn import Read, Sample, View, Watch, one, sample
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 RECORDS_MAX = 50  # the youngest are looked at: a list for people, and etcd has other work
 MODELS_MAX = 8  # are named

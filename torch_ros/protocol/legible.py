@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import TypeVar
 
 from torch_ros.errors import BackendError
+from torch_ros.printable import log_of
 from torch_ros.protocol.keys import HoldingKey, parse_holding
 from torch_ros.protocol.records import Holding, Record, deletion
 from torch_ros.store.txn import Empty, Entry, NoneNewer, Range, View
 
 W = TypeVar("W")
 R = TypeVar("R", bound=Record)
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 SAID_MAX = 1024  # records that were named in the log
 

@@ -20,6 +20,7 @@ from torch_ros.errors import (
     SeatLost,
     TorchRosError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership, runs
 from torch_ros.protocol.applicant import Applicant
@@ -35,7 +36,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Steps, View, one
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
 CLOSE_S = 2.0  # for its threads, which are told at once, to end

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from torch_ros.printable import log_of
 from torch_ros.protocol.ledger import Ledger
 from torch_ros.protocol.records import VersionRef, mark
 from torch_ros.shard.tensors import Tensors
@@ -10,7 +11,7 @@ from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.registered import Registered
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

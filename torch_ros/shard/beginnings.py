@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from torch_ros.errors import CallAborted, TorchRosError
+from torch_ros.printable import log_of
 from torch_ros.protocol.group import Group
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 PATIENCE_S = 30.0  # planning takes seconds; the peers wait
 LOOK_S = 0.5  # a call that is quicker costs nothing

@@ -16,6 +16,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import LoanBroken, LoanRefused, NotSupported, PeerError, SourceLost
 from torch_ros.p2p.lending import Closed, Loan, NotLent
 from torch_ros.p2p.voucher import LetGo, Unproven
+from torch_ros.printable import log_of
 from torch_ros.protocol.keys import Keys, replica_of
 from torch_ros.protocol.records import Holding, VersionRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, shows_all, spec_ranges
@@ -29,7 +30,7 @@ from torch_ros.weights.local import WORDS
 from torch_ros.weights.manifest import Manifest, dtype_named, logical
 from torch_ros.weights.whole import tiles
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 PAUSE_S = 0.05  # before another look for a publisher that has gone on
 

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ContractBroken, ManifestMismatch, UsageError
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -33,7 +34,7 @@ from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

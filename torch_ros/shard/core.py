@@ -17,6 +17,7 @@ from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
 from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
+from torch_ros.printable import log_of
 from torch_ros.protocol.call import ALONE, CLEAN_UP_S, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
@@ -44,7 +45,7 @@ from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
 State = Literal["seated", "away", "gone", "closed"]
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 # Strong references: a handle that is dropped without close() goes on serving what it published,
 # so its tensors must stay.

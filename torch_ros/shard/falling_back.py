@@ -18,6 +18,7 @@ from torch_ros.errors import (
     UnreadableVersion,
     UsageError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import Effects, GroupCall
 from torch_ros.protocol.claimed import glance
@@ -43,7 +44,7 @@ from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import finish_kernels
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 LOOK_S = 1.0  # who waits for a bucket looks this often whether to go on
 RUN_S = 10.0  # `open` waits as long for the name of a run, which it can do without

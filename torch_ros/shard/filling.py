@@ -26,6 +26,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import streams
 from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, glance, suspect
@@ -49,7 +50,7 @@ from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.manifest import OBJECT, logical
 from torch_ros.weights.plan import ReadPlan
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 IDLE_S = 5.0  # for which a source waits for a consumer that does not ask for a buffer
 LOOK_S = 2.0  # who waits looks this often, whatever he heard

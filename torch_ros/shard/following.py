@@ -21,6 +21,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall, Passing, Sight
 from torch_ros.protocol.calls import CHECK, hearing
 from torch_ros.protocol.forerunners import (
@@ -47,7 +48,7 @@ from torch_ros.store.txn import View
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
 # A process that died is offered for up to a TTL, so what is lost is tried again, and for longer.

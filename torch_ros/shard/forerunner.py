@@ -28,6 +28,7 @@ from torch_ros.errors import (
     UsageError,
 )
 from torch_ros.p2p.lasting import LastingMemory
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls, forerunners
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -44,7 +45,7 @@ from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout, dtype_named
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 STUCK_S = 120.0  # without a batch, after which others shall have their turn; slow links need 60 s
 REST_S = 10.0  # after a failure, in which others may be luckier

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailable, TorchRosError
+from torch_ros.printable import log_of
 from torch_ros.protocol import closing
 from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
@@ -22,7 +23,7 @@ from torch_ros.store.txn import Ranges, View
 from torch_ros.transfer.mailbox import Mailbox
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 LOOK_S = 1.0  # for etcd to say whether anything is needed, or to be told that it goes
 QUIET_S = 3.0  # of waiting, before a line says so to everybody

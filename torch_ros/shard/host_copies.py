@@ -16,6 +16,7 @@ from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Transport
+from torch_ros.printable import log_of
 from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
@@ -33,7 +34,7 @@ from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import copy_bits, packed
 from torch_ros.weights.manifest import Layout
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
 

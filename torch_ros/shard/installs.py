@@ -23,6 +23,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import installs as rules
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -33,7 +34,7 @@ from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
 from torch_ros.store.txn import Range, Ranges, View, one
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 LOOK_S = 1.0  # between two looks while a replica is missing
 LOOK_MAX_S = 1.5  # for which one look counts: a store that does not answer tells nobody's absence

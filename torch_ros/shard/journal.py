@@ -20,13 +20,14 @@ from typing import Any, NamedTuple, final
 from urllib.parse import quote
 
 from torch_ros import environment
+from torch_ros.printable import log_of
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.journal import FORMAT, SUFFIX, Author, Journaled, line
 from torch_ros.protocol.seat import Seat
 from torch_ros.release import RELEASE
 from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 FLUSH_S = 2.0  # for the lines that are left, at the end of the process
 PERIOD_S = 0.2  # between two looks: a process that is killed has told of what was before

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch_ros.errors import CorruptDelta
+from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.shard.ahead import Prefetched
 from torch_ros.shard.base import Base
@@ -13,7 +14,7 @@ from torch_ros.shard.core import Shard
 from torch_ros.transfer.delta_reading import DeltaRead, Staged
 from torch_ros.transfer.feed import Progress, Supply
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

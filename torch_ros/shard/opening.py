@@ -12,6 +12,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
+from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import AHEAD, BUCKET, DEFAULT_DATACENTER, Keys, forerunner_of
@@ -30,7 +31,7 @@ from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.weights.manifest import Depth
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 DEFAULT_ENDPOINT = "local"
 Seeding = Literal["foreground", "host"]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta, DeadlineExceeded, SourceLost, UsageError
+from torch_ros.printable import log_of
 from torch_ros.protocol.claimed import RETRY_S, glance
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges
@@ -28,7 +29,7 @@ from torch_ros.transfer.feed import FeedSource, Supply, connect
 from torch_ros.transfer.reading import Reading
 
 T = TypeVar("T")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 TRIES_MAX = 3  # to find a source that stays: a trainer gives its version up for the next one
 TURN_S = 0.02  # between looks whether those before have ended, or this one is of no use

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ros.deadline import Deadline
+from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.versions import check_version
@@ -14,7 +15,7 @@ from torch_ros.shard.report import PublishReport, Stopwatch
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Registered, finish_kernels
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

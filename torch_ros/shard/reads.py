@@ -9,6 +9,7 @@ import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ContentChanged, UsageError
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls, serving
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
@@ -24,7 +25,7 @@ from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.manifest import Layout
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 class Given:

@@ -18,6 +18,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
@@ -46,7 +47,7 @@ from torch_ros.weights.manifest import Layout
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Replication")
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
 SLOW_BYTES_PER_S = 0.25e9

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torch_ros.deadline import wall_ms
+from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.records import VersionRef
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 REPORTS_KEPT = 64  # some 500 bytes each
 

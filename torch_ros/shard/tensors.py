@@ -8,13 +8,14 @@ import torch
 
 from torch_ros.errors import ContractBroken, UsageError
 from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.printable import log_of
 from torch_ros.protocol.records import VersionRef
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
 from torch_ros.weights.local import build, span_of
 from torch_ros.weights.manifest import OBJECT, Layout
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+from torch_ros.printable import log_of
 from torch_ros.release import RELEASE
 from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
     from opentelemetry.util.types import AttributeValue
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 FLUSH_S = 2.0  # for the spans that are left, at the end of the process

@@ -12,6 +12,7 @@ from torch_ros.errors import (
     SourceLost,
     UsageError,
 )
+from torch_ros.printable import log_of
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.records import Outcome, VersionRecord, VersionRef
 from torch_ros.protocol.sources import Source
@@ -25,7 +26,7 @@ from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, first_unproven, totals
 from torch_ros.weights.manifest import Depth, Logical, Manifest, logical, require_all
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 class Verification:

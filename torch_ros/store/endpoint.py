@@ -7,12 +7,13 @@ from urllib.parse import parse_qsl
 
 from torch_ros import environment
 from torch_ros.errors import REFUSED, StoreUnavailable, UsageError
+from torch_ros.printable import log_of
 from torch_ros.store import local, memory
 from torch_ros.store.etcd import EtcdKV, Tls, User
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Read
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 ANSWER_S_MAX = 10.0
 RETRY_S = 0.2

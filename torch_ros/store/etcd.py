@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
+from torch_ros.printable import log_of
 from torch_ros.store.aside import Aside
 from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys, writes
 from torch_ros.store.txn import (
@@ -38,7 +39,7 @@ from torch_ros.store.txn import (
     Watch,
 )
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 CHANNEL_OPTIONS = (
     # A proxy that the environment names for the web does not know the hosts of a cluster.

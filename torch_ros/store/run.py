@@ -8,10 +8,11 @@ from functools import partial
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import StoreUnavailable
+from torch_ros.printable import log_of
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import UNKNOWN, Changes, Commit, Follow, Read, Reply, Steps, T, View, Watch
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
 RETRY_S = 0.2

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from torch_ros.errors import AccessDenied, StoreUnavailable, TorchRosError
+from torch_ros.printable import log_of
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 GRANT_TIMEOUT_S = 5.0
 CLOSE_S = 2.0  # the lease ends by itself, so nobody waits long for its revocation

@@ -11,6 +11,7 @@ import torch
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.p2p.lending import LentMemory
+from torch_ros.printable import log_of
 from torch_ros.transfer.deltas import CopyDeltas
 from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
@@ -21,7 +22,7 @@ from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Manifest
 from torch_ros.weights.transforms import Box, Making, Transform, makings
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 HOST_MEMORY = torch.device("cpu")
 RING_SHARE = 8  # of a copy's bytes: five deltas of 1 % of bfloat16, and room for the next

@@ -24,6 +24,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Registration, Transfer, Transport
+from torch_ros.printable import log_of
 from torch_ros.spans import Region, Spans
 from torch_ros.transfer.feed import TORN_S, Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
@@ -43,7 +44,7 @@ from torch_ros.weights.delta_table import (
 )
 from torch_ros.weights.manifest import Manifest
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 COMING_S, COMING_S_MAX = 0.005, 0.05  # between looks for a delta that is being made
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from torch_ros.p2p.lasting import LastingMemory
+from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S
 from torch_ros.transfer.registered import Registered
 from torch_ros.weights.delta import Changed, compare, encode
@@ -28,7 +29,7 @@ from torch_ros.weights.delta_table import (
     padded,
 )
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 # A chunk of which more has changed makes a delta that no reader would take. The fewest are encoded
 # in 40 ms, for which a fill may have to wait.

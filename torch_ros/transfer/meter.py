@@ -8,8 +8,9 @@ from collections.abc import Callable
 from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
 
 from torch_ros import environment
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 OnProgress = Callable[[int, int], object]
 """Called with the bytes that have arrived, and the bytes that the read takes."""

@@ -25,8 +25,9 @@ from torch_ros.integrations.installation import (
 )
 from torch_ros.integrations.vllm.model import VLLMModel
 from torch_ros.integrations.vllm.told import tell
+from torch_ros.printable import log_of
 
-log: logging.Logger = logging.getLogger("vllm.torch_ros")  # vLLM configures its own loggers only
+log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
 
 T = TypeVar("T")
 OURS = ("model", "replica", "rank", "world_size", "installs")  # never among the options

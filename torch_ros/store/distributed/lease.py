@@ -6,13 +6,14 @@ import time
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
+from torch_ros.printable import log_of
 from torch_ros.store.distributed.once import look
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 from torch_ros.store.run import REQUEST_TIMEOUT_S, RETRY_S, run
 from torch_ros.store.txn import UNKNOWN, Commit, Get, Put, Reply, Steps, Txn, View, one
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 CLOSE_S = 2.0
 

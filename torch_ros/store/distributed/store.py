@@ -28,6 +28,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.printable import log_of
 from torch_ros.store.distributed.keys import Blob, StoreKeys, inline, parsed
 from torch_ros.store.distributed.lease import CLOSE_S, SharedLease
 from torch_ros.store.distributed.once import Plan, Writer, ask, look
@@ -53,7 +54,7 @@ from torch_ros.store.txn import (
     one,
 )
 
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 TIMEOUT = timedelta(seconds=300)  # TCPStore's
 TTL_S = 30

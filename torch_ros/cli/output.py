@@ -1,0 +1,55 @@
+"""All that a command writes for people and for programs: no terminal obeys a name in it."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from shutil import get_terminal_size
+from typing import Any, TextIO
+
+import msgspec
+
+from torch_ros.cli.table import table
+from torch_ros.printable import printable
+
+SCHEMA = 1  # of what --json prints
+COLUMNS = re.compile("0*[1-9][0-9]{0,5}")
+
+
+def say(out: TextIO, *lines: str) -> None:
+    """At once: who reads a pipe may be waiting for it."""
+    out.writelines(f"{printable(line)}\n" for line in lines)
+    out.flush()
+
+
+def complain(text: object) -> None:
+    say(sys.stderr, f"torch-ros: {text}")
+
+
+def say_json(out: TextIO, values: dict[str, Any]) -> None:
+    say_raw(out, msgspec.json.encode({"schema": SCHEMA, **values}, enc_hook=str))
+
+
+def say_raw(out: TextIO, text: bytes) -> None:
+    """JSON on a line; characters that a terminal may obey are escaped, as JSON does."""
+    out.write(re.sub(r"[^ -~]", _escaped, text.decode()) + "\n")
+    out.flush()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+
+def say_table(out: TextIO, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """As wide as COLUMNS says, or the terminal; in a pipe a row is a line."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    if cells:
+        say(out, *table(header, cells, _width(out)))
+
+
+def _width(out: TextIO) -> int | None:
+    told = os.environ.get("COLUMNS", "")
+    if COLUMNS.fullmatch(told):
+        return int(told)
+    return get_terminal_size().columns if out.isatty() else None
