@@ -5,13 +5,15 @@
     handle.publish(7)                          # or: handle.replicate("latest")
 
 `torch_ros.dcp` has `ROSWriter` and `ROSReader`, which do the same behind `dcp.save` and `dcp.load`.
-Importing this package imports neither torch nor nixl; the first use of `open` does.
+Importing this package imports neither torch nor nixl; the first use of `open` does. It loads the
+host's libibverbs, if there is one, because NIXL must not be first (`torch_ros/p2p/rdma.py`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_ros import errors
+from torch_ros.p2p import rdma
 from torch_ros.release import RELEASE
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from torch_ros.shard.streams import Stream
     from torch_ros.weights.chunked import Chunked
     from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
+
+rdma.load_first()
 
 __version__ = RELEASE
 __all__ = [

@@ -143,6 +143,16 @@ def test_nothing_is_said_of_what_is_well(facts):
     assert [each for each in findings(facts) if each.level != "ok"] == []
 
 
+def test_rdma_is_named_where_there_is_some():
+    libraries = ["/lib/libibverbs.so.1", "/lib/libefa.so.1"]
+    for facts, said in (
+        (Facts(rdma_libraries=libraries), f"devices none; libraries of this host {libraries[0]}, "),
+        (Facts(rdma=["mlx5_0"]), "devices mlx5_0; libraries of this host none"),
+    ):
+        assert said in next(each.found for each in findings(facts) if "RDMA" in each.found)
+    assert not any("RDMA" in each.found for each in findings(Facts()))
+
+
 def test_several_processes_with_one_fault_are_one_line():
     names = [f"r/{rank}" for rank in range(9)]
     there = [Surroundings(name, {"UCX_TLS": "self"}) for name in names]

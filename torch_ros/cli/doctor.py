@@ -73,6 +73,7 @@ class Facts:
         ptrace_scope: The value of `yama.ptrace_scope`; "": this kernel has none.
         devices: Network interfaces.
         rdma: RDMA devices.
+        rdma_libraries: The files of this host's that can be loaded here.
         shm_bytes: The size of /dev/shm, and what is free of it; None: there is none.
         packages: By name, the release that is wanted at least, and the one that is there; "": none.
     """
@@ -87,6 +88,7 @@ class Facts:
     ptrace_scope: str = ""
     devices: Collection[str] = ()
     rdma: Collection[str] = ()
+    rdma_libraries: Sequence[str] = ()
     has_gpu: bool = False
     shm_bytes: tuple[int, int] | None = None
     packages: Mapping[str, tuple[str, str]] | None = None
@@ -98,7 +100,7 @@ class Facts:
 
 def findings(facts: Facts) -> list[Finding]:
     """All that is well and all that is not, of etcd first."""
-    rules = (_etcd, _models, _copying, _neighbours, _packages, _shared_memory)
+    rules = (_etcd, _models, _copying, _rdma, _neighbours, _packages, _shared_memory)
     found = list(chain.from_iterable(rule(facts) for rule in rules))
     return [*found, *_joined(facts)]
 
@@ -246,6 +248,14 @@ def _copying(facts: Facts) -> Iterator[Finding]:
         if is_denied
         else "docs/OPERATIONS.md, When reads are slow",
     )
+
+
+def _rdma(facts: Facts) -> Iterator[Finding]:
+    if facts.rdma or facts.rdma_libraries:
+        devices, libraries = (
+            ", ".join(seen) or "none" for seen in (facts.rdma, facts.rdma_libraries)
+        )
+        yield Finding("ok", f"RDMA: devices {devices}; libraries of this host {libraries}")
 
 
 def _neighbours(facts: Facts) -> Iterator[Finding]:

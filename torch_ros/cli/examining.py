@@ -15,7 +15,7 @@ from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.ls import some
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
-from torch_ros.p2p import trial
+from torch_ros.p2p import rdma, trial
 from torch_ros.p2p.ucx import has_gpu
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
 from torch_ros.protocol.legible import readable
@@ -67,6 +67,7 @@ def examine(endpoint: str, model: str | None) -> Facts:
         ptrace_scope=_text("/proc/sys/kernel/yama/ptrace_scope"),
         devices=[name for _, name in socket.if_nameindex()],
         rdma=_listed("/sys/class/infiniband"),
+        rdma_libraries=rdma.libraries(),
         has_gpu=has_gpu(),
         shm_bytes=_room(SHARED),
         packages=_packages(),

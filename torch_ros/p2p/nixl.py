@@ -27,7 +27,7 @@ import numpy as np
 
 from torch_ros.costs import NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.p2p import sockets
+from torch_ros.p2p import rdma, sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
 from torch_ros.p2p.ucx import ucx_config
@@ -294,9 +294,7 @@ class _Link:
             count = sockets.silence(self.transport.epolls, asked_s, self.where)
         logger.warning(
             "agent %r does not answer: ending %d connections on which nothing came for %.1f s",
-            self.agent,
-            count,
-            asked_s,
+            *(self.agent, count, asked_s),
         )
         deadline = time.monotonic() + (_CUT_S if count else 0.0)
         while any(read.is_landing() for read in flying) and time.monotonic() < deadline:
@@ -465,6 +463,7 @@ class NixlTransport:
             found = f"UCX cannot use {', '.join(interfaces) or 'any device'}: {error}"
             way_out = "are they up, with an address? Does UCX_TLS, if it is set, have tcp?"
             raise UsageError(f"{found}; {way_out}") from error
+        rdma.warn_if_mixed()
 
     @property
     def is_foreign(self) -> bool:
