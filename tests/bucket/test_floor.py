@@ -25,16 +25,33 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.protocol import floor as rules
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.floor import GAP_S
 from torch_ros.shard import falling_back
+from torch_ros.store import run
 
 pytest.importorskip("obstore")
 memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 ETCD = pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 TTL_S = 2
 QUIET_S = 2 * TTL_S  # at least, before a bucket is asked
+A_WHILE_S = 1.5  # in which quiet that lasts a moment has ended
 COUNT = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def soon(request, monkeypatch):
+    """Quiet lasts a moment, except where `patient` asks for as long as users wait."""
+    if "patient" not in request.fixturenames:
+        monkeypatch.setattr(rules, "TTLS", 0.1)
+        monkeypatch.setattr(rules, "crc32", lambda _: 0)
+        monkeypatch.setattr(run, "LOOK_S", 0.1)
+
+
+@pytest.fixture
+def patient():
+    """Quiet lasts as long as for users."""
 
 
 @pytest.fixture
@@ -128,7 +145,7 @@ def test_of_eight_rollouts_that_start_when_all_have_gone_one_reads_the_bucket(
 
 @pytest.mark.long
 def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_next(
-    archived, begun, opened, url
+    archived, begun, opened, url, patient
 ):
     archived(7, 8)
     trainer, weights = begun("trainer")
@@ -207,7 +224,7 @@ def test_the_lineage_that_has_ended_is_passed_over(archived, begun):
 
 
 @pytest.mark.long
-def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog):
+def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog, patient):
     options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": TTL_S}
     caplog.set_level(logging.INFO)
     with torch_ros.open("m", replica="r", bucket=url, **options) as reader:
@@ -230,7 +247,7 @@ def test_an_update_of_who_holds_nothing_has_the_buckets_newest_and_a_number_has_
     archived(7)
     reader, mine = begun()
     with pytest.raises(DeadlineExceeded):
-        reader.replicate(7, timeout_s=4 * TTL_S)
+        reader.replicate(7, timeout_s=A_WHILE_S)
     assert reader.update("latest") is True
     assert (mine["w"] == 7).all()
     assert reader.update("latest") is False
@@ -253,14 +270,14 @@ def test_a_version_that_does_not_fit_is_passed_over_and_if_none_fits_there_is_no
 
 
 @memory_only
-def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun):
+def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun, patient):
     reader, mine = begun()
     began_s = time.monotonic()
     assert reader.replicate("latest", missing_ok=True) is None
     assert time.monotonic() - began_s >= QUIET_S
     assert not mine["w"].any()
     with pytest.raises(DeadlineExceeded):
-        reader.replicate("latest", timeout_s=4 * TTL_S)
+        reader.replicate("latest", timeout_s=A_WHILE_S)
 
 
 @memory_only
@@ -277,7 +294,7 @@ def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
     with pytest.raises(BucketError):
         reader.replicate("latest", missing_ok=True)
     with pytest.raises(DeadlineExceeded):
-        reader.replicate("latest", timeout_s=4 * TTL_S)
+        reader.replicate("latest", timeout_s=A_WHILE_S)
     assert "it waits on, and asks again" in caplog.text
 
 
@@ -440,7 +457,7 @@ def test_a_rank_whose_tensors_no_version_has_is_heard_by_all(archived, ranks, po
         with pytest.raises(VersionNotFound):  # a part of one was read
             rank.replicate("latest", missing_ok=True, timeout_s=60)
         with pytest.raises(DeadlineExceeded):  # it waits for a trainer
-            rank.replicate("latest", timeout_s=4 * TTL_S)
+            rank.replicate("latest", timeout_s=A_WHILE_S)
 
     list(pool.map(replicate, ranks("reader", bucket=url, ttl_s=TTL_S)))
 
@@ -613,7 +630,7 @@ def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_w
     monkeypatch.setattr(objects.ObjectStore, "get_ranges", stands_still)
     try:
         with pytest.raises(DeadlineExceeded, match=f"0 of {4 * (COUNT + 3)} bytes"):
-            reader.replicate("latest", timeout_s=3 * TTL_S + 4)
+            reader.replicate("latest", timeout_s=A_WHILE_S)
         threads = set(threading.enumerate())
     finally:
         comes.set()
