@@ -198,7 +198,9 @@ class InPlace:
 def _on_host(chunk: torch.Tensor) -> torch.Tensor:
     if chunk.device.type == "cpu":
         return chunk
-    return torch.empty_strided(chunk.size(), chunk.stride(), dtype=chunk.dtype).copy_(chunk)
+    return torch.empty_strided(chunk.size(), chunk.stride(), dtype=chunk.dtype, device="cpu").copy_(
+        chunk
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ def deltas_of(
 def _decoded(change: StoredChange, arrays: Sequence[np.ndarray], encoding: Encoding) -> Delta:
     elements, item_bytes = prod(change.shape), dtype_named(change.dtype).itemsize
     width = WORDS[item_bytes]  # torch's; what a delta has, numpy's of the same
-    empty = words(torch.empty(0, dtype=width))
+    empty = words(torch.empty(0, dtype=width, device="cpu"))
     if odd := [array.shape for array in arrays[-2:] if array.ndim != 1]:
         raise ValueError(f"an array of shape {list(odd[0])}, expected rows of elements")
     if encoding == "gaps":

@@ -128,7 +128,8 @@ def fill_chunks(
     """
     layout, memory = target
     planned = plan([file.layout for file in stored.files], layout, staging_bytes=PART_BYTES)
-    with torch.no_grad():
+    # The threads that write to them are in nobody's inference mode.
+    with torch.inference_mode(mode=False), torch.no_grad():
         targets = [_bytes_of(chunk) for chunk in memory]
 
     gate, size_bytes, held = _Gate(), 0, [targets, memory]
@@ -227,7 +228,7 @@ def landed(
     begins = [run[0] * PART_BYTES for run in runs]
     ends = [min((run[-1] + 1) * PART_BYTES, file.size_bytes) for run in runs]
     for run, begin, found in zip(runs, begins, store.get_ranges(key, begins, ends), strict=True):
-        content = torch.empty(found.nbytes, dtype=torch.uint8)
+        content = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
         landing = content.numpy()
         landing[:] = np.frombuffer(found, np.uint8)
         for number in run:

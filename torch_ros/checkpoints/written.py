@@ -207,7 +207,10 @@ def write_dcp(
     progress: OnBytes,
 ) -> None:
     """Write tensors of a version as `dcp.load` reads them. Takes memory for all of them."""
-    state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}
+    state = {
+        name: torch.empty(shape, dtype=dtype, device="cpu")
+        for name, (dtype, shape) in tensors.items()
+    }
     handle.read(contents.version, state, timeout_s=READ_S)
     try:
         save(state, storage_writer=FileSystemWriter(folder), no_dist=True)

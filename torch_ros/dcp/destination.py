@@ -183,7 +183,8 @@ def _buffers(
     contents: Mapping[str, LogicalTensor], objects: Iterable[str]
 ) -> dict[str, torch.Tensor]:
     return {
-        fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8) for fqn in dict.fromkeys(objects)
+        fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8, device="cpu")
+        for fqn in dict.fromkeys(objects)
     }
 
 

@@ -31,6 +31,7 @@ from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.deltas import PlannedDelta, PublishedCopy
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
+from torch_ros.weights.local import copy_bits
 from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
@@ -435,7 +436,7 @@ class Load(Target):
         assert held is not None
         assert registered is not None
         for fqn, buffer in checked.state.objects.items():
-            buffer.copy_(registered.objects[fqn])
+            copy_bits(buffer, registered.objects[fqn])
         self._request.destination.vet()
         log.info("version %d of %r is already here", held.version, shard.model)
         shard.intake.ends(held, self._deadline)

@@ -93,7 +93,7 @@ class DeltaRoom:
             self.close()
             room_bytes = size_bytes + size_bytes // 8 + ALIGNMENT_BYTES
             try:
-                self._buffer = torch.empty(room_bytes, dtype=torch.uint8)
+                self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:  # torch's word for it
                 raise MemoryError(f"no {room_bytes} bytes for deltas") from error
             region = Region(self._buffer.data_ptr(), self._buffer.nbytes)

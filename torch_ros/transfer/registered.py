@@ -19,7 +19,7 @@ from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
-from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
+from torch_ros.weights.local import LocalTensor, build, copy_bits, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
 
 
@@ -105,7 +105,7 @@ class Registered:
         """
         if state.known is not None:
             for fqn, pickled in state.objects.items():
-                state.known.objects[fqn].copy_(pickled)
+                copy_bits(state.known.objects[fqn], pickled)
             return state.known
         layout, memory = build(state.tensors, state.objects, paths=state.paths)
         dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
