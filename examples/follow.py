@@ -46,7 +46,7 @@ def main() -> None:
         signal.signal(number, lambda *_: told.set())
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
     with torch_ros.open(asked.model) as handle:
-        handle.register(model.state_dict())
+        handle.register(model)
         if asked.role == "train":
             train(handle, model, asked.step_s)
             return

@@ -36,7 +36,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     # `retain`: should it end in order, the last version stays until a rollout has it.
     with torch_ros.open(asked.model, replica="trainer", retain=("latest",)) as handle:
-        handle.register(model.state_dict())
+        handle.register(model)
         version = begin(handle)
         source = handle.last_read.source if handle.last_read is not None else "nobody"
         print(f"begins after version {version}, read from {source}", flush=True)

@@ -198,13 +198,14 @@ def test_only_a_held_copy_with_the_same_layout_is_a_base(opened):
     assert links(5, larger) == []  # a new ring
     assert links(6, weights) == []  # and again
     trainer.unpublish()
-    trainer.publish(7)  # the same copy, in place
+    trainer.register(weights)
+    trainer.publish(7)  # in place
     assert trainer._shard.mailbox.manifest.deltas == 0
     assert links(8) == []
     other.register({fqn: torch.zeros_like(t) for fqn, t in weights.items()})
     other.replicate(8)
     trainer.unpublish()
-    trainer.replicate(8)  # into the copy
+    trainer.replicate(8)  # into what is registered
     assert trainer._shard.mailbox.manifest.deltas == 0
     assert links(9) == []
 
@@ -331,8 +332,9 @@ def test_a_version_that_is_given_up_needs_no_delta(opened, held):
     assert trainer._shard.deltas._ring.table == DeltaTable()
 
 
-def test_a_replicate_into_the_copy_waits_for_the_thread(opened, held):
+def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
     trainer, other, weights = opened(), opened("other"), model()
+    trainer.register(weights)
     other.register({fqn: torch.zeros_like(t) for fqn, t in weights.items()})
     publishing(trainer, weights)
     other.replicate(2)

@@ -19,8 +19,9 @@ from torch_ros.spans import Region
 from torch_ros.transfer import reading
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Progress
+from torch_ros.transfer.named import NamedTensors
 from torch_ros.transfer.posting import joined
-from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, as_segments
+from torch_ros.transfer.registered import LocalState, Registered, as_segments
 from torch_ros.weights.local import local_chunks
 
 COUNT, ELEMENTS = 2000, 16
@@ -276,7 +277,8 @@ def test_a_change_of_memory_or_shape_or_strides_is_noticed(mesh, kind, tensor, c
     elif kind == "DTensor":
         given = [DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for t in given]
         mine = given[1]._local_tensor
-    named = NamedTensors(dict(zip("abc", given, strict=True)))
+    tensors = dict(zip("abc", given, strict=True))
+    named = NamedTensors(tensors, tensors)
     mine.data.add_(1)
     assert named.moved == []
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Reference-Oriented Storage for model weights, worn as torch.distributed.checkpoint.
 
     handle = torch_ros.open("my-model")        # one process's part of one replica
-    handle.register(model.state_dict())
+    handle.register(model)                     # a module; or named tensors
     handle.publish(7)                          # or: handle.replicate("latest")
 
 `torch_ros.dcp` has `ROSWriter` and `ROSReader`, which do the same behind `dcp.save` and `dcp.load`.

@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from model import build, continue_prompt
 from scaffold import Scaffold
 
@@ -23,7 +24,7 @@ def main() -> None:
     model = build(seed=2)  # not the trainer's weights
     with torch_ros.open(os.environ["TORCH_ROS_MODEL"]) as handle:
         # dcp joins the keys of nested dicts with dots, and the trainer saves {"model": ...}.
-        handle.register({f"model.{fqn}": tensor for fqn, tensor in model.state_dict().items()})
+        handle.register(torch.nn.ModuleDict({"model": model}))
 
         scaffold.say("waits for the first version")
         held = 0

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import torch
 from model import build
 
 import torch_ros
@@ -12,7 +13,7 @@ def main() -> None:
     last = int(sys.argv[1])
     model = build(seed=2)
     with torch_ros.open(os.environ["TORCH_ROS_MODEL"], replica="rollout") as handle:
-        handle.register({f"model.{fqn}": tensor for fqn, tensor in model.state_dict().items()})
+        handle.register(torch.nn.ModuleDict({"model": model}))
         print("waits for a first version", flush=True)
         for version in handle.follow("latest"):  # whatever becomes of the trainers meanwhile
             print(f"has version {version}", flush=True)

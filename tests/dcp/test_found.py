@@ -141,7 +141,7 @@ def test_a_rank_with_several_parts_of_a_dtensor_saves_and_loads_them_all(
     trainer, rollout = handles
     shown, show = [], Tensors.show
     monkeypatch.setattr(
-        Tensors, "show", lambda self, state: shown.append(show(self, state)) or shown[-1]
+        Tensors, "show", lambda self, state, **_: shown.append(show(self, state)) or shown[-1]
     )
     whole = torch.arange(24.0).reshape(8, 3)
     placements = [_StridedShard(0, split_factor=2), Replicate()]

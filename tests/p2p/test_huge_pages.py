@@ -31,6 +31,7 @@ from torch_ros.p2p.near import NearTransport
 from torch_ros.shard.tensors import Tensors
 from torch_ros.spans import Region
 from torch_ros.transfer.mailbox import Mailbox
+from torch_ros.transfer.registered import LocalState
 
 PAGE = mmap.PAGESIZE
 BASE = 7 * HUGE_BYTES
@@ -228,7 +229,7 @@ def test_tensors_are_asked_whether_they_are_pinned_only_where_it_matters(
     transport = MemoryTransport()
     mailbox = Mailbox(transport)
     tensors = Tensors(mailbox, pages)
-    tensors.show_named({"a": torch.ones(3), "b": torch.ones(4)})
+    tensors.show(LocalState.of({"a": torch.ones(3), "b": torch.ones(4)}))
     assert bool(asked) is is_asked
     tensors.withdraw()
     mailbox.close()

@@ -19,8 +19,8 @@ def checkpoint_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     transformers 5 fuses parameters that checkpoints keep apart, such as the experts of a layer;
     engines know the names of checkpoints. Pass the result to `register`: it names the model's own
-    memory, this rank's where a tensor is a DTensor, and nothing is copied. A model that gets other
-    parameters needs to be asked again.
+    memory, this rank's where a tensor is a DTensor, and nothing is copied. A model whose
+    parameters get other memory needs to be asked again; `guard(optimizer)` finds that.
 
     Args:
         model: A transformers.PreTrainedModel, of release 5 or newer; sharded by FSDP2 or not.

@@ -264,7 +264,7 @@ class _Save:
             self._make_delta(is_offered=is_offered)
             return is_offered
         finally:
-            shard.withdraw_unless_held()
+            shard.hide_unless_held()
 
     def _give_way(self) -> None:
         """Unpublish the version that is held, if this save can succeed on every rank."""
@@ -319,6 +319,8 @@ class _Save:
         state, copying = self._request.state, self._request.copying
         if isinstance(state, BaseException):
             raise state
+        if not self._request.from_stager:
+            self._shard.tensors.look_at_guarded(state)
         if copying is None:
             return state
         if copying.deltas and self._shard.settings.depth != "full":
@@ -332,7 +334,9 @@ class _Save:
         self._state = self._state or self._gather()
         if self._registered is None:
             self._buffers.turn()  # before they are shown: Ctrl-C may come at any moment
-            self._registered = registered = self._shard.tensors.show(self._state)
+            is_copy = self._request.from_stager or self._request.copying is not None
+            registered = self._shard.tensors.show(self._state, is_copy=is_copy)
+            self._registered = registered
             self._buffers.lend(registered)
             if (copying := self._request.copying) is not None:
                 self._planned = self._shard.deltas.shown(
@@ -379,7 +383,7 @@ class Load(Target):
             return report
         finally:
             if not keeps:
-                shard.withdraw_unless_held()
+                shard.hide_unless_held(forgets=request.keeps)
 
     def _agree(self) -> str:
         if self._request.target is not None:

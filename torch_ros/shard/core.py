@@ -229,13 +229,15 @@ class Shard:
 
     def ready(self, call: str) -> Registered:
         """The registered tensors, for a call that begins with nothing held."""
-        self.tensors.require(call)
+        if self.tensors.is_empty:
+            self.tensors.require(call)
         self.require_nothing_held(call)
         return self.tensors.current(call)
 
-    def withdraw_unless_held(self) -> None:
+    def hide_unless_held(self, *, forgets: bool = False) -> None:
+        """Show nothing, after a save or load; `forgets`: nor keep what `register` was given."""
         if self.held is None:
-            self.tensors.withdraw()
+            (self.tensors.withdraw if forgets else self.tensors.hide)()
 
     # Calls of the group
 

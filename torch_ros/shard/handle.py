@@ -32,6 +32,7 @@ from torch_ros.shard.report import ReadReport, Report
 from torch_ros.shard.streams import Stream, Streams
 from torch_ros.store.loops import Done
 from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.named import Named, tensors_of
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.transforms import Transform
@@ -154,26 +155,44 @@ class ShardHandle:
 
     # Tensors
 
-    def register(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
+    def register(self, named_tensors: Named) -> None:
         """Name the tensors that are published from, or replicated into. Local to this rank.
 
+            handle.register(model)
+
         Args:
-            named_tensors: fqn to tensor, any dtype and shape, also 0-d, empty, non-contiguous or
-                sharing memory. A DTensor stands for its local chunk, a `Chunked` for its boxes;
-                any other tensor is the whole. Where ranks differ the lowest one's counts. Not
-                copied, not modified; referenced until `unregister` or `close`. One that has
-                other memory (`p.data = ...`) or another shape (`p.t_()`) when the next `publish`
-                or `replicate` begins is found and registered again.
+            named_tensors: One of these:
+
+                - A module of torch: its parameters, frozen ones too, and its persistent buffers,
+                  under the names of its `state_dict()`, tied ones under each of theirs. They are
+                  looked up anew when `publish`, `replicate` or `update` begins, in FSDP2's sharded
+                  form. Other tensors by then (`p.data = ...`, `.to()`, `.half()`, `to_empty()`,
+                  `load_state_dict(assign=True)`, a new `nn.Parameter`) are registered in their
+                  place. Buffers that are not persistent, and what `get_extra_state` gives, are left
+                  out.
+                - A function that returns a mapping, called anew at the same moments: for a part of
+                  a module (`lambda: {n: p for n, p in model.named_parameters() if
+                  p.requires_grad}`), or for names of your own. It is to return the tensors in use,
+                  not copies, and costs some 10 us a tensor each time.
+                - A mapping of fqns to tensors, any dtype and shape, also 0-d, empty, non-contiguous
+                  or sharing memory. These very objects count: other memory of theirs
+                  (`p.data = ...`) or another shape (`p.t_()`) is found and registered again. An
+                  object that has taken their place in a module is not. Those of `state_dict()` are
+                  aliases, which keep the old memory when a parameter gets another one; only `guard`
+                  can find that. So pass the module.
+
+                A DTensor stands for its local chunk, a `Chunked` for its boxes; any other tensor is
+                the whole. Where ranks differ the lowest one's counts. Not copied, not modified;
+                referenced until `unregister` or `close`, also while a save or load shows others.
 
         Raises:
-            UsageError: Something is registered, a tensor is not plain strided memory, or the boxes
-                of a `Chunked` do not fit together.
+            UsageError: Something is registered, a tensor is not plain strided memory, the boxes of
+                a `Chunked` do not fit together, or a module's `state_dict()` makes tensors that it
+                does not own (FSDP1, dequantising hooks).
         """
 
         def register() -> None:
-            if self._shard.tensors.registered is not None:
-                raise UsageError("this handle has registered tensors; unregister() them first")
-            self._shard.tensors.show_named(named_tensors)
+            self._shard.tensors.register(LocalState.of(named_tensors))
             self._shard.bases.begin()
 
         self._shard.busy(register)
@@ -204,7 +223,9 @@ class ShardHandle:
         """Offer the registered tensors as `version`. No bytes move.
 
         Collective. Returns on each rank once the whole replica is offered. The tensors are read
-        in place: do not write to them or free them until `unpublish` has returned.
+        in place: do not write to them or free them until `unpublish` has returned. They are those
+        of `register`, whatever was saved, copied or loaded since; without one, those of the last
+        save or load in place.
 
         Args:
             version: Not below the newest of the run; gaps are fine.
@@ -219,7 +240,9 @@ class ShardHandle:
             on without it by the time etcd is back, a warning says so, and nothing is held.
 
         Raises:
-            UsageError: Nothing is registered, or a version is held. Nothing was published.
+            UsageError: Nothing is registered, or only a copy of `publish_copy` is; a version is
+                held; or a guarded optimizer's parameter has left the memory that is registered.
+                Nothing was published.
             VersionConflict: A newer version exists. Nothing was published.
             ManifestMismatch: Ranks, or another replica that publishes this version, have other
                 tensors; or the ranks together lack a part of one. Nothing was published.
@@ -239,7 +262,7 @@ class ShardHandle:
     def publish_copy(
         self,
         version: int,
-        named_tensors: Mapping[str, torch.Tensor],
+        named_tensors: Named,
         *,
         transform: Transform | Sequence[Transform] | None = None,
         to: Literal["cpu"] | None = None,
@@ -255,7 +278,8 @@ class ShardHandle:
         allocated anew at every step, or whose device is needed for something else. They may be
         written to, or freed, as soon as this returns. The copy is made before the last version is
         given up, in one of two buffers that are registered once; they stay until `close`, and what
-        they hold is registered until `unregister`.
+        they hold is registered until `unregister`. A later `publish` or `replicate` is again of the
+        tensors of `register`, and a UsageError if there are none.
 
         Args:
             version: As for `publish`.
@@ -291,7 +315,7 @@ class ShardHandle:
         copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
         state: LocalState | Exception
         try:
-            state = LocalState(local_chunks(named_tensors), {}, {})
+            state = LocalState(local_chunks(tensors_of(named_tensors)), {}, {})
         except Exception as error:  # noqa: BLE001  # raised by the save, on all ranks
             state = error
         return self.checkpoints.save(
@@ -306,12 +330,18 @@ class ShardHandle:
         Collective, as the step is: the optimizers of all ranks step together. `step` raises
         the errors of `unpublish`; then no parameter has changed.
 
+        Which of the optimizer's parameters are the registered tensors is noted. The next `publish`
+        or save raises a UsageError if one of them has other memory by then, and the registered
+        tensor, such as one of `state_dict()`, has not. A warning says so if none of them is.
+
         Returns:
             A hook; its `remove()` ends this.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"guard({optimizer!r}): expected a torch.optim.Optimizer")
-        return optimizer.register_step_pre_hook(lambda *_: self.unpublish())
+        hook = optimizer.register_step_pre_hook(lambda *_: self.unpublish())
+        self._shard.tensors.guard(optimizer, hook)
+        return hook
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.
@@ -384,7 +414,8 @@ class ShardHandle:
             The version's number; with `missing_ok` None, if there is none.
 
         Raises:
-            UsageError: Nothing is registered, or a version is held.
+            UsageError: Nothing is registered, or only a copy of `publish_copy` is; or a version is
+                held.
             ManifestMismatch: Other names, shapes or dtypes than the version's, or the ranks
                 together lack a part of a tensor. We do not cast.
             VersionNotFound: The version is gone; with `missing_ok`, only after a part of it was
@@ -546,7 +577,7 @@ class ShardHandle:
     def read(
         self,
         version: int | str,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Named,
         *,
         timeout_s: float | None = None,
     ) -> ReadReport:

@@ -1,11 +1,9 @@
 """Versions that a handle reads without becoming a source of them, until it is told to `serve`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-
-import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ContentChanged, UsageError
@@ -21,6 +19,7 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, Tensors, first_changed
+from torch_ros.transfer.named import Named
 from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference, totals
 from torch_ros.weights.manifest import Layout
@@ -31,7 +30,7 @@ log: logging.Logger = log_of(__name__)
 class Given:
     """The destination of a read: the tensors that its caller has."""
 
-    def __init__(self, tensors: Tensors, named_tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Tensors, named_tensors: Named) -> None:
         self._tensors, self._named = tensors, named_tensors
 
     def fill(self, _: Sequence[Layout]) -> LocalState:
@@ -55,7 +54,7 @@ class Reads:
     def read(
         self,
         version: int | str,
-        named_tensors: Mapping[str, torch.Tensor],
+        named_tensors: Named,
         timeout_s: float | None,
     ) -> ReadReport:
         shard, given = self._shard, Given(self._shard.tensors, named_tensors)

@@ -73,16 +73,8 @@ class Target:
 
     def prepare(self) -> None:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
-        lent = self._shard.ready("replicate").lent
-        self._shard.deltas.forget()  # the copy that it was made of may be written to
-        if lent is None:
-            return
-        if not lent.close():
-            raise UsageError(
-                "replicate: the registered tensors are a copy of publish_copy's that somebody has "
-                "borrowed; unregister() them, and register() others"
-            )
-        lent.begin()
+        self._shard.ready("replicate")
+        self._shard.deltas.forget()  # they lead to a copy that is given up
 
     def register(self, _: Sequence[Layout]) -> Registered:
         """Register the tensors that a version with these layouts, rank by rank, is read into."""

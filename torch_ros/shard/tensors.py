@@ -1,17 +1,20 @@
 """The tensors that this process has registered, and shows to its readers."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torch_ros.errors import ContractBroken, UsageError
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.printable import log_of
 from torch_ros.protocol.records import VersionRef
+from torch_ros.shard.guarding import Guarded
 from torch_ros.transfer.mailbox import Digests, Mailbox
-from torch_ros.transfer.registered import LocalState, NamedTensors, Registered, finish_kernels
+from torch_ros.transfer.named import Named, NamedTensors
+from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
 from torch_ros.weights.local import build, span_of
 from torch_ros.weights.manifest import OBJECT, Layout
 
@@ -34,8 +37,11 @@ class Tensors:
         self.registered: Registered | None = None
         self.brought: Brought | None = None  # by a read, and nothing has been filled since
         self._named: NamedTensors | None = None  # of `register` or a read, not a save or load
+        self._shown: NamedTensors | None = None  # those, where they are what is registered
+        self._is_copy = False  # what is registered was made for one version
+        self._guarded = Guarded()
 
-    def show(self, state: LocalState) -> Registered:
+    def show(self, state: LocalState, *, is_copy: bool = False) -> Registered:
         """Register `state` in place of the tensors before, and show it."""
         registered = Registered.of(state)
         if registered is self.registered:
@@ -46,30 +52,67 @@ class Tensors:
                 registered.layout, registered.addresses, registered.devices, registered.regions
             )
         except BaseException:
-            self.withdraw()
+            self.hide()
             raise
-        self.registered, self._named = registered, state.named
+        self.registered, self._shown, self._is_copy = registered, state.named, is_copy
+        self._named = state.named or self._named
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
         return registered
 
-    def show_named(self, tensors: Mapping[str, torch.Tensor]) -> Registered:
-        """Register the tensors of `register`; `current` follows them when they move."""
-        return self.show(LocalState.of(tensors))
+    def register(self, state: LocalState) -> None:
+        """Register the user's own tensors; while a copy is shown, for what comes after it.
 
-    def state_of(self, tensors: Mapping[str, torch.Tensor]) -> LocalState:
+        Raises: UsageError: There are some.
+        """
+        if self._named is not None or (self.registered is not None and not self._is_copy):
+            raise UsageError("this handle has registered tensors; unregister() them first")
+        self.look_at_guarded(state)
+        if self.registered is None:
+            self.show(state)
+        self._named = state.named
+
+    def state_of(self, given: Named) -> LocalState:
         """The user's tensors; without looking at each, if they are those that are registered."""
-        if self._named is not None and self._named.are(tensors):
+        if self._shown is not None and self._shown.are(given):
             return LocalState((), {}, {}, known=self.registered)
-        return LocalState.of(tensors)
+        return LocalState.of(given)
+
+    def hide(self) -> None:
+        """Show nothing; what `register` was given may be shown again."""
+        self._mailbox.withdraw()
+        self.registered = self._shown = self.brought = None
+        self._pages.follow(())
 
     def withdraw(self) -> None:
-        self._mailbox.withdraw()
-        self.forget()
+        self.hide()
+        self._named = None
 
     def forget(self) -> None:
-        self.registered = self._named = self.brought = None
+        self.registered = self._named = self._shown = self.brought = None
         self._pages.follow(())
+
+    def guard(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
+        """Look from now on whether what `optimizer` steps is what is registered."""
+        self._guarded.add(optimizer, hook)
+        if self.registered is None or self._is_copy or self.look_at_guarded(self.registered):
+            return
+        log.warning(
+            "no parameter of the guarded optimizer lies where a registered tensor does, and so "
+            "its steps do not change what is published: register the module that it trains"
+        )
+
+    def look_at_guarded(self, state: LocalState | Registered) -> bool:
+        """Whether a guarded optimizer steps some of these tensors, which are to be published.
+
+        Raises: UsageError: One of its parameters has left what is registered.
+        """
+        return not self._guarded.is_empty and self._guarded.look(state.firsts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is registered, nor was by `register` before a save or load."""
+        return self.registered is None and self._named is None
 
     def require(self, call: str) -> Registered:
         """Raises: UsageError: Nothing is registered."""
@@ -78,18 +121,43 @@ class Tensors:
         return self.registered
 
     def current(self, call: str) -> Registered:
-        """The registered tensors where they are now, registered again if they have moved."""
-        registered, named = self.require(call), self._named
-        if named is None or not (moved := named.moved):
-            return registered
-        log.info(
-            "%d of %d registered tensors have other memory or shapes now (%s, ...); "
-            "registered again",
-            len(moved),
-            len(named.tensors),
-            moved[0],
-        )
-        return self.show_named(named.tensors)
+        """The tensors of `register` where they are now, registered again if that is elsewhere.
+
+        If `register` was not called: those of the last save or load.
+
+        Raises:
+            UsageError: There are none, or they are the copy of a save; or a guarded optimizer's
+                parameter has left them.
+        """
+        registered = self._found(call)
+        self.look_at_guarded(registered)
+        return registered
+
+    def _found(self, call: str) -> Registered:
+        named = self._named
+        if named is None:
+            if self.registered is not None and self._is_copy:
+                raise UsageError(
+                    f"{call}: this handle has no tensors, only a copy that was made of some to be "
+                    "published once (by publish_copy, mode='copy' or dcp.async_save); register() "
+                    "the tensors, or publish a copy again"
+                )
+            return self.require(call)
+        if self.registered is not None and self._shown is named and named.is_current:
+            return self.registered
+        state = LocalState.of(named.given)
+        others = named.others(state.named) if state.named is not None else []
+        if self.registered is not None and self._shown is named and not others:
+            return self.registered
+        if others:
+            log.info(
+                "%d of %d registered tensors have other memory or shapes now (%s, ...); "
+                "registered again",
+                len(others),
+                len(named.tensors),
+                others[0],
+            )
+        return self.show(state)
 
     def are(self, state: LocalState, layout: Layout, *, is_alone: bool) -> bool:
         """Whether `state`, of that layout, is registered; objects, always in new buffers, aside.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, call, eq, is_
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from torch_ros.p2p.lending import LentMemory
 from torch_ros.spans import Region
-from torch_ros.weights.chunked import Chunked
+from torch_ros.transfer.named import Named, NamedTensors, tensors_of
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
@@ -41,9 +39,10 @@ class LocalState:
     named: NamedTensors | None = None  # the user's own, where they are all of it
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> LocalState:
-        """The user's own tensors. Raises as `local_chunks`."""
-        return cls(local_chunks(tensors), {}, {}, named=NamedTensors(tensors))
+    def of(cls, given: Named) -> LocalState:
+        """The user's own tensors. Raises as `tensors_of` and `local_chunks`."""
+        tensors = tensors_of(given)
+        return cls(local_chunks(tensors), {}, {}, named=NamedTensors(given, tensors))
 
     @property
     def layout(self) -> Layout:
@@ -51,6 +50,13 @@ class LocalState:
         if self.known is not None:
             return self.known.layout
         return build(self.tensors, self.objects, paths=self.paths)[0]
+
+    @property
+    def firsts(self) -> Mapping[str, int]:
+        """Where the first chunk of each tensor is that has one, by fqn."""
+        if self.known is not None:
+            return self.known.firsts
+        return {t.fqn: t.chunks[0].tensor.data_ptr() for t in self.tensors if t.chunks}
 
     @property
     def bytes_total(self) -> int:
@@ -122,6 +128,15 @@ class Registered:
         return [address for address, _ in map(span_of, self.memory)]
 
     @cached_property
+    def firsts(self) -> Mapping[str, int]:
+        """Where the first chunk of each tensor is, by fqn; objects left out."""
+        found: dict[str, int] = {}
+        for chunk, memory in zip(self.layout.chunks, self.memory, strict=True):
+            if self.layout.tensors[chunk.tensor].dtype != OBJECT:
+                found.setdefault(self.layout.tensors[chunk.tensor].fqn, memory.data_ptr())
+        return found
+
+    @cached_property
     def tied_blocks(self) -> tuple[Ints, Ints]:
         """The blocks of tied chunks, and those of the chunks that are read for them."""
         blocks = self.layout.blocks
@@ -185,58 +200,6 @@ class Registered:
         if depth == "off":
             return ()
         return chunk_digests(self.layout, self.memory, depth=depth)
-
-
-class NamedTensors:
-    """The user's own tensors, and where they were when they were registered."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors: dict[str, torch.Tensor] = dict(tensors)
-        sharded = {fqn: t for fqn, t in tensors.items() if isinstance(t, DTensor)}
-        plain = [(fqn, own) for fqn, t in tensors.items() if fqn not in sharded for own in _own(t)]
-        self._plain, self._sharded = [own for _, own in plain], list(sharded.values())
-        self._names = [*(fqn for fqn, _ in plain), *sharded]
-        # Strides are dear, and a contiguous tensor's shape says them.
-        is_contiguous, stride = torch.Tensor.is_contiguous, torch.Tensor.stride
-        self._cuts = [is_contiguous if is_contiguous(t) else stride for t in self._local]
-        self._places = list(self._now())
-
-    @property
-    def _local(self) -> list[torch.Tensor]:
-        # to_local() would make a new tensor each time, which takes a microsecond.
-        return self._plain + [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
-
-    def _now(self) -> Iterator[tuple[object, ...]]:
-        """Yield where each tensor is, and how it is cut.
-
-        One pass, and nothing is kept: a step leaves none of these tensors in the caches, and
-        fetching one takes longer than asking it.
-        """
-        local = self._local
-        addresses, shapes = map(torch.Tensor.data_ptr, local), map(torch.Tensor.size, local)
-        dtypes, cuts = map(attrgetter("dtype"), local), map(call, self._cuts, local)
-        return zip(addresses, shapes, dtypes, cuts, strict=True)
-
-    @property
-    def moved(self) -> list[str]:
-        """The fqns of those that are elsewhere (`p.data = ...`) or cut otherwise (`p.t_()`)."""
-        if all(map(eq, self._now(), self._places)):
-            return []
-        changes = zip(self._names, self._places, self._now(), strict=True)
-        return [fqn for fqn, there, here in changes if there != here]
-
-    def are(self, tensors: object) -> bool:
-        """Whether these are the same objects, by the same names, and lie where they did."""
-        return (
-            isinstance(tensors, Mapping)
-            and list(tensors) == list(self.tensors)
-            and all(map(is_, tensors.values(), self.tensors.values()))
-            and not self.moved
-        )
-
-
-def _own(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    return tensor.chunks.values() if isinstance(tensor, Chunked) else (tensor,)
 
 
 def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:

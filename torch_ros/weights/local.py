@@ -66,10 +66,9 @@ def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]
             do not fit together. Names the fqn and the box.
     """
     if not isinstance(named_tensors, Mapping):
-        has_state = isinstance(named_tensors, torch.nn.Module)
         raise UsageError(
             f"tensors: found a {type(named_tensors).__name__}, expected a mapping of names to "
-            f"tensors; pass {'its' if has_state else 'a'} state_dict()"
+            "tensors; pass a state_dict()"
         )
     with torch.no_grad():  # `to_local` then returns the local tensor itself
         return [_local_tensor(fqn, tensor) for fqn, tensor in named_tensors.items()]
@@ -277,4 +276,10 @@ def _obstacles(tensor: torch.Tensor) -> Iterator[str]:
     if is_traceable_wrapper_subclass(tensor):
         yield f"is a {type(tensor).__name__}, which wraps other tensors; pass those"
     if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
-        yield f"is a {type(tensor).__name__} without memory of its own; materialise it first"
+        advice = "materialise it first"
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
+            advice = (
+                "FSDP2 frees it after each forward, and keeps the shards: register the module "
+                "itself, or its state_dict()"
+            )
+        yield f"is a {type(tensor).__name__} without memory of its own; {advice}"
