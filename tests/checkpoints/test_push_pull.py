@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from torch_ros import Contents
+from torch_ros import Contents, ShardHandle
 from torch_ros.checkpoints import written
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
@@ -512,3 +512,63 @@ def test_versions_and_checkpoints_are_compared_bit_for_bit(opened, asked, tmp_pa
     assert asked("diff", trainer.model, 1, tmp_path / "out", "--select", "torch.*")[0] == 0
     code, out, _ = asked("--json", "diff", trainer.model, 2, tmp_path / "out")
     assert (code, len(json.loads(out)["tensors"])) == (1, 6)
+
+
+@pytest.fixture
+def after_contents(monkeypatch):
+    """`after_contents(act)`: done once, when a command has been told what a version contains."""
+
+    def after(act):
+        contents = ShardHandle.contents
+
+        def told(handle, *given, **named):
+            found = contents(handle, *given, **named)
+            monkeypatch.setattr(ShardHandle, "contents", contents)
+            act()
+            return found
+
+        monkeypatch.setattr(ShardHandle, "contents", told)
+
+    return after
+
+
+def test_both_versions_of_a_diff_are_found_at_one_moment(opened, asked, after_contents):
+    """Before, the second one was looked for when the first was known."""
+    trainers = [opened(f"trainer-{number}") for number in range(3)]
+    for number, trainer in enumerate(trainers):
+        trainer.register({"w": torch.full((4,), float(number))})
+    trainers[0].publish(1)
+    trainers[1].publish(2)
+    after_contents(lambda: trainers[2].publish(3))
+    code, out, _ = asked("diff", trainers[0].model, "latest", "latest-1")
+    assert (code, out.splitlines()[-1].endswith("between 2 and 1")) == (1, True)
+    code, out, _ = asked("--json", "diff", trainers[0].model, "latest-2", "latest")
+    assert (code, json.loads(out)["versions"]) == (1, ["1", "3"])
+
+
+@pytest.mark.parametrize("command", ["pull", "pull dcp", "diff", "verify"])
+def test_a_number_that_is_published_anew_is_not_taken_for_the_version(
+    opened, asked, after_contents, tmp_path, command
+):
+    old, new = opened("old"), opened("new", run="new")
+    old.register({"w": torch.zeros(4)})
+    old.publish(1)
+    new.register({"w": torch.ones(4)})
+    after_contents(lambda: new.publish(1))
+    words = {"pull": [tmp_path / "out"], "diff": [1], "verify": ["--against", tmp_path / "files"]}
+    words["pull dcp"] = [tmp_path / "out", "--format", "dcp"]
+    (tmp_path / "files").mkdir()
+    save_file({"w": torch.zeros(4)}, tmp_path / "files" / "w.safetensors")
+    code, _, err = asked(command.split()[0], old.model, 1, *words[command])
+    assert code in {1, 2}
+    is_told = "was published anew, or another run has begun" in err
+    assert is_told or "with the content that it had" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_version_of_5000_digits_is_a_line(opened, asked, tmp_path):
+    trainer = opened("trainer")
+    trainer.register({"w": torch.zeros(4)})
+    trainer.publish(1)
+    code, _, err = asked("pull", trainer.model, "9" * 5000, tmp_path / "out")
+    assert (code, "expected a number" in err) == (2, True)

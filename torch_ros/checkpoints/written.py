@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import torch_ros
 from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, NAMES, Tensors, size_bytes
-from torch_ros.errors import FolderError, TorchRosError, UsageError, reason
+from torch_ros.errors import FolderError, TorchRosError, UsageError, VersionNotFound, reason
 
 BUFFER_BYTES = 64 << 20
 BUFFER_S, READ_S = 300.0, 3600.0  # that one buffer, or all at once, may take
@@ -52,6 +52,17 @@ def selected(contents: torch_ros.Contents, patterns: Sequence[str]) -> Tensors:
     return {
         name: tensor for name, tensor in contents.tensors.items() if is_selected(name, patterns)
     }
+
+
+def require_same(model: str, contents: torch_ros.Contents, uid: str) -> None:
+    """The content that is read is the one whose names were told before.
+
+    Raises:
+        VersionNotFound: Its number was published anew since, in this run or in another.
+    """
+    if uid != contents.uid:
+        why = "it was published anew, or another run has begun, since this command began"
+        raise VersionNotFound(model, str(contents.version), why)
 
 
 def is_selected(name: str, patterns: Sequence[str]) -> bool:
@@ -189,6 +200,7 @@ def write_safetensors(
     with handle.stream(
         contents.version, list(tensors), buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
     ) as stream:
+        require_same(handle.model, contents, stream.uid)
         for file, inside in files.items():
             with (folder / file).open("wb") as out:
                 out.write(framing.header(inside, about))
@@ -211,7 +223,8 @@ def write_dcp(
         name: torch.empty(shape, dtype=dtype, device="cpu")
         for name, (dtype, shape) in tensors.items()
     }
-    handle.read(contents.version, state, timeout_s=READ_S)
+    report = handle.read(contents.version, state, timeout_s=READ_S)
+    require_same(handle.model, contents, report.uid)
     try:
         save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     except CheckpointException as error:  # of Ctrl-C, too

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from difflib import get_close_matches
 
 from torch_ros.cli.ls import some
+from torch_ros.deadline import Deadline
 from torch_ros.errors import AccessDenied, UsageError
 from torch_ros.protocol import waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
@@ -17,11 +19,14 @@ from torch_ros.protocol.keys import (
     replica_of,
 )
 from torch_ros.protocol.legible import readable
-from torch_ros.protocol.records import ShardRecord
+from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.protocol.waits import Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Count, Get, Read, Txn, Watch, whole
+from torch_ros.store.loops import Done, Wait, follow
+from torch_ros.store.run import run
+from torch_ros.store.txn import Count, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
 WATCH_S = 60.0  # a stream of etcd, then another
@@ -74,6 +79,33 @@ def await_change(kv: KV, model: str | None, after_rev: int, timeout_s: float) ->
     while (left_s := until_s - time.monotonic()) > 0:
         if kv.wait(watch, timeout_s=min(left_s, WATCH_S)):
             return
+
+
+def resolved(
+    endpoint: str, model: str, versions: Sequence[int | str], timeout_s: float
+) -> list[VersionRef]:
+    """The versions that are meant, all of them at one moment; waits until all are there.
+
+    Raises:
+        VersionNotFound: One was there, and is gone.
+        DeadlineExceeded: One did not come in time.
+        UsageError: One is no version.
+    """
+    keys, specs = Keys(model), list(map(Spec.parse, versions))
+    ranges = whole(spec_ranges(keys))
+
+    def rule(view: View) -> Done[list[VersionRef]] | Wait:
+        refs = []
+        for spec in specs:
+            offer = resolve(view, keys, spec)
+            if isinstance(offer, Wait):
+                return offer
+            refs.append(offer.ref)
+        return Done(refs)
+
+    deadline = Deadline(" and ".join(map(str, versions)), timeout_s)
+    with closing(connected(endpoint)) as kv:
+        return run(follow(ranges, rule), kv, deadline)
 
 
 def why(kv: KV, model: str, replica: str, version: int | None) -> Why:

@@ -237,7 +237,8 @@ def _diff(asked: argparse.Namespace) -> int:
 
     found = moving.diff(asked)
     if asked.json:
-        output.say_json(sys.stdout, {"tensors": [asdict(each) for each in found.differences]})
+        tensors = [asdict(each) for each in found.differences]
+        output.say_json(sys.stdout, {"versions": found.versions, "tensors": tensors})
     else:
         output.say_table(sys.stdout, ls.DIFFERENCES, ls.differences(found.differences))
         output.say(sys.stdout, f"{found}")

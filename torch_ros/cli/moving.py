@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import TextIO
@@ -29,6 +29,7 @@ from torch_ros.checkpoints.written import (
     OnBytes,
     is_selected,
     made_whole,
+    require_same,
     selected,
     write_dcp,
     write_safetensors,
@@ -39,6 +40,7 @@ from torch_ros.cli.ls import size, some
 from torch_ros.cli.output import complain, say
 from torch_ros.errors import UsageError
 from torch_ros.printable import printable
+from torch_ros.protocol.records import VersionRef
 from torch_ros.store.endpoint import located
 
 LOOK_S = 1.0  # between two looks at who has it
@@ -99,6 +101,7 @@ class Compared:
     """The end of `torch-ros diff`."""
 
     differences: Sequence[Difference]
+    versions: Sequence[str]  # or folders, as they were found
     tensor_count: int
     element_count: int
 
@@ -107,16 +110,26 @@ class Compared:
         share = f"{changed / max(1, self.element_count):.3%}"
         return (
             f"{len(self.differences)} of {self.tensor_count} tensors differ: "
-            f"{changed} of {self.element_count} elements that both have ({share})"
+            f"{changed} of {self.element_count} elements that both have ({share}), "
+            f"between {' and '.join(self.versions)}"
         )
 
 
 def diff(asked: argparse.Namespace) -> Compared:
-    """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB."""
+    """Compare two versions, or a version and a checkpoint on disk, through buffers of 64 MiB.
+
+    Both versions are what is meant by them at one moment.
+
+    Raises:
+        VersionNotFound: One of them has gone since, or was published anew.
+    """
     with opened(asked, None, "diff") as handle:
-        one = _readable(handle, asked.one, asked)
         is_on_disk = is_named(asked.other)
-        other = _on_disk(Path(asked.other)) if is_on_disk else _readable(handle, asked.other, asked)
+        texts = [asked.one] if is_on_disk else [asked.one, asked.other]
+        versions = list(map(as_version, texts))
+        refs = asking.resolved(located(asked.endpoint), asked.model, versions, asked.timeout)
+        sides = [_readable(handle, ref, asked) for ref in refs]
+        one, other = [*sides, _on_disk(Path(asked.other))] if is_on_disk else sides
         shapes = [
             {name: found for name, found in each.shapes.items() if is_selected(name, asked.select)}
             for each in (one, other)
@@ -127,29 +140,40 @@ def diff(asked: argparse.Namespace) -> Compared:
         found += differences(one.read(names), other.read(names))
         elements = sum(shapes[0][name][1].numel() for name in names)
         count = len(shapes[0].keys() | shapes[1].keys())
-    return Compared(sorted(found, key=lambda each: each.name), count, elements)
+    found.sort(key=lambda each: each.name)
+    return Compared(found, [one.name, other.name], count, elements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
+    name: str
     shapes: Shapes
     read: Callable[[Sequence[str]], Iterable[Named]]
 
 
-def _readable(handle: torch_ros.ShardHandle, number: str, asked: argparse.Namespace) -> _Side:
-    contents = handle.contents(as_version(number), timeout_s=asked.timeout)
-    read = partial(handle.stream, contents.version, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S)
-    return _Side(contents.tensors, read)
+def _readable(handle: torch_ros.ShardHandle, ref: VersionRef, asked: argparse.Namespace) -> _Side:
+    contents = handle.contents(ref.version, timeout_s=asked.timeout)
+    require_same(handle.model, contents, ref.uid)
+
+    def read(names: Sequence[str]) -> Iterator[Named]:
+        with handle.stream(
+            ref.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S
+        ) as stream:
+            require_same(handle.model, contents, stream.uid)
+            yield from stream
+
+    return _Side(str(ref.version), contents.tensors, read)
 
 
 def _on_disk(checkpoint: Path) -> _Side:
     there = mapped(checkpoint)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in there.items()}
-    return _Side(shapes, lambda names: ((name, there[name]) for name in names))
+    return _Side(str(checkpoint), shapes, lambda names: ((name, there[name]) for name in names))
 
 
 def as_version(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    """As handles take it, who refuse what is neither a number nor "latest-<k>"."""
+    return int(text) if re.fullmatch("[0-9]{1,19}", text) else text
 
 
 @contextmanager

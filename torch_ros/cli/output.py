@@ -19,7 +19,7 @@ COLUMNS = re.compile("0*[1-9][0-9]{0,5}")
 
 def say(out: TextIO, *lines: str) -> None:
     """At once: who reads a pipe may be waiting for it."""
-    out.writelines(f"{printable(line)}\n" for line in lines)
+    out.write("".join(f"{printable(line)}\n" for line in lines))
     out.flush()
 
 

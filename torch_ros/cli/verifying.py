@@ -13,10 +13,10 @@ import torch_ros
 from torch_ros.checkpoints.compared import Difference, unlike
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.checkpoints.verified import Deviation, Digests, deviations, digests_of
-from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S
+from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S, require_same
 from torch_ros.cli.ls import some
 from torch_ros.cli.moving import as_version, opened
-from torch_ros.errors import NotAvailable, SourceLost, UsageError
+from torch_ros.errors import NotAvailable, SourceLost, UsageError, VersionNotFound
 
 PUBLISHED = "(as published)"
 SAMPLED_OF = 64  # one tensor of so many is looked at, unless all are
@@ -77,7 +77,7 @@ def verify(asked: argparse.Namespace) -> Verified:
         left, published = dict[str, str](), dict[str, int]()
         for replica in holders:
             try:
-                found[replica], told = _read(handle, contents.version, names, replica)
+                found[replica], told = _read(handle, contents, names, replica)
             except (SourceLost, NotAvailable) as error:
                 left[replica] = str(error)
             else:
@@ -87,7 +87,7 @@ def verify(asked: argparse.Namespace) -> Verified:
     if not disk and replicas and published.keys() >= {*names}:
         right, found[PUBLISHED] = PUBLISHED, {name: published[name] for name in names}
     if left and (not replicas or len(found) < 2):
-        raise SourceLost(some(holders), f"it went while it was read: {left}", 0, 0)
+        raise VersionNotFound(asked.model, str(contents.version), f"it went meanwhile: {left}")
     if len(found) < 2:
         raise UsageError(
             f"only {some(holders)} holds version {contents.version} of {asked.model!r}, so there "
@@ -118,7 +118,7 @@ def _holders(
     held = [
         each
         for each in fleet.held
-        if (each.ref.run, each.ref.version) == (contents.run, contents.version) and each.is_offered
+        if (each.ref.run, each.ref.uid) == (contents.run, contents.uid) and each.is_offered
     ]
     held.sort(key=lambda each: (each.replica == replica, each.kind != "original", each.replica))
     names = list(dict.fromkeys(each.replica for each in held))
@@ -137,12 +137,13 @@ def _sample(names: list[str], *, is_full: bool) -> Sequence[str]:
 
 
 def _read(
-    handle: torch_ros.ShardHandle, version: int, names: Sequence[str], replica: str
+    handle: torch_ros.ShardHandle, contents: torch_ros.Contents, names: Sequence[str], replica: str
 ) -> tuple[Digests, Digests]:
     """Those of the bits that it has, and those of the version that it passes on."""
     with handle.stream(
-        version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S, source=replica
+        contents.version, names, buffer_bytes=BUFFER_BYTES, timeout_s=BUFFER_S, source=replica
     ) as stream:
+        require_same(handle.model, contents, stream.uid)
         return digests_of(stream), stream.published_digests
 
 

@@ -48,6 +48,16 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         return self._filling.wanted.ref.version
 
     @property
+    def run(self) -> str:
+        """The run in which it has this number."""
+        return self._filling.wanted.ref.run
+
+    @property
+    def uid(self) -> str:
+        """Of its content, as `Contents` has it: a number that is published again has another."""
+        return self._filling.wanted.ref.uid
+
+    @property
     def bytes_read(self) -> int:
         """The bytes that have come so far, in buffers that are full."""
         return self._filling.bytes_read
