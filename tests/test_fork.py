@@ -1,4 +1,6 @@
-"""Fork: who may open a handle in the child, and that it can be read from."""
+"""Fork: who may open a handle or a store in the child, and that it can be read from."""
+
+import pytest
 
 SCRIPT = """
 import os, sys
@@ -50,3 +52,81 @@ assert os.waitpid(serving, 0)[1] == 0
 
 def test_a_child_opens_a_handle_only_if_its_parent_has_none(etcd_endpoint, started):
     started.start(SCRIPT, etcd_endpoint, "fork").finish()
+
+
+STORES = """
+import os, signal, sys, threading, time
+from torch_ros.errors import UsageError
+from torch_ros.store import forking
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Read, Watch, under
+
+endpoint, open_idle = sys.argv[1:]
+everything = under("/fork-tests/")
+
+def store():
+    kv = connect(endpoint, timeout_s=10)
+    kv.read(Read((everything,)), timeout_s=10)
+    return kv
+
+def child(body, *, exits=False):
+    if (pid := os.fork()) == 0:
+        signal.alarm(20)  # it hangs
+        try:
+            body()
+        except UsageError as error:
+            assert "forked while its parent" in str(error), error
+            os._exit(7)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        if exits:
+            sys.exit(0)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def use():
+    store().close()
+
+def use_and_fork():
+    use()
+    os._exit(child(use))
+
+# Closed: nothing of gRPC is left, and children and theirs have their own.
+for _ in range(5):
+    use()
+    assert not forking._threads()
+assert [child(use), child(use_and_fork)] == [0, 0]
+answers = []
+by_thread = threading.Thread(target=lambda: answers.append(child(use)))
+by_thread.start()
+by_thread.join()
+assert answers == [0]
+
+# Open and idle: it depends on whether gRPC's own handlers are on.
+parents = store()
+revision = parents.read(Read((everything,)), timeout_s=10).rev
+assert child(use) == int(open_idle)
+assert child(parents.close) == 0
+parents.read(Read((everything,)), timeout_s=10)
+
+if os.environ.get("GRPC_ENABLE_FORK_SUPPORT") == "1":
+    sys.exit(0)  # gRPC's own handler hangs in a child that is forked within a watch
+
+# Within gRPC: refused.
+def watch():
+    parents.wait(Watch((everything,), revision, "a change"), timeout_s=60)
+
+watching = threading.Thread(target=watch, daemon=True)
+watching.start()
+while not forking._here.watches:
+    time.sleep(0.001)
+assert [child(use), child(lambda: os._exit(child(use)))] == [7, 7]
+sys.exit(child(print, exits=True))
+"""
+
+
+@pytest.mark.parametrize(("support", "open_idle"), [(None, 0), ("1", 0), ("0", 7)])
+def test_a_child_has_its_own_store_or_is_refused(etcd_endpoint, started, support, open_idle):
+    environment = {"GRPC_ENABLE_FORK_SUPPORT": support} if support else {}
+    started.start(STORES, etcd_endpoint, open_idle, **environment).finish()

@@ -23,6 +23,7 @@ import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
 from torch_ros.printable import log_of
+from torch_ros.store import forking
 from torch_ros.store.aside import Aside
 from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys, writes
 from torch_ros.store.txn import (
@@ -127,7 +128,8 @@ class EtcdKV:
         user: Logs in with the first request, and again whenever etcd forgets that it did.
 
     Raises:
-        UsageError: A file that `tls` names cannot be read, or used.
+        UsageError: A file that `tls` names cannot be read, or used; or this process was forked
+            while its parent was within gRPC.
     """
 
     tls: Tls | None
@@ -144,6 +146,7 @@ class EtcdKV:
         self._aside = Aside(f"torch_ros asks {self.endpoint}")
         # A channel each: grpc would check the certificates of all for the name of one of them,
         # and would stay with a member that answers but has lost the others.
+        forking.begin(self)
         self._members = self._aside.run(partial(_members, hosts, tls))
         self._current = 0
 
@@ -186,8 +189,13 @@ class EtcdKV:
     def _watched(self, wait: Callable[[_Watching], bool]) -> bool:
         self._check_open()
         watching = _Watching()
+
+        def waits() -> bool:
+            with forking.within(is_watch=True):
+                return wait(watching)
+
         try:
-            return self._aside.run(partial(wait, watching))
+            return self._aside.run(waits)
         except BaseException as error:
             if not isinstance(error, Exception):  # raised by a signal handler, here
                 self._aside.leave(watching.end)
@@ -265,8 +273,10 @@ class EtcdKV:
             log.info("%s: its connection is not closed after %g s", self.endpoint, CLOSE_S)
 
     def _close_members(self) -> None:
-        for member in self._members:
-            member.channel.close()
+        with forking.within():
+            for member in self._members:
+                member.channel.close()
+        forking.end(self)
 
     def _has_newer(self, watch: Watch, *, timeout_s: float) -> bool:
         """Whether something was written after the watch's revision. Deletions do not show."""
@@ -313,9 +323,10 @@ class EtcdKV:
             if failures and left_s <= 0:
                 break
             try:
-                return method(
-                    self._members[index], request, timeout=left_s, metadata=_metadata(token)
-                )
+                with forking.within():
+                    return method(
+                        self._members[index], request, timeout=left_s, metadata=_metadata(token)
+                    )
             except grpc.RpcError as error:
                 self._note(index, error)
                 if not any(sign in (error.details() or "") for sign in NOT_SENT):
@@ -452,8 +463,11 @@ def _members(hosts: Sequence[str], tls: Tls | None) -> list[Member]:
         make = partial(grpc.secure_channel, credentials=_credentials(tls))
     else:
         make = grpc.insecure_channel
+    # Channels of the same options share connections, also one that a child has from its parent.
+    options = (*CHANNEL_OPTIONS, ("torch_ros.process", os.getpid()))
     # An unknown name is reported by the first call.
-    return [Member(make(f"dns:///{host}", options=CHANNEL_OPTIONS)) for host in hosts]
+    with forking.within():
+        return [Member(make(f"dns:///{host}", options=options)) for host in hosts]
 
 
 def _metadata(token: str) -> Metadata:

@@ -1,0 +1,127 @@
+"""gRPC in processes that fork. Nothing here imports it.
+
+gRPC stops its threads before a fork and starts them again on both sides, unless another thread is
+within gRPC: then the child has locks that nobody gives back, and aborts or hangs in its first
+request. A process that closes its last channel ends gRPC, in a thread that gRPC does not wait for.
+So `end` waits, and a fork afterwards finds nothing of it. Where it is in use at the fork, the child
+sees whether its threads are there again, and refuses to use it if they are not.
+"""
+
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch_ros.errors import UsageError
+
+TASKS = Path("/proc/self/task")
+THREADS = ("event_engine", "grpc_", "lifeguard")  # their names begin so
+END_S = 2.0  # for gRPC to end, or to be there: a millisecond; on busy cores some tens
+REQUEST_S = 0.1  # for requests under way to end, as most do within a millisecond
+POLL_S = 0.0005
+
+
+class _Forking:
+    """What this process knows for its children, and what it has from its parent."""
+
+    def __init__(self) -> None:
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()  # who has channels
+        self.requests: set[object] = set()  # under way; each a token
+        self.watches: set[object] = set()
+        self.was_used: bool = False
+        self.has_others: bool = False  # not ours, so that gRPC does not end with the last of ours
+        self.threads: frozenset[str] = frozenset()  # of gRPC, before the last fork
+        self.awaited: frozenset[str] = frozenset()  # which its parent had
+        self.is_lost: bool = False  # it did not get them
+
+
+_here = _Forking()
+
+
+def begin(user: object) -> None:
+    """Say that `user` is about to open channels.
+
+    Raises:
+        UsageError: This process was forked while its parent was within gRPC.
+    """
+    _here.is_lost = _here.is_lost or not _are_there(_here.awaited)
+    if _here.is_lost:
+        raise UsageError(
+            "this process was forked while its parent used etcd, and gRPC does not work in it; "
+            "close the parent's handles and stores before the fork, or start this process with "
+            "spawn or forkserver"
+        )
+    if not _here.users:
+        is_there = bool(_threads())
+        _here.has_others = is_there and (_here.has_others or not _here.was_used)
+    _here.was_used = True
+    _here.users.add(user)
+
+
+@contextmanager
+def within(*, is_watch: bool = False) -> Iterator[None]:
+    """For as long as gRPC is called: no child that is forked then may use it."""
+    token, all_ = object(), _here.watches if is_watch else _here.requests
+    all_.add(token)
+    try:
+        yield
+    finally:
+        all_.discard(token)
+
+
+def end(user: object) -> None:
+    """Say that `user` has closed its channels. With the last ones gRPC ends before this returns."""
+    _here.users.discard(user)
+    _await_end()
+
+
+def _await_end() -> None:
+    deadline = time.monotonic() + END_S
+    while _here.was_used and not _here.users and not _here.has_others and _threads():
+        if time.monotonic() > deadline:
+            _here.has_others = True
+        time.sleep(POLL_S)
+
+
+def _are_there(wanted: frozenset[str]) -> bool:
+    deadline = time.monotonic() + END_S
+    while not wanted <= _threads():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _threads() -> frozenset[str]:
+    """The names of gRPC's threads in this process, as the kernel has them."""
+    names = []
+    for task in TASKS.iterdir():
+        with suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text().strip())
+    return frozenset(name for name in names if name.startswith(THREADS))
+
+
+def _before() -> None:
+    _await_end()
+    deadline = time.monotonic() + REQUEST_S
+    while _here.requests and not _here.watches and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    _here.threads = _threads()
+
+
+def _in_child() -> None:
+    for user in _here.users:
+        # To destroy the parent's channels at the child's exit could wait for threads of the parent.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(user))
+    _here.awaited |= _here.threads
+    is_alone = len(list(TASKS.iterdir())) == 1  # gRPC's handlers are switched off
+    is_lost = _here.requests or _here.watches or (_here.awaited and is_alone)
+    _here.is_lost = _here.is_lost or bool(is_lost)
+    _here.has_others = _here.has_others or bool(_here.threads)  # the parent's channels
+    _here.users, _here.requests, _here.watches = weakref.WeakSet(), set(), set()
+
+
+os.register_at_fork(before=_before, after_in_child=_in_child)
