@@ -11,7 +11,7 @@ import torch
 import torch_ros.bucket
 from puppets.objects import ObjectServer
 from torch_ros.bucket.archive import Archiver
-from torch_ros.cli import archiving, main
+from torch_ros.cli import archiving, main, moving
 
 pytest.importorskip("obstore")
 
@@ -95,3 +95,33 @@ def test_an_archiver_with_nothing_to_do_asks_nobody_and_hears_of_the_next_versio
         looking = pool.submit(look_on)
         assert main.main(["--endpoint", endpoint, "archive", trainer.model, bucket.url]) == 0
         looking.result()
+
+
+@pytest.mark.long
+def test_an_idle_archiver_goes_on_after_etcd_was_away(etcd_server, server, monkeypatch, caplog):
+    monkeypatch.setattr(archiving, "LOOK_S", 0.1)
+    monkeypatch.setattr(archiving, "RETRY_S", 0.1)
+    monkeypatch.setattr(moving, "OPEN_S", 2.0)
+    endpoint, tensors = f"etcd://{etcd_server.host}", {"w": torch.zeros(1000)}
+    bucket, counts = torch_ros.bucket.open("s3://weights/p", "m"), Counts()
+    monkeypatch.setattr(archiving, "Archiver", counts.archiver)
+
+    def look_on(trainer):
+        try:
+            until(lambda: counts.wait_count > 1)
+            etcd_server.kill()
+            until(lambda: "it tries again in" in caplog.text)
+            etcd_server.start()
+            trainer.unpublish()
+            trainer.publish(8)
+            until(lambda: 8 in bucket.list())
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with torch_ros.open("m", endpoint=endpoint, replica="trainer") as trainer:
+        trainer.register(tensors)
+        trainer.publish(7)
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(look_on, trainer)
+            assert main.main(["--endpoint", endpoint, "archive", "m", bucket.url]) == 0
+            looking.result()

@@ -17,11 +17,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+import torch_ros
 from torch_ros import Contents, ShardHandle
 from torch_ros.checkpoints import written
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
-from torch_ros.cli import main
+from torch_ros.cli import main, moving
 from torch_ros.errors import UsageError
 
 DTYPES = list(NAMES)
@@ -441,6 +442,34 @@ def test_a_process_that_pushes_stays_until_it_is_told_or_enough_have_it(
     assert process.returncode == 0, text
     assert "leaving version 3" in text
     assert rollout.list() == {3: {"rollout"}}
+
+
+@pytest.mark.long
+def test_a_process_that_pushes_stays_while_etcd_is_away(
+    etcd_server, tmp_path, monkeypatch, caplog, pool
+):
+    monkeypatch.setattr(moving, "LOOK_S", 0.1)
+    monkeypatch.setattr(moving, "OPEN_S", 2.0)
+    endpoint, found = f"etcd://{etcd_server.host}", {"w": torch.zeros(1000)}
+    save_file({"w": torch.arange(1000.0)}, tmp_path / "a.safetensors")
+    command = ["--endpoint", endpoint, "push", str(tmp_path), "--model", "m", "--version", "3"]
+
+    def look_on(rollout):
+        rollout.wait(lambda there: 3 in there)
+        etcd_server.kill()
+        until_s = time.monotonic() + 30
+        while "it goes on" not in caplog.text:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        etcd_server.start()
+        return rollout.replicate()
+
+    with torch_ros.open("m", endpoint=endpoint, replica="rollout", timeout_s=60) as rollout:
+        rollout.register(found)
+        looking = pool.submit(look_on, rollout)
+        assert main.main([*command, "--until-held", "1"]) == 0
+        assert looking.result() == 3
+    same(found, {"w": torch.arange(1000.0)})
 
 
 @pytest.mark.long

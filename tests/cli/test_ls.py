@@ -13,6 +13,7 @@ import pytest
 import torch
 from crowd import Crowd
 
+import torch_ros
 from torch_ros.cli import asking, ls, main, output
 from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
@@ -151,6 +152,29 @@ def test_a_watch_prints_again_at_each_change(opened, endpoint, monkeypatch, caps
     monkeypatch.setattr(asking, "await_change", changes)
     assert main.main(["--endpoint", endpoint, "ls", trainer.model, "--watch"]) == 130
     assert ["full" in text for text in seen] == [True, False]
+
+
+def test_a_watch_goes_on_after_etcd_was_away(etcd_server, monkeypatch, capsys):
+    endpoint, seen, told = f"etcd://{etcd_server.host}", [], []
+
+    def changes(*_):
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        etcd_server.kill()
+
+    def say(text, code):
+        told.append(text)
+        etcd_server.start()
+        return code
+
+    monkeypatch.setattr(asking, "await_change", changes)
+    monkeypatch.setattr(main, "_say", say)
+    with torch_ros.open("m", endpoint=endpoint, replica="trainer") as trainer:
+        published(trainer, 7)
+        assert main.main(["--endpoint", endpoint, "ls", "m", "--watch"]) == 130
+    assert ["full" in text for text in seen] == [True, True]
+    assert ["it goes on" in text for text in told] == [True]
 
 
 @pytest.mark.usefixtures("fixed_clock")

@@ -81,6 +81,8 @@ def _follow(
         try:
             written = _step(archiver, handle, out)
             failures = 0
+            if written is None:
+                _await_work(handle, archiver, ends)
         except Fenced:
             raise
         except (BackendError, NotAvailable, PeerError, SeatLost) as error:
@@ -90,9 +92,6 @@ def _follow(
             failures = failures if is_missed else min(failures + 1, DOUBLED_MAX)
             log.warning("%s; it tries again in %g s", error, pause_s)
             ends.wait(pause_s)
-        else:
-            if written is None:
-                _await_work(handle, archiver, ends)
 
 
 def _step(archiver: Archiver, handle: torch_ros.ShardHandle, out: TextIO) -> Archived | None:

@@ -49,6 +49,7 @@ NEEDED = {"nixl", "torch"}  # by torch-ros itself; commands that only ask etcd d
 CLEAR = "\x1b[H\x1b[2J"
 REDRAW_S = 0.3  # at least
 AGES_S = 5.0  # after which ages on a screen are too old
+AWAY_S = 0.5  # between two questions to an etcd that does not answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +92,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
     return UsageError(f"{found}: install torch-ros {how}")
 
 
-def _say(error: Exception, code: int) -> int:
+def _say(error: Exception | str, code: int) -> int:
     output.complain(error)
     return code
 
@@ -246,18 +247,31 @@ def _diff(asked: argparse.Namespace) -> int:
 
 
 def _watch(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> int:
-    """The list at each change: on a terminal in the same place, else one after the other."""
+    """The list at each change: on a terminal in the same place, else one after the other.
+
+    Once it was shown, it goes on while etcd is away.
+    """
+    is_shown = is_away = False
     while True:
-        rev = asking.revision(kv)
-        if out.isatty() and not asked.json:
-            out.write(CLEAR)
-        code = _list(kv, asked, out, look)
-        if not out.isatty() and not asked.json:
-            output.say(out, "")
-        if code != FINE:
-            return code
-        time.sleep(REDRAW_S)  # a burst of changes is one
-        asking.await_change(kv, asked.model, rev, AGES_S if out.isatty() else math.inf)
+        try:
+            rev = asking.revision(kv)
+            if out.isatty() and not asked.json:
+                out.write(CLEAR)
+            code = _list(kv, asked, out, look)
+            if not out.isatty() and not asked.json:
+                output.say(out, "")
+            if code != FINE:
+                return code
+            is_shown, is_away = True, False
+            time.sleep(REDRAW_S)  # a burst of changes is one
+            asking.await_change(kv, asked.model, rev, AGES_S if out.isatty() else math.inf)
+        except BackendError as error:
+            if not is_shown:
+                raise
+            if not is_away:
+                _say(f"{error}; it goes on", FINE)
+            is_away = True
+            time.sleep(AWAY_S)
 
 
 def _gc(asked: argparse.Namespace) -> int:

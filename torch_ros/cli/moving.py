@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import re
@@ -38,14 +39,16 @@ from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
 from torch_ros.cli.output import complain, say
-from torch_ros.errors import UsageError
+from torch_ros.errors import BackendError, StoreUnavailable, UsageError
 from torch_ros.printable import printable
 from torch_ros.protocol.records import VersionRef
 from torch_ros.store.endpoint import located
 
 LOOK_S = 1.0  # between two looks at who has it
+AWAY_S = 0.5  # between two questions to an etcd that does not answer
 OPEN_S = 20.0  # for etcd to answer, here and in calls that wait for nobody else
 DRAIN_S = 20.0  # for readers, when it leaves
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def push(asked: argparse.Namespace, out: TextIO) -> None:
@@ -68,7 +71,12 @@ def _stay(
     until_s = time.monotonic() + (math.inf if asked.hold is None else asked.hold)
     enough, told = math.inf if asked.until_held is None else asked.until_held, ""
     while not ends.is_set() and time.monotonic() < until_s:
-        fleet = handle.fleet()
+        try:
+            fleet = handle.fleet()
+        except BackendError as error:  # who reads from it reads on meanwhile, and needs it
+            log.warning("%s; it goes on", error)
+            ends.wait(LOOK_S)
+            continue
         mine = [each for each in fleet.held if each.replica == handle.replica]
         held = {each.replica for ref in mine for each in fleet.holders(ref.ref)} - {handle.replica}
         reading = sorted({name for each in mine for name in each.readers})
@@ -213,9 +221,13 @@ def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
     until_s, is_told = time.monotonic() + timeout_s, False
     with closing(asking.connected(endpoint)) as kv:
         while True:
-            rev = asking.revision(kv)
             try:
+                rev = asking.revision(kv)
                 asking.fleet_of(kv, model)
+            except StoreUnavailable:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(AWAY_S)
             except UsageError as error:
                 if (left_s := until_s - time.monotonic()) <= 0:
                     raise
