@@ -8,6 +8,7 @@
     * ContentChanged     what was read was written to before it was to be served
     * CallMismatch       the ranks of a group called different things
     * NotSupported       a documented option that this release does not have yet
+    * RequestTooLarge    a record that is larger than etcd takes
   * NotAvailable       wait, or ask for another version           (also LookupError)
     * VersionNotFound
     * LoanRefused        the version is there, and its lender lends no more now
@@ -24,6 +25,7 @@
     * Fenced             for good: close the handle and open a new one
   * BackendError       etcd, the fabric or an object store did not answer
     * StoreUnavailable
+      * StoreAlarm         it answers, and refuses requests until somebody mends it
     * AccessDenied       TLS, the user or its role; the field `what` says which
     * Contention
     * BucketError        an object store refuses, or does not answer
@@ -220,6 +222,23 @@ class NotSupported(UsageError):
         self.what, self.advice = what, advice
 
 
+class RequestTooLarge(UsageError):
+    """etcd refused a request for its size. Nothing was applied."""
+
+    _message = (
+        "etcd at {self.endpoint} refused a request as too large: {self.size_bytes} bytes are for "
+        "{self.key!r}; it takes 1.5 MiB in all, unless it is started with more "
+        "--max-request-bytes"
+    )
+
+    endpoint: str
+    key: str  # the largest
+    size_bytes: int
+
+    def __init__(self, endpoint: str, key: str, size_bytes: int, /) -> None:
+        self.endpoint, self.key, self.size_bytes = endpoint, key, size_bytes
+
+
 class VersionNotFound(NotAvailable):
     """No replica holds this version whole."""
 
@@ -408,10 +427,11 @@ class InstallRejected(PeerError):
 
 
 REFUSED = "connection refused"
+NO_ANSWER = "no answer"
 
 
 class StoreUnavailable(BackendError):
-    """etcd did not answer in time; a commit sent meanwhile may or may not have applied."""
+    """etcd did not do it, in time; a commit sent meanwhile may or may not have applied."""
 
     endpoint: str
     timeout_s: float
@@ -421,10 +441,37 @@ class StoreUnavailable(BackendError):
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
     def _said(self) -> str:
-        found = f"did not answer within {self.timeout_s:g} s ({self.reason})"
-        if self.reason == REFUSED:  # at once
+        found = f"did not answer ({self.reason})"
+        if self.reason == NO_ANSWER:
+            found = f"did not answer within {self.timeout_s:g} s"
+        elif self.reason == REFUSED:
             found = "refused the connection"
         return f"etcd at {self.endpoint} {found}; check that it runs and that the endpoint is right"
+
+
+class StoreAlarm(StoreUnavailable):
+    """etcd has an alarm: it refuses requests until somebody has mended it. Leases are renewed."""
+
+    _ways_out = {  # noqa: RUF012  # never written to
+        "NOSPACE": "its database is full: compact and defragment it, then `etcdctl alarm disarm`",
+        "CORRUPT": "its members have different data: replace the odd one (`etcdctl endpoint "
+        "hashkv`), then `etcdctl alarm disarm`",
+    }
+
+    args: tuple[str, str]
+    alarm: str  # "NOSPACE" or "CORRUPT"
+
+    def __init__(self, endpoint: str, alarm: str, /) -> None:
+        super().__init__(endpoint, 0.0, f"its alarm {alarm}")
+        self.args, self.alarm = (endpoint, alarm), alarm
+
+    @property
+    def advice(self) -> str:
+        way_out = self._ways_out.get(self.alarm, "look at its log")
+        return f"{way_out} (docs/OPERATIONS.md, An etcd that refuses)"
+
+    def _said(self) -> str:
+        return f"etcd at {self.endpoint} refuses requests, by its alarm {self.alarm}: {self.advice}"
 
 
 class AccessDenied(BackendError):

@@ -255,7 +255,7 @@ def test_an_etcd_without_room_has_an_alarm(running_etcd, tmp_path):
             for number in range(100):
                 kv.commit(Txn((), (Put(f"/{number}", b"x" * 100_000),)), timeout_s=5)
         code, bad, _ = run("--endpoint", f"etcd://{server.host}", "doctor")
-    assert (code, named(bad, "database space exceeded")) == (3, ["FAIL"])
+    assert (code, named(bad, "refuses requests")) == (3, ["FAIL"])
     assert (named(bad, "alarm NOSPACE"), named(bad, "nearly full")) == (["FAIL"], ["warn"])
 
 

@@ -32,6 +32,8 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "P=": ("tests/test_operations.py", "A rollout does not update"),
     "etcdctl get --prefix $P": ("tests/test_operations.py", "A rollout does not update"),
     "etcdctl endpoint": ("tests/test_operations.py", "A rollout does not update"),
+    "etcdctl compact $REV": ("tests/test_refusing.py", '"compact"'),
+    "etcdctl defrag": ("tests/test_refusing.py", '"defrag"'),
     "etcdctl alarm list": ("tests/test_operations.py", "A rollout does not update"),
     "etcdctl alarm disarm": ("tests/test_operations.py", "etcdctl alarm disarm"),
     "etcdctl lease": ("tests/test_operations.py", "A rollout does not update"),

@@ -51,6 +51,7 @@ from torch_ros.protocol import (
     leftovers,
     lookout,
     membership,
+    outage,
     records,
     resting,
     retention,
@@ -1767,6 +1768,24 @@ def _(goes_on_without):
         return is_done
 
     return faulty
+
+
+@fault(
+    "an etcd that refuses is borne for as long as it renews the lease",
+    (outage.Patience, "bears_s"),
+    scenario="refused",
+)
+def _(_):
+    return lambda *_, **__: math.inf
+
+
+@fault(
+    "a read that is answered ends what is known of refused writes",
+    (run_module.Failures, "end"),
+    scenario="refused",
+)
+def _(_):
+    return lambda self, _: self._since_s.clear()
 
 
 @fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from story import short
 from world import MANY, SHAPES, World
 
 from torch_ros.errors import (
+    AccessDenied,
     CallAborted,
     ContentChanged,
     CorruptWeights,
@@ -23,6 +24,7 @@ from torch_ros.errors import (
     ManifestMismatch,
     SeatLost,
     SourceLost,
+    StoreAlarm,
     StoreUnavailable,
     TorchRosError,
     VersionConflict,
@@ -48,6 +50,7 @@ from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 
 SIZE = 2  # ranks of a replica
+REFUSALS = ("full", "denies writes", "is silent")
 MANY_TENSORS = tuple((f"w{number}", (12,)) for number in range(7))
 UNEVEN_S = 0.9  # less than STALL_S, after which a reader asks the store whether its source is there
 
@@ -62,6 +65,24 @@ class Hold:
     until: Callable[[], object]
     meanwhile: Callable[[], object]
     is_reply: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An etcd that renews leases, and refuses a process something else, until then."""
+
+    kind: str
+    until_s: float
+
+    def error(self, what: object) -> StoreUnavailable | AccessDenied | None:
+        if isinstance(what, str) and what.startswith(("keep alive", "revoke")):
+            return None
+        if self.kind == "full":
+            return StoreAlarm("sim://", "NOSPACE")
+        is_write = isinstance(what, Commit) and any(isinstance(op, Put) for op in what.txn.ops)
+        if self.kind == "denies writes":
+            return AccessDenied("sim://", "role", "no", "ask for it") if is_write else None
+        return StoreUnavailable("sim://", 5.0, "no answer") if is_write else None
 
 
 class Scene(World):
@@ -87,6 +108,7 @@ class Scene(World):
         self.suspects: set[str] = set()
         self.reached: set[str] = set()
         self.holds: list[Hold] = []
+        self.refusals: dict[Process, Refusal] = {}
         self.before_lock: dict[Process, Callable[[], object]] = {}  # done before its next one
         self.again: dict[int, int] = {}  # call -> content, where a number is published twice
 
@@ -170,6 +192,15 @@ class Scene(World):
             return fault
         is_lost = self.requests == self.loses_reply
         return "lose reply" if is_lost else super().request_fault(connection)
+
+    def refuse(self, process: Process, what: object, timeout_s: float) -> None:
+        found = self.refusals.get(process)
+        if found is None or self.now_s >= found.until_s or not (error := found.error(what)):
+            return
+        self.tell(process, what, "REFUSED")
+        if found.kind == "is silent":
+            self.sleep(timeout_s)
+        raise error
 
     def about_to_lock(self) -> None:
         super().about_to_lock()
@@ -1636,8 +1667,15 @@ def took_back(scene: Scene) -> None:
     scene.play()
 
 
-def trains_on(scene: Scene, *, cut_off: tuple[int, ...] = (0, 1)) -> None:
-    """A trainer steps on while etcd is away from some of its ranks; then what it holds is there."""
+def trains_on(
+    scene: Scene, *, cut_off: tuple[int, ...] = (0, 1), refused: Sequence[str] = ()
+) -> None:
+    """A trainer steps on while etcd is away from some of its ranks; then what it holds is there.
+
+    Args:
+        refused: How etcd refuses, of which the seed chooses. (): it is away.
+    """
+    kind = refused[scene.seed % len(refused)] if refused else ""
     steps, away_s, pause_s = 40, 6 * TTL_S, 2.0
     came: list[int] = []
     waited_s = dict.fromkeys(range(SIZE), 0.0)
@@ -1658,7 +1696,9 @@ def trains_on(scene: Scene, *, cut_off: tuple[int, ...] = (0, 1)) -> None:
             scene.sleep(pause_s)
             if step == 3 and me.rank == 0:
                 for process in me.start.processes:
-                    if process.rank in cut_off:
+                    if process.rank in cut_off and kind:
+                        scene.refusals[process] = Refusal(kind, scene.now_s + away_s)
+                    elif process.rank in cut_off:
                         scene._cut(process, away_s)
         demand(waited_s[me.rank] < 4 * TTL_S, f"I6: a trainer waits for etcd: {waited_s}")
         demand(len({*marks[me.rank]}) == steps, "I1: one mark for two contents")
@@ -2669,6 +2709,8 @@ SCENES = {
     "took back": took_back,
     "trains on": trains_on,
     "half cut off": half_cut_off,
+    "refused": partial(trains_on, refused=REFUSALS),
+    "half refused": partial(trains_on, refused=REFUSALS, cut_off=(0,)),
     "held when back": held_when_back,
     "retained meanwhile": retained_meanwhile,
     "late answer": late_answer,

@@ -120,6 +120,7 @@ class Connection:
         asked_s = world.now_s
         world.pause(what)
         self._check()
+        world.refuse(self.process, what, timeout_s)
         is_late = world.now_s - asked_s > timeout_s
         fault = "lose reply" if is_late else world.request_fault(self)
         if not fault:

@@ -654,6 +654,9 @@ class World(Scheduler):
                         self.kill_process(process)
                 self.launch(start.replica, is_trainer=start.is_trainer, size=start.size)
 
+    def refuse(self, process: Process, what: object, timeout_s: float) -> None:
+        """Raises what etcd says to a request that it refuses; a scene may have it so."""
+
     def _calm_down(self) -> None:
         self.is_calm, self.haste = True, 0.0
         self.step_s = min(self.step_s, 0.005)  # so that no lease ends for want of a turn

@@ -14,7 +14,7 @@ from torch_ros.cli import asking
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.ls import some
 from torch_ros.deadline import wall_ms
-from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
+from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
 from torch_ros.p2p import rdma, trial
 from torch_ros.p2p.ucx import has_gpu
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
@@ -51,6 +51,8 @@ def examine(endpoint: str, model: str | None) -> Facts:
                 examined, there = _examine(kv, name)
                 models.append(examined)
                 processes += there
+    except StoreAlarm as error:
+        silence, advice = f"etcd at {error.endpoint} refuses requests", error.advice
     except StoreUnavailable as error:
         silence = str(error)
         advice = "is it running, and is the name right? docs/OPERATIONS.md, Endpoints"

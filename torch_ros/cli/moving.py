@@ -40,7 +40,7 @@ from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size, some
 from torch_ros.cli.output import complain, say
 from torch_ros.errors import BackendError, StoreUnavailable, UsageError
-from torch_ros.printable import printable
+from torch_ros.printable import log_of, printable
 from torch_ros.protocol.records import VersionRef
 from torch_ros.store.endpoint import located
 
@@ -48,7 +48,7 @@ LOOK_S = 1.0  # between two looks at who has it
 AWAY_S = 0.5  # between two questions to an etcd that does not answer
 OPEN_S = 20.0  # for etcd to answer, here and in calls that wait for nobody else
 DRAIN_S = 20.0  # for readers, when it leaves
-log: logging.Logger = logging.getLogger(__name__)
+log: logging.Logger = log_of(__name__)
 
 
 def push(asked: argparse.Namespace, out: TextIO) -> None:

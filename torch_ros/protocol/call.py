@@ -364,7 +364,7 @@ class GroupCall(Attempt):
         rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
         ended = settle(self.asked, calls.outcome_ranges(seat, call), rule, first)
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
-        return run(ended, self.seating.kv, deadline, check=self._ledger.check_open)
+        return self.seating.run(ended, deadline, self.patience, check=self._ledger.check_open)
 
     def unpublish(self, ref: VersionRef, copy: MakeCopy, passing: Passing = ALONE) -> None:
         """Returns once nobody reads `ref` from this replica who is to be waited for.
@@ -464,13 +464,12 @@ class GroupCall(Attempt):
         return self._end(self._failure, deadline)
 
     def _abort(self, error: BaseException) -> Outcome:
-        deadline = Deadline(f"giving up {self.asked}", CLEAN_UP_S)
-        return self._end(self.failure_of(error), deadline)
+        return self._end(self.failure_of(error), Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
-        made = self.fresh(wall_ms())
-        rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
-        self._call = self.seating.run(settle(self.asked, self.seat.own, rule), deadline)
+        rule = partial(calls.abort, seat=self.seat, made=self.fresh(wall_ms()), failure=failure)
+        steps = settle(self.asked, self.seat.own, rule)
+        self._call = self.seating.run(steps, deadline, self.patience)
         self.is_recorded: bool = True
         assert self._call.outcome is not None
         self._learn(self._call.outcome)
@@ -499,7 +498,8 @@ class GroupCall(Attempt):
         """Perform a step of the call; with it, read `ahead` for the next one."""
         if ahead:
             rule = looking_ahead(rule, ahead, self._keep)
-        return self.seating.run(settle(self.asked, ranges, rule, first), self.deadline)
+        steps = settle(self.asked, ranges, rule, first)
+        return self.seating.run(steps, self.deadline, self.patience)
 
     def _keep(self, view: View) -> None:
         self.seen = view
@@ -554,7 +554,7 @@ def _put_aside(call: GroupCall, kept: Kept | None, decided: Call, copy: MakeCopy
     else:
         part = unpublish.CopiedPart(decided.copy, call.number, made, wall_ms())
         steps = unpublish.copying(seat, kept, part)
-        call.seating.run(steps, call.deadline)
+        call.seating.run(steps, call.deadline, call.patience)
 
 
 def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:

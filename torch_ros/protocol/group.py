@@ -122,6 +122,7 @@ class Group(Seating):
     def _make(self, call: GroupCall, task: GroupTask[T], patience: Patience) -> T:
         while True:
             self.await_seat(call.deadline, patience)
+            call.patience = patience
             call.start(self.seat, self.session)
             call.is_begun = True
             try:
@@ -146,6 +147,7 @@ class Group(Seating):
             self.await_seat(deadline, patience)
             seat, session = self.seat, self.session
             try:
+                call.patience = patience
                 outcome = call.end(seat, session, deadline)
             except SeatLost as lost:
                 self.fence(lost, session)

@@ -19,6 +19,7 @@ import msgspec
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
 from torch_ros.protocol.keys import BUCKET
+from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
     Call,
     Failure,
@@ -74,6 +75,7 @@ class Attempt(ABC):
         self.may_hold: Kept | None = None
         """The version that the group may hold because of this call, for all that is known."""
         self.value: str = ""  # what this rank said
+        self.patience: Patience | None = None  # with an etcd that fails
 
     def brings(self, ref: VersionRef | None) -> None:
         """Note what it is decided to bring; not, then, what an earlier decision would have."""

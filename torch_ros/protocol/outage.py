@@ -35,6 +35,19 @@ class Patience:
         """Whether its process has no other way than to fail."""
         return not self.is_unpublish and self.store_wait_s is None and self.peers_s is None
 
+    def bears_s(self, ttl_s: float, *, is_refused: bool) -> float:
+        """How long requests may fail while the lease is renewed; then the seat is given up.
+
+        Args:
+            is_refused: etcd answers, and says no. A request without an answer may be answered the
+                next time: that is borne for as long as the lease would be, in an outage.
+        """
+        if self.is_unpublish:
+            return ttl_s
+        if self.store_wait_s is None:
+            return math.inf
+        return self.store_wait_s if is_refused else max(ttl_s, self.store_wait_s)
+
     def left_s(self, outage: Outage, called_s: float, now_s: float) -> float:
         """How much longer to wait, at `now_s`, in a call made at `called_s`. Not above 0: not."""
         ttl_s, lost_s = outage.ttl_s, now_s - outage.lost_since_s

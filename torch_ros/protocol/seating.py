@@ -12,12 +12,15 @@ from typing import Self, TypeVar
 
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
+    AccessDenied,
     BackendError,
     ClosedError,
     Contention,
     Fenced,
     NotAvailable,
     SeatLost,
+    StoreAlarm,
+    StoreUnavailable,
     TorchRosError,
 )
 from torch_ros.printable import log_of
@@ -31,7 +34,7 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, Wait, follow, settle
-from torch_ros.store.run import Reminder, run
+from torch_ros.store.run import OnFailure, Reminder, run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Steps, View, one
 
@@ -122,13 +125,39 @@ class Seating:
         """Between tries; ends early when the seat is given up."""
         self._closing.wait(RETRY_S)
 
-    def run(self, steps: Steps[T], deadline: Deadline) -> T:
+    def run(
+        self,
+        steps: Steps[T],
+        deadline: Deadline,
+        patience: Patience | None = None,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> T:
         """Perform what needs the seat.
 
+        Args:
+            check: None: whether it is there.
+
         Raises:
-            SeatLost, ClosedError: It is lost, or given up.
+            SeatLost, ClosedError: It is lost, or given up. Or etcd has failed for longer than the
+                patience of a call lasts that can do without it: the caller loses the seat then.
         """
-        return run(steps, self.kv, deadline, check=self.ledger.check)
+        check, on_failure = check or self.ledger.check, self._bearing(patience)
+        return run(steps, self.kv, deadline, check=check, on_failure=on_failure)
+
+    def _bearing(self, patience: Patience | None) -> OnFailure | None:
+        """How a call bears an etcd that fails while the lease is renewed (docs/PROTOCOL.md)."""
+        ttl_s, replica = self.applicant.ttl_s, self.seat.replica
+
+        def on_failure(error: StoreUnavailable | AccessDenied, lasts_s: float) -> None:
+            is_refused = isinstance(error, StoreAlarm | AccessDenied)
+            if lasts_s >= bears_s(ttl_s, is_refused=is_refused):
+                raise SeatLost(replica, f"it is given up, since etcd fails: {error}") from error
+
+        if patience is None or patience.is_usual:
+            return None
+        bears_s = patience.bears_s
+        return on_failure
 
     def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
         """A question of this rank alone, seated or not; nothing is written down."""

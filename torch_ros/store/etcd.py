@@ -21,11 +21,30 @@ from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 
-from torch_ros.errors import REFUSED, AccessDenied, ClosedError, StoreUnavailable, UsageError
+from torch_ros.errors import (
+    NO_ANSWER,
+    REFUSED,
+    AccessDenied,
+    ClosedError,
+    RequestTooLarge,
+    StoreAlarm,
+    StoreUnavailable,
+    UsageError,
+)
 from torch_ros.printable import log_of
 from torch_ros.store import forking
 from torch_ros.store.aside import Aside
-from torch_ros.store.member import A, Member, Metadata, Method, Status, changed, keys, writes
+from torch_ros.store.member import (
+    A,
+    Member,
+    Metadata,
+    Method,
+    Status,
+    changed,
+    keys,
+    largest,
+    writes,
+)
 from torch_ros.store.txn import (
     Changes,
     Entry,
@@ -69,8 +88,17 @@ CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threa
 LOGINS_MAX = 3  # in one call: tokens end by themselves, and with some changes of users and roles
 # What etcd says when it wants a token, or another one. Nothing was applied then.
 TOKEN_REFUSED = ("invalid auth token", "user name is empty", "revision of auth store is old")
-# What grpc says of a request that never left: no member could be connected to.
-NOT_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+# What is said of a request that nobody has applied: no member could be connected to, or only one
+# that does not vote yet. Another member may do it.
+NOT_SENT = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "errors resolving",
+    "not supported for learner",
+)
+# What etcd refuses all requests with, or all that write, while it goes on renewing leases.
+ALARMS = (("database space exceeded", "NOSPACE"), ("corrupt cluster", "CORRUPT"))
+TOO_LARGE = ("request is too large", "received message larger than max")
 # etcd has understood the request, so another member would say the same.
 ANSWERS = (
     grpc.StatusCode.NOT_FOUND,
@@ -90,6 +118,9 @@ REASONS = (
         "it hangs up; does it want TLS (etcds://)?",
     ),
     ("Connection reset", "connection reset"),
+    ("for learner", "a learner, which takes no requests; name a voting member"),
+    ("context deadline exceeded", NO_ANSWER),
+    ("too many requests", "it has too many requests under way"),
     ("ping timeout", "no answer"),
     # Its host connects for a program that is stopped, too.
     ("before receiving SETTINGS frame", "it takes connections and says nothing; does it hang?"),
@@ -381,15 +412,20 @@ class EtcdKV:
     # Errors
 
     def _raise(self, error: Any, request: Any, timeout_s: float) -> NoReturn:
+        details = error.details() or ""
         match error.code():
             case grpc.StatusCode.NOT_FOUND:
                 raise _LeaseEndedError from error
             case grpc.StatusCode.PERMISSION_DENIED:
                 raise self._role_denied(request) from error
+            case _ if alarm := next((name for sign, name in ALARMS if sign in details), ""):
+                raise StoreAlarm(self.endpoint, alarm) from error
+            case _ if any(sign in details for sign in TOO_LARGE):
+                raise RequestTooLarge(self.endpoint, *largest(request)) from error
             case _ if _is_token_refused(error):
                 raise self._user_denied(error) from error
             case grpc.StatusCode.INVALID_ARGUMENT:
-                raise UsageError(f"{self.endpoint} refused a request: {error.details()}") from error
+                raise UsageError(f"{self.endpoint} refused a request: {details}") from error
             case _ if what := _denial(error):
                 raise self._certificate_denied(what, error) from error
             case _:
@@ -526,7 +562,7 @@ def _reason(error: Any) -> str:
             return reason
     match error.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return "no answer"
+            return NO_ANSWER
         case grpc.StatusCode.UNIMPLEMENTED:
             return "something answered, but it is not etcd v3"
         case code:

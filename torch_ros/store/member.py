@@ -38,6 +38,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 # etcd ends the stream of a member that has no leader, where it would otherwise stay silent.
 WATCH_METADATA = (("hasleader", "true"),)
+ALARMS = {1: "NOSPACE", 2: "CORRUPT"}  # by etcd's numbers; the stubs know the first one only
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class Member:
     def alarms(self, _: None, **call: Any) -> tuple[str, ...]:
         """The alarms of all members, such as "NOSPACE"."""
         reply = self._upkeep.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.GET), **call)
-        return tuple(sorted({rpc.AlarmType.Name(each.alarm) for each in reply.alarms}))
+        numbers = {each.alarm for each in reply.alarms}
+        return tuple(sorted(ALARMS.get(number, f"number {number}") for number in numbers))
 
     def watch(
         self, starts: Sequence[tuple[Range, int]], *, timeout: float, metadata: Metadata
@@ -128,6 +130,13 @@ def keys(request: object) -> list[str]:
             return []
     ops = [getattr(op, op.WhichOneof("request")) for op in sent.success]
     return [_text(one.key) for one in (*sent.compare, *ops)]
+
+
+def largest(request: object) -> tuple[str, int]:
+    """The key for which a request writes most, and how many bytes it has for that."""
+    ops = request.ops if isinstance(request, Txn) else ()
+    sizes = {op.key: len(_raw(op.key)) + len(op.value) for op in ops if isinstance(op, Put)}
+    return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
 
 def writes(request: object) -> bool:

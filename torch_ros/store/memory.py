@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from torch_ros.errors import ClosedError, UsageError
+from torch_ros.errors import ClosedError, RequestTooLarge, UsageError
 from torch_ros.store.aside import Aside
 from torch_ros.store.txn import (
     Changes,
@@ -283,7 +283,8 @@ def _check(txn: Txn) -> None:
         raise UsageError(f"a transaction has at most {OPS_MAX} guards and {OPS_MAX} operations")
     puts = [op for op in txn.ops if isinstance(op, Put)]
     if sum(len(put.key.encode()) + len(put.value) for put in puts) > TXN_BYTES_MAX:
-        raise UsageError(f"a transaction has at most {TXN_BYTES_MAX} bytes")
+        key, size_bytes = max((len(put.value), put.key) for put in puts)[::-1]
+        raise RequestTooLarge("memory", key, size_bytes)
     deleted = [op.range for op in txn.ops if isinstance(op, Delete)]
     keys = {put.key for put in puts}
     if len(keys) < len(puts) or any(key in range_ for key in keys for range_ in deleted):

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import StoreUnavailable
+from torch_ros.errors import AccessDenied, StoreUnavailable
 from torch_ros.printable import log_of
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import UNKNOWN, Changes, Commit, Follow, Read, Reply, Steps, T, View, Watch
 
+OnFailure = Callable[[StoreUnavailable | AccessDenied, float], None]
+"""Told of each request that fails, and for how long such requests have failed by now; raises when
+that is too long for the caller."""
 log: logging.Logger = log_of(__name__)
 
 REQUEST_TIMEOUT_S = 5.0  # one round trip; etcd elects a new leader within about this
@@ -51,18 +54,63 @@ class Reminder:
         return True
 
 
+class Failures:
+    """How long requests have failed: those that read, and those that write, each by themselves.
+
+    An etcd may refuse the one and answer the other.
+
+    Args:
+        on_failure: None: a request that etcd denies fails at once, and others until the deadline.
+    """
+
+    def __init__(self, on_failure: OnFailure | None) -> None:
+        self._on_failure = on_failure
+        self._since_s: dict[type[Read | Commit], float] = {}
+
+    def note(
+        self, request: Read | Commit, sent_s: float, error: StoreUnavailable | AccessDenied
+    ) -> bool:
+        """Whether it is the first of those that fail. Raises when they have for too long."""
+        if self._on_failure is None and isinstance(error, AccessDenied):
+            raise error
+        is_first = not self._since_s
+        self._since_s.setdefault(type(request), sent_s)
+        if self._on_failure is not None:
+            self._on_failure(error, time.monotonic() - min(self._since_s.values()))
+        return is_first
+
+    def end(self, request: Read | Commit) -> None:
+        self._since_s.pop(type(request), None)
+
+    def denied(self, error: AccessDenied) -> None:
+        """A watch was: the next request is, too, if that was no mistake."""
+        if self._on_failure is None:
+            raise error
+        time.sleep(RETRY_S)
+
+
 def run(
-    steps: Steps[T], kv: KV, deadline: Deadline, *, check: Callable[[], None] | None = None
+    steps: Steps[T],
+    kv: KV,
+    deadline: Deadline,
+    *,
+    check: Callable[[], None] | None = None,
+    on_failure: OnFailure | None = None,
 ) -> T:
     """Drive `steps` to its end. `check` raises when this process may not go on (fenced, closed).
 
     While etcd is away, requests are repeated until the deadline. A commit is not: whether it
     applied is unknown, so the loop looks again.
 
+    Args:
+        on_failure: Raises when requests have failed for too long. Those that etcd denies are
+            repeated, too, where it is given.
+
     Raises:
         DeadlineExceeded: With the last reason for waiting.
         StoreUnavailable: etcd did not answer before the deadline.
     """
+    failures = Failures(on_failure)
     reply: View | Reply | Changes | float | None = None
     reminder = Reminder(PATIENCE_S)
     while True:
@@ -75,38 +123,50 @@ def run(
         match request:
             case Watch():
                 wait = partial(kv.wait, request)
-                reply = _wait(request, wait, kv.endpoint, deadline, check, reminder)
+                try:
+                    reply = _wait(request, wait, kv.endpoint, deadline, check, reminder)
+                except AccessDenied as error:
+                    failures.denied(error)
+                    reply = 0.0
             case Follow():
                 reply = _follow(request, kv, deadline, check, reminder)
             case Read() | Commit():
-                reply = _perform(request, kv, deadline, check)
+                reply = _perform(request, kv, deadline, check, failures)
 
 
 def _perform(
-    request: Read | Commit, kv: KV, deadline: Deadline, check: Callable[[], None] | None
+    request: Read | Commit,
+    kv: KV,
+    deadline: Deadline,
+    check: Callable[[], None] | None,
+    failures: Failures,
 ) -> View | Reply:
-    outage = False
     while True:
         # At least one try, and a short one at that, even when the time is over: what a call
         # leaves behind is cleaned up with the same requests.
         timeout_s = max(0.5, min(REQUEST_TIMEOUT_S, deadline.left_s()))
+        sent_s = time.monotonic()
         try:
+            reply: View | Reply
             match request:
                 case Read():
-                    return kv.read(request, timeout_s=timeout_s)
+                    reply = kv.read(request, timeout_s=timeout_s)
                 case Commit(txn):
-                    return kv.commit(txn, timeout_s=timeout_s)
-        except StoreUnavailable as error:
+                    reply = kv.commit(txn, timeout_s=timeout_s)
+        except (StoreUnavailable, AccessDenied) as error:
+            is_first = failures.note(request, sent_s, error)
             if deadline.left_s() <= 0:
                 raise
-            if not outage:
+            if is_first:
                 log.warning("%s: %s; trying again", deadline.what, error)
-            outage = True
             if check is not None:
                 check()
             time.sleep(RETRY_S)
             if isinstance(request, Commit):
                 return UNKNOWN
+        else:
+            failures.end(request)
+            return reply
 
 
 def _follow(
