@@ -136,7 +136,7 @@ def test_servers_have_the_weights_when_they_go_on(two):
         for engine in engines:
             assert all((tensor == value).all() for tensor in engine.tensors.values())
             assert engine.weight_version == str(number) == str(transfer.version)
-    update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    update = ["start_weight_update", "update_weights", "finish_weight_update"]
     step_ = ["pause?mode=keep", *update, "resume"]
     expected = ["health", "init_weight_transfer_engine", *step_, *step_]
     assert [engine.asked for engine in engines] == [expected] * 2

@@ -323,6 +323,11 @@ class Installer:
         self.active, self._uid, self.report = number, uid, report
         return report
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether this rank's engine has weights that are no version: perhaps a part of one."""
+        return self.active is None and self._has_written
+
     def withdraw(self, reason: str) -> None:
         """Offer the engine to nobody, and say that it has no version. On all ranks.
 

@@ -35,7 +35,7 @@ class ROSWeightTransfer:
     comes, into memory that stays from step to step, and offered as a version; then the servers
     read it, all at once. Versions count from 1, in a run of their own.
 
-    The servers are `vllm serve` with `--weight-transfer-config '{"backend": "torch_ros"}'` and, in
+    The servers are vLLM's, with `--weight-transfer-config '{"backend": "torch_ros"}'` and, in
     their environment, VLLM_SERVER_DEV_MODE=1. If one fails, `send_weights` raises, and all of them
     stay paused.
 
@@ -46,8 +46,8 @@ class ROSWeightTransfer:
         init_info: For the engines, such as {"options": {"endpoint": ...}}; each is told the model
             and a name of its own besides.
         device: Where the copies lie; None: on the trainer's device.
-        pause_mode: What vLLM does with requests under way; with "keep" they go on afterwards, on
-            the KV cache of the old weights.
+        pause_mode: What vLLM does with requests under way; with "keep" they go on afterwards, when
+            vLLM has computed what they have anew.
         timeout_s: For each answer of a server.
     """
 
@@ -125,7 +125,6 @@ class ROSWeightTransfer:
                 self._servers.ask("finish_weight_update")
             raise
         self._servers.ask("finish_weight_update", {"weight_version": str(version)})
-        self._servers.ask("reset_prefix_cache")  # which vLLM leaves to its drivers
         log.info("sent version %d, %d bytes, in %.3f s", version, size, time.monotonic() - begun_s)
 
     def destroy(self) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -215,14 +216,30 @@ class ServerUnderTest:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read() or b"null")
 
-    def update(self, version):
+    def update(self, version, pause="keep", label=""):
         """As a driver does that knows vLLM's own calls alone."""
-        self.ask("pause?mode=keep")
+        self.ask(f"pause?mode={pause}")
         self.ask("start_weight_update")
         self.ask("update_weights", {"update_info": {"version": version}})
-        self.ask("finish_weight_update", {"weight_version": str(version)})
+        body = {} if label is None else {"weight_version": label or str(version)}
+        self.ask("finish_weight_update", body)
         self.ask("resume")
-        self.ask("reset_prefix_cache")
+
+    def update_fails(self, version):
+        """As a driver does that goes on after an update that was refused."""
+        self.ask("pause?mode=keep")
+        self.ask("start_weight_update")
+        for path, body in (
+            ("update_weights", {"update_info": {"version": version}}),
+            ("finish_weight_update", {"weight_version": str(version)}),
+        ):
+            try:
+                self.ask(path, body)
+            except urllib.error.HTTPError as error:
+                assert error.code >= 500
+            else:
+                raise AssertionError(f"{path} succeeded")
+        self.ask("resume")
 
     def close(self):
         self._process.terminate()

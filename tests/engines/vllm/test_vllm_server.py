@@ -60,7 +60,6 @@ def test_a_trainer_engine_of_vllm(server, tiny, etcd_endpoint):
         for version in (1, 2):
             step(model, version)
             engine.send_weights()
-            server.ask("reset_prefix_cache")
             server.agrees(greedy(model))
             assert engine.version == version
             assert server.ask("weight_info", method="GET") == {"weight_version": str(version)}

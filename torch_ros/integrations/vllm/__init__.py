@@ -2,10 +2,12 @@
 
 vLLM finds `register` by its entry point. An engine with
 ``weight_transfer_config={"backend": "torch_ros"}`` then takes versions through vLLM's own calls,
-offline or over HTTP; `attach` makes them for an offline engine. Knows vLLM; asks torch_ros by its
+offline or over HTTP; `attach` makes them for an offline engine. One method of vLLM's is wrapped, in
+`core`. Knows vLLM; asks torch_ros by its
 public face only. Nothing here is imported before vLLM, or `attach`, asks for it.
 """
 
+from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.offline import Attached, attach
 
 __all__ = ["Attached", "attach", "register"]
@@ -20,6 +22,7 @@ def register() -> None:
         WeightTransferTrainerFactory,
     )
 
+    core.watch()
     engines = ("torch_ros.integrations.vllm.engine", "ROSWeightTransferEngine")
     trainers = ("torch_ros.integrations.vllm.trainer", "ROSTrainerWeightTransferEngine")
     for factory, home in (

@@ -23,6 +23,7 @@ from torch_ros.integrations.installation import (
     InstallReport,
     OnFailure,
 )
+from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.model import VLLMModel
 from torch_ros.integrations.vllm.told import tell
 from torch_ros.printable import log_of
@@ -127,6 +128,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any) -> None:
+        core.watch()  # it may lie in this very process, and have been loaded after the plug-in
         super().__init__(*args)
         self._installer: Installer | None = None
         self._timeout_s = 300.0
@@ -137,6 +139,11 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def report(self) -> InstallReport | None:
         """How the last version got in."""
         return self._installer.report if self._installer else None
+
+    @property
+    def active(self) -> int | None:
+        """The version that the engine has; None: none, or nobody knows."""
+        return self._installer.active if self._installer else None
 
     # Infos
 
@@ -230,6 +237,11 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
                 f"replica={info.replica!r}: expected a name for this engine: its {ranks.size} "
                 "workers, or the data parallel engines beside it, have none in common"
             )
+        if getattr(self.vllm_config, "ec_transfer_config", None) is not None:
+            raise NotSupported(
+                "torch_ros with an EC connector, which keeps what encoders of older weights found",
+                "start the engine without ec_transfer_config",
+            )
         if self._sleeps and info.install_options().relay:
             raise NotSupported(
                 "relay=True with sleep mode, which takes away the memory that peers read",
@@ -255,14 +267,17 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
 
     def _as_one(self, step: Callable[[], T]) -> T | None:
         """A step of all ranks; None if one of them failed. The last rank, and no other, raises."""
-        ranks, failure, found = self._ranks, "", None
+        ranks, found = self._ranks, None
+        failure: Exception | None = None
         try:
             found = step()
         except Exception as error:
             log.exception("a call of the weight transfer failed")
-            active = self._installer.active if self._installer else None
-            failure = tell(error, active)
-        failures = [each for each in ranks.gather(failure) if each]
+            failure = error
+        has_lost = self._installer is not None and self._installer.has_lost
+        has_any_lost = any(ranks.gather(failure is not None and has_lost))
+        text = tell(failure, self.active, has_lost=has_any_lost) if failure else ""
+        failures = [each for each in ranks.gather(text) if each]
         if failures and ranks.rank == ranks.size - 1:
             raise RuntimeError(failures[0])
         return None if failures else found

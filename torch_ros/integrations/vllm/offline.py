@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import torch_ros
 from torch_ros.errors import SourceLost, TorchRosError, VersionNotFound
 from torch_ros.integrations.from_bucket import BucketVersions
+from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.told import hear
 
 TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
@@ -33,8 +34,9 @@ def attach(
         bucket: The URL of a bucket, if the engine shares nothing else with the trainer; instead of
             `replica` and `options`. The extra `bucket` is needed here and in the workers.
         options: The other options of `torch_ros.open`, for each worker's handle.
-        pause: How vLLM treats requests that run when an update begins: they go on afterwards, with
-            the KV cache of the old weights; are finished first; or are aborted.
+        pause: How vLLM treats requests that run when an update begins: they keep their tokens and
+            go on afterwards, when vLLM has computed these anew with the new weights; are finished
+            first; or are aborted.
         init_info: The other fields of `ROSInitInfo`: buffer_bytes, direct, relay, on_failure, cast,
             timeout_s.
 
@@ -63,6 +65,7 @@ class Attached:
     """An engine that follows a model; what `attach` returns."""
 
     def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
+        core.watch()  # vLLM may run it in this very process
         self._llm, self._pause, self._replica = llm, pause, info["replica"]
         self._active: int | None = None  # by the last error
         self._sequence = ""  # of `version`: within it "latest" never goes back
@@ -76,14 +79,13 @@ class Attached:
         except BaseException:
             self._asked("shutdown_weight_transfer_engine")
             raise
-        self._workers = llm.llm_engine.vllm_config.parallel_config.world_size
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if the engine has another one; "latest" never goes back within a run.
 
         If the trainer takes "latest" back before the engine has read it, the engine goes to the
-        one that is latest then. Generation pauses meanwhile, and caches of the old weights are
-        dropped. Not while another thread is in a call of the engine.
+        one that is latest then. Generation pauses meanwhile, and what the old weights have
+        computed is dropped from all caches. Not while another thread is in a call of the engine.
 
         Returns:
             Whether the engine has another version than before.
@@ -149,16 +151,12 @@ class Attached:
         try:
             self._asked("update_weights", {"update_info": info})
         except Exception:
-            if self._workers > 1:  # the session of those that did not raise
-                with suppress(Exception):
-                    self._llm.finish_weight_update()
+            with suppress(Exception):  # the session of those that did not raise
+                self._llm.finish_weight_update()
             raise
         self._asked("finish_weight_update", str(version))
 
     def _resume(self) -> None:
-        self._llm.reset_prefix_cache()
-        self._llm.reset_mm_cache()
-        self._llm.llm_engine.reset_encoder_cache()
         self._llm.wake_up(tags=["scheduling"])
 
     def _asked(self, call: str, *args: object) -> None:
