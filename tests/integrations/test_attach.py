@@ -34,6 +34,9 @@ class Model:
     def obstacles(self, recording):
         return {}
 
+    def may_lack(self, fqn):
+        return False
+
 
 class LLM:
     """vLLM's calls, and its way with errors: their text in one of its own."""

@@ -60,8 +60,9 @@ class Fused(nn.Module):
 class Toy:
     """The one file that knows such engines."""
 
-    def __init__(self, module, obstacles=()):
+    def __init__(self, module, obstacles=(), elsewhere=()):
         self.module, self.stands_in_the_way = module, dict(obstacles)
+        self.elsewhere = elsewhere
         self.loads = []
         self.looked = lambda: None
 
@@ -74,6 +75,9 @@ class Toy:
     def obstacles(self, recording):
         self.looked()
         return dict(self.stands_in_the_way)
+
+    def may_lack(self, fqn):
+        return fqn in self.elsewhere
 
     def load(self, modules, weights):
         self.loads.append((set(modules), []))
@@ -176,7 +180,8 @@ def test_without_relay_nothing_is_offered(opened, trainer):
 def test_an_engine_that_has_a_part_of_a_tensor_is_no_source(opened, trainer):
     """As one of several that share their experts, beside data parallelism."""
     engine, follower = Fused(0, 2), opened()
-    installer = installer_of(follower, engine)
+    toy = Toy(engine, elsewhere=["k"])
+    installer = Installer(follower, toy, InstallOptions())
     for version in (1, 2):
         published = trainer.publish(version)
         report = installer.install(version, 20)
@@ -248,7 +253,7 @@ def test_equal_elements_wait_for_a_version_that_proves_something(opened, trainer
 
 def test_another_set_of_tensors_is_recorded_anew(opened, trainer):
     engine = Fused()
-    installer = installer_of(opened(), engine)
+    installer = installer_of(opened(), engine, ignore=["extra"])
     trainer.publish(1)
     installer.install(1, 20)
     published = trainer.publish(2, extra=torch.ones(2))
@@ -433,6 +438,116 @@ def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, traine
 
 
 @pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
+def test_a_version_that_goes_before_the_first_byte_leaves_what_was_there(
+    opened, trainer, obstacles
+):
+    """As when the trainer steps on while the engine still looks where to put it."""
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine, obstacles)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    offered = follower.version
+    trainer.publish(2)
+    installer._engine.looked = trainer.handle.unpublish
+    with pytest.raises(VersionNotFound):
+        installer.install(2, 5)
+    assert engine.has(first)
+    assert installer.active == 1
+    assert follower.version == offered
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"norm": None}, "nothing for norm.weight \\(4 elements\\)"),
+        ({"q": None, "k": None}, "nothing for qk.weight \\(24 elements\\)"),
+        ({"out": torch.ones(5, 4)}, "nothing for out.weight .16 elements.; out: the loader raised"),
+    ],
+)
+def test_a_version_that_lacks_something_is_refused(opened, trainer, changes, found):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    trainer.publish(2, **changes)
+    with pytest.raises(ManifestMismatch, match=found):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == follower.version == 1  # it is offered still
+
+
+def test_another_dtype_is_cast_with_a_warning_or_refused(opened, trainer, caplog):
+    engine, follower = Fused(), opened()
+    published = trainer.publish(1, out=torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ManifestMismatch, match=r"out, cast from torch.bfloat16 to torch.float32"):
+        installer_of(follower, engine, cast=False).install(1, 20)
+    assert not torch.equal(engine.norm.weight, published["norm"])
+    report = installer_of(follower, engine).install(1, 20)
+    assert list(report.staged) == ["out"]
+    assert engine.has(published | {"out": torch.ones(4, 4)})
+    assert "the engine casts out" in caplog.text
+
+
+def test_a_dtype_that_must_not_be_cast_leaves_what_was_there(opened, trainer):
+    engine, follower = Fused(), opened()
+    installer = installer_of(follower, engine, cast=False)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    trainer.publish(2, out=torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ManifestMismatch, match="out, cast from torch.bfloat16"):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == follower.version == 1
+
+
+@pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
+def test_a_number_that_goes_back_is_refused(opened, trainer, obstacles):
+    engine, follower, keeper = Fused(), opened(installs=True), opened()
+    installer = installer_of(follower, engine, obstacles, tells=True)
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    keeper.register({fqn: torch.zeros_like(one) for fqn, one in first.items()})
+    keeper.replicate(1)
+    second = trainer.publish(2)
+    installer.install(2, 20)
+    with pytest.raises(UsageError, match="version 1 is not installed.*only grow within a run"):
+        installer.install(1, 20)
+    assert engine.has(second)
+    assert installer.active == keeper.installs()[follower.replica].active.version == 2
+    third = trainer.publish(3)
+    installer.install("latest", 20)
+    assert engine.has(third)
+
+
+@pytest.mark.parametrize("when", ["before", "while it looks"])
+def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, trainer, when):
+    engine, other = Fused(), Fused()
+    options = {"replica": "engine", "installs": True, "ttl_s": 5}
+    installer, takers = installer_of(opened(**options), engine, tells=True), []
+
+    def take():
+        if not takers:
+            takers.append(installer_of(opened(**options), other, tells=True))
+            while installer.handle.state != "gone":  # a read that it stops may have written
+                time.sleep(0.01)
+
+    first = trainer.publish(1)
+    installer.install(1, 20)
+    if when == "before":
+        take()
+    else:
+        installer._engine.looked = take
+    second = trainer.publish(2)
+    with pytest.raises(Fenced, match="'engine'.*close this handle and open a new one"):
+        installer.install(2, 20)
+    assert engine.has(first)
+    assert installer.active == 1
+    takers[0].install(2, 20)
+    assert other.has(second)
+    assert trainer.handle.installs()["engine"].active.version == 2
+
+
+@pytest.mark.parametrize("obstacles", [{}, dict.fromkeys(EVERYWHERE, Obstacle("packed"))])
 def test_a_weight_that_is_no_number_arrives_as_it_was_published(opened, obstacles):
     """Digests compare bits: a NaN is equal to itself."""
     engine, publisher = Fused(), Publisher(opened(digests="full"))
@@ -478,15 +593,44 @@ def test_float8_weights_are_refused_where_nothing_takes_their_scales(opened, tra
     assert engine.has(version | {"out": torch.ones(4, 4)})
 
 
-def test_a_tensor_that_the_engine_has_no_place_for_is_ignored_with_a_warning(
-    opened, trainer, caplog
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"vision": torch.ones(3)}, r"vision \[3\]: 3 elements the loader raised AttributeError"),
+        ({"k": torch.ones(3, 4)}, r"k \[3, 4\]: 4 elements;"),
+        ({"k": torch.ones(3, 4, dtype=torch.float64)}, r"k \[3, 4\]: 4 elements cast from"),
+        ({"unused": torch.ones(2)}, r"unused \[2\]: 2 elements;"),
+        ({"k": torch.ones(3, 4), "unused": torch.ones(2)}, "k .*, unused"),
+    ],
+    ids=["no place", "too many rows", "too many rows, cast", "left out", "several"],
+)
+@pytest.mark.parametrize("obstacles", [(), EVERYWHERE], ids=["in place", "staged"])
+def test_a_version_with_an_element_that_lands_nowhere_is_refused(
+    opened, trainer, changes, found, obstacles
 ):
-    engine = Fused()
-    published = trainer.publish(1, vision=torch.ones(3))
-    report = installer_of(opened(), engine).install(1, 20)
+    class Skipping(Fused):
+        def load_weights(self, weights):
+            super().load_weights(one for one in weights if one[0] != "unused")
+
+    engine = Skipping()
+    installer = installer_of(opened(), engine, dict.fromkeys(obstacles, Obstacle("packed")))
+    trainer.publish(1, **changes)
+    for _ in range(2):
+        with pytest.raises(ManifestMismatch, match="a place for every element.*none for " + found):
+            installer.install(1, 20)
+        assert float(engine.norm.weight[0]) == OLD
+    published = trainer.publish(2)
+    installer.install(2, 20)
     assert engine.has(published)
-    assert "no place for: vision" in caplog.text
-    assert list(report.ignored) == ["vision"]
+
+
+def test_a_tensor_that_is_to_be_ignored_is(opened, trainer):
+    engine = Fused()
+    published = trainer.publish(1, **{"vision.a": torch.ones(3), "k": torch.ones(3, 4)})
+    options = {"ignore": ["vision.*", "k"]}
+    report = installer_of(opened(), engine, **options).install(1, 20)
+    assert engine.has(published | {"k": published["k"][:2]})
+    assert list(report.ignored) == ["vision.a"]
 
 
 def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(opened):
@@ -617,6 +761,22 @@ def test_ranks_may_stage_different_tensors(pair, trainer):
     assert all(engine.has(published) for engine in engines)
     assert [sorted(report.staged) for report in reports] == [[], ["k", "norm", "out", "q"]]
     assert {installer.handle.version for installer in installers} == {None}
+
+
+def test_an_element_that_lands_on_no_rank_is_refused_on_all(pair, trainer):
+    """Each rank has one of two rows, and nobody has the third."""
+    engines, _, installers, each = pair
+    trainer.publish(1, k=torch.ones(3, 4))
+
+    def attempt(rank):
+        with pytest.raises(ManifestMismatch, match=r"none for k \[3, 4\]: 4 elements"):
+            installers[rank].install("latest", 30)
+
+    each(attempt)
+    assert {float(engine.norm.weight[0]) for engine in engines} == {OLD}
+    published = trainer.publish(2)
+    each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(published) for engine in engines)
 
 
 def test_a_rank_that_refuses_does_so_for_all_before_a_byte_is_written(pair, trainer):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ PAIRS_MAX = 4096  # of one copy; above, landing box by box gains nothing
 FRAMES_MAX = 4096  # kept
 
 Offsets = tuple[int, ...]
+Box = tuple[Offsets, Offsets]  # where it begins, and its sizes
 Steps = list[tuple[int, int, int]]  # of a copy: size, stride at the source, stride at the target
 
 
@@ -188,3 +190,38 @@ def _run(frame: Frame, index: Offsets, step: int, size: int) -> tuple[int, int]:
     if extent % jump or index[dim] >= jump or not 1 < lap < size:
         return 1, 1
     return size // lap * lap, lap
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The box that two have in common."""
+    offsets = tuple(map(max, one[0], other[0]))
+    ends = (
+        min(begin + size, start + length)
+        for begin, size, start, length in zip(*one, *other, strict=True)
+    )
+    sizes = tuple(end - begin for end, begin in zip(ends, offsets, strict=True))
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def outside(box: Box, hole: Box) -> Iterator[Box]:
+    """The parts of a box around a hole in it, disjoint."""
+    offsets, sizes = list(box[0]), list(box[1])
+    for dim, (begin, size) in enumerate(zip(*hole, strict=True)):
+        for start, stop in ((offsets[dim], begin), (begin + size, offsets[dim] + sizes[dim])):
+            if start < stop:
+                yield (
+                    (*offsets[:dim], start, *offsets[dim + 1 :]),
+                    (*sizes[:dim], stop - start, *sizes[dim + 1 :]),
+                )
+        offsets[dim], sizes[dim] = begin, size
+
+
+def uncovered(shape: Offsets, boxes: Iterable[Box]) -> int:
+    """How many elements of a tensor are in none of these boxes, which may overlap."""
+    left: list[Box] = [((0,) * len(shape), shape)] if prod(shape) else []
+    for box in sorted(set(boxes)):  # in order, so that few parts are left at any time
+        hit = [(part, common(part, box)) for part in left]
+        left = [
+            rest for part, hole in hit for rest in ([part] if hole is None else outside(part, hole))
+        ]
+    return sum(prod(sizes) for _, sizes in left)

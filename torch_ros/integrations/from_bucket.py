@@ -7,7 +7,7 @@ import torch
 
 import torch_ros
 from torch_ros import bucket
-from torch_ros.integrations.installation import Weights
+from torch_ros.integrations.seams import Weights
 
 
 class BucketVersions:

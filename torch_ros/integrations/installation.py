@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 
@@ -24,86 +25,24 @@ from torch_ros.integrations.landing_plan import (
     LandingPlan,
     Obstacle,
     Place,
+    chunked,
+    homeless,
     misplaced,
     missing,
     places,
     plan_landings,
 )
-from torch_ros.integrations.landings import Landing, Recording
+from torch_ros.integrations.landings import Recording
+from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Versions, Weights
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
 
-Weights = Iterator[tuple[str, torch.Tensor]]
-Contents = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 Direct = Literal["auto", "proven", "never"]
 OnFailure = Literal["reread", "keep", "refuse"]
 NAMED_MAX = 8  # names in a message
 TOLD_S = 30.0  # for all ranks to say that an engine has no version any more
 T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """An engine's weights, as the one file that knows the engine sees them."""
-
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers under each of their names, as they are now."""
-
-    def record(self, contents: Contents) -> Recording:
-        """Where the engine's loader puts these tensors."""
-
-    def obstacles(self, recording: Recording) -> Mapping[str, Obstacle]:
-        """The parameters that are not read into."""
-
-    def load(self, modules: Iterable[str], weights: Weights) -> None:
-        """Load these through the engine's loader, which makes these modules anew.
-
-        A tensor is valid until the next one is asked for.
-        """
-
-
-class Versions(Protocol):
-    """Where versions come from: a `ShardHandle`, or a `BucketVersions`."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def version(self) -> int | None:
-        """The version that the engine's memory is offered as."""
-
-    def contents(self, version: int | str, *, timeout_s: float | None) -> torch_ros.Contents: ...
-
-    def read(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, timeout_s: float | None
-    ) -> object: ...
-
-    def stream(
-        self, version: int, fqns: Iterable[str], *, buffer_bytes: int, timeout_s: float | None
-    ) -> AbstractContextManager[Weights]: ...
-
-    def serve(self, *, timeout_s: float | None = None) -> object: ...
-
-    def unpublish(self, *, timeout_s: float | None = None) -> object: ...
-
-    def close(self) -> object: ...
-
-
-class EngineRanks(Protocol):
-    """The processes of one engine, which install a version together."""
-
-    def gather(self, mine: T) -> Sequence[T]:
-        """The answers of all ranks, in their order; the same on all of them."""
-
-
-class Alone:
-    """An engine of one process."""
-
-    def gather(self, mine: T) -> Sequence[T]:
-        return [mine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +59,8 @@ class InstallOptions:
             from anybody who has it; "keep": from a copy in host memory, made each time before the
             first byte; "refuse": leave the engine without a version.
         cast: Load tensors of another dtype than the engine's, with a warning: its loader casts.
+        ignore: Names of tensors that the engine may be without, or patterns such as "vision.*". A
+            version with an element of any other that lands nowhere is refused.
     """
 
     buffer_bytes: int = 256 << 20
@@ -127,6 +68,7 @@ class InstallOptions:
     relay: bool = True
     on_failure: OnFailure = "reread"
     cast: bool = True
+    ignore: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -140,6 +82,11 @@ class InstallOptions:
                 raise UsageError(f"{name}={value!r}: expected one of {expected}")
         if type(self.buffer_bytes) is not int or self.buffer_bytes <= 0:
             raise UsageError(f"buffer_bytes={self.buffer_bytes!r}: expected a number above 0")
+        if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
+            raise UsageError(f"ignore={self.ignore!r}: expected a list of names or patterns")
+
+    def ignores(self, fqn: str) -> bool:
+        return any(fnmatchcase(fqn, pattern) for pattern in self.ignore)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +144,7 @@ class _Recorded:
 
     contents: Contents
     recording: Recording
+    is_whole: bool = False  # all ranks together have every element
     proven: set[str] = field(default_factory=set)  # parameters whose obstacles are gone
     refuted: dict[str, str] = field(default_factory=dict)  # those whose obstacles stay, and why
     obstacles: Mapping[str, Obstacle] | None = None  # when it was planned last
@@ -309,6 +257,7 @@ class Installer:
 
         def bring() -> InstallReport:
             look = self._together(lambda: self._look(number, watch, found, uid))
+            self._require_places(number, look.recorded)
             if self.options.on_failure == "keep":
                 kept.update(self._together(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
@@ -465,9 +414,36 @@ class Installer:
             )
         if casts:
             log.warning("%s: the engine casts %s", name, _some(casts))
-        if recording.failed:
+        if recording.failed:  # refused next, unless the engine may be without it
             failed = [f"{fqn} ({recording.staged[fqn]})" for fqn in sorted(recording.failed)]
-            log.warning("%s: ignoring what the engine has no place for: %s", name, _some(failed))
+            log.warning("%s: the engine has no place for %s", name, _some(failed))
+
+    def _require_places(self, version: int, recorded: _Recorded) -> None:
+        """Refuse a version with elements that land on no rank. All ranks call this, and raise."""
+        if all(self._peers.gather(recorded.is_whole)):
+            return
+        options, engine = self.options, self._engine
+        mine = {
+            fqn: boxes
+            for fqn, boxes in recorded.recording.partial.items()
+            if not options.ignores(fqn) and not engine.may_lack(fqn)
+        }
+        lost = homeless(recorded.contents, self._peers.gather(mine))
+        if lost:
+            reasons = recorded.recording.staged
+            shapes = {fqn: list(recorded.contents[fqn][1]) for fqn in lost}
+            parts = [
+                f"{fqn} {shapes[fqn]}: {count} elements {reasons.get(fqn, '')}".strip()
+                for fqn, count in lost.items()
+            ]
+            raise ManifestMismatch(
+                f"version {version} of model {self.handle.model!r} in this engine",
+                "a place for every element",
+                f"none for {_some(parts)}",
+                "publish a model of this engine's shapes, or name the tensors that it may be "
+                "without in ignore=[...]",
+            )
+        recorded.is_whole = True
 
     def _obstacles(self, recorded: _Recorded) -> dict[str, Obstacle]:
         if self.options.direct == "never":
@@ -594,16 +570,6 @@ class Installer:
         state = self._engine.state()
         for name, tensor in kept.items():
             state[name].data.copy_(tensor)
-
-
-def chunked(
-    landings: Mapping[str, Landing], state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The tensors of a version that lie in an engine's parameters, to be read into."""
-    return {
-        fqn: torch_ros.Chunked(landing.shape, landing.dtype, dict(landing.chunks(state)))
-        for fqn, landing in landings.items()
-    }
 
 
 def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

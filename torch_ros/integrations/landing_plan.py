@@ -1,11 +1,13 @@
 """Which tensors of a version are read into an engine's parameters, and which it has to load."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+import torch_ros
+from torch_ros.integrations.boxes import Box, uncovered
 from torch_ros.integrations.landings import Landing, Recording, uncollected
 
 SAME = "its elements are equal, which shows nothing of their order"
@@ -132,6 +134,25 @@ def missing(recording: Recording, state: Mapping[str, torch.Tensor]) -> dict[str
     }
 
 
+def homeless(
+    contents: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    partial: Sequence[Mapping[str, Iterable[Box]]],
+) -> dict[str, int]:
+    """The tensors with elements that land on no rank, and how many.
+
+    Args:
+        partial: By rank, the tensors that it does not have whole, and the boxes that it has.
+    """
+    found = {}
+    for fqn in partial[0]:
+        boxes = [ranks[fqn] for ranks in partial if fqn in ranks]
+        if len(boxes) == len(partial):
+            found[fqn] = uncovered(
+                tuple(contents[fqn][1]), [box for those in boxes for box in those]
+            )
+    return {fqn: count for fqn, count in found.items() if count}
+
+
 def misplaced(
     landings: Mapping[str, Landing],
     state: Mapping[str, torch.Tensor],
@@ -156,6 +177,16 @@ def misplaced(
             elif len(published) > 1 and bool((published == published[0]).all()):
                 found.setdefault(fqn, SAME)
     return found
+
+
+def chunked(
+    landings: Mapping[str, Landing], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a version that lie in an engine's parameters, to be read into."""
+    return {
+        fqn: torch_ros.Chunked(landing.shape, landing.dtype, dict(landing.chunks(state)))
+        for fqn, landing in landings.items()
+    }
 
 
 def places(names: Iterable[str], state: Mapping[str, torch.Tensor]) -> dict[str, Place]:

@@ -3,13 +3,13 @@
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
 from torch_ros.errors import UsageError
-from torch_ros.integrations.boxes import Offsets
+from torch_ros.integrations.boxes import Box, Offsets
 
 
 @contextmanager
@@ -90,6 +90,8 @@ class Recording:
     filled: Mapping[str, int]  # elements that get something of no checkpoint tensor: padding
     replaced: tuple[str, ...]  # parameters and buffers to which the loader gives other memory
     buffers: tuple[str, ...]  # those that nothing was written to: derived, or a constant
+    # Tensors of which elements go nowhere, failed and unused ones among them: what goes somewhere.
+    partial: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:

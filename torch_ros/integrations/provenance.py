@@ -1,6 +1,6 @@
 """The content of memory while a loader runs: which elements of which checkpoint tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_ros.integrations.boxes import FRAMES_MAX, Frame, Offsets, Pair, pairs
+from torch_ros.integrations.boxes import FRAMES_MAX, Box, Frame, Offsets, Pair, outside, pairs
 
 Dims = tuple[int | None, ...]
 
@@ -31,6 +31,14 @@ class Plain(NamedTuple):
     @property
     def fqns(self) -> frozenset[str]:
         return frozenset((self.fqn,))
+
+    def box(self, sizes: Offsets) -> Box:
+        """The same box, in the tensor's dimensions."""
+        own_sizes = [1] * len(self.offsets)
+        for dim, own in enumerate(self.dims):
+            if own is not None:
+                own_sizes[own] = sizes[dim]
+        return self.offsets, tuple(own_sizes)
 
 
 class Made(NamedTuple):
@@ -72,18 +80,8 @@ class Patch(NamedTuple):
         if inner is None:
             yield self
             return
-        offsets, sizes = list(self.offsets), list(self.sizes)
-        for dim, (begin, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            for start, stop in (
-                (offsets[dim], begin),
-                (begin + size, offsets[dim] + sizes[dim]),
-            ):
-                if start < stop:
-                    yield self._part(
-                        (*offsets[:dim], start, *offsets[dim + 1 :]),
-                        (*sizes[:dim], stop - start, *sizes[dim + 1 :]),
-                    )
-            offsets[dim], sizes[dim] = begin, size
+        for offsets, sizes in outside((self.offsets, self.sizes), (inner.offsets, inner.sizes)):
+            yield self._part(offsets, sizes)
 
     def _part(self, offsets: Offsets, sizes: Offsets) -> "Patch":
         origin = self.origin
@@ -118,6 +116,13 @@ def _moved(
         extent[other] = sizes[one]
         turned[other] = dims[one]
     return tuple(begin), tuple(extent), tuple(turned)
+
+
+def landed(patches: Iterable[Patch]) -> Iterator[tuple[str, Box]]:
+    """The boxes of checkpoint tensors that these are, bit for bit."""
+    for patch in patches:
+        if isinstance(patch.origin, Plain):
+            yield patch.origin.fqn, patch.origin.box(patch.sizes)
 
 
 T = TypeVar("T")
@@ -209,10 +214,14 @@ class Memory:
         found = pairs(self.frame, frame, self.frame, frame)
         return None if found is None else [(pair.target, pair.target_sizes) for pair in found]
 
-    def read(self, view: torch.Tensor) -> list[Patch]:
-        """The content that a view of it has; no patch where nobody has written."""
+    def read(self, view: torch.Tensor, *, is_exact: bool = False) -> list[Patch]:
+        """The content that a view of it has; no patch where nobody has written.
+
+        A patch that covers all of the memory comes whole, unless `is_exact`.
+        """
         tops = self.settle()
-        if len(tops) == 0 or (len(tops) == 1 and (tops[0].offsets, tops[0].sizes) == self.whole):
+        is_one = len(tops) == 1 and (tops[0].offsets, tops[0].sizes) == self.whole
+        if len(tops) == 0 or (is_one and not is_exact):
             return list(tops)
         boxes = self.boxes(view)
         if boxes is None:  # perhaps all of it

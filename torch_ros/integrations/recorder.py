@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
-from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, storage_of
+from torch_ros.integrations.boxes import PAIRS_MAX, Box, Frame, pairs
+from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, landed, storage_of
 
 aten: Any = torch.ops.aten
 Content = list[Patch]
@@ -89,6 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.during = ""  # the checkpoint tensor that the loader asked for last
         self.touched: str = ""  # one that it did something with, last
         self.needed: dict[str, str] = {}  # by fqn: why a value was needed
+        self.used: dict[str, set[Box]] = {}  # by fqn: its boxes of which something else was made
         # By storage, as `engine`:
         self.own: dict[int, Memory] = {}  # allocated since, and checkpoint tensors
         self.foreign: dict[int, Memory] = {}  # neither the engine's nor the loader's
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memories = [self._memory(tensor) for tensor in written]
         if not content and all(is_own for _, is_own in memories):
             return func(*args, **kwargs)
-        origin = _made_of(content, f"written by {func}")
+        origin = self._made_of(content, f"written by {func}")
         for tensor, (memory, _) in zip(written, memories, strict=True):
             memory.write(self._all(memory, tensor, origin))
         returned = len(func._schema.returns)  # noqa: SLF001 (there is no other way to ask)
@@ -189,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_stack = func is aten.stack.default
             self._join(made, [one.unsqueeze(dim) if is_stack else one for one in args[0]], dim)
         else:
-            origin = _made_of(content, f"computed by {func}")
+            origin = self._made_of(content, f"computed by {func}")
             for tensor in new:
                 memory = self.own[storage_of(tensor)]
                 memory.write(self._all(memory, tensor, origin))
@@ -206,6 +207,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = f"the loader looks at its values ({what})"
         self.needed |= dict.fromkeys(_fqns(content) or (self.during,), reason)
         return NeedsValue(reason)
+
+    def _made_of(self, content: Content, reason: str, exact: Content | None = None) -> Made:
+        """Something made of this; the first thing that was done to any of it is the reason."""
+        for fqn, box in landed(content if exact is None else exact):
+            self.used.setdefault(fqn, set()).add(box)
+        before = (
+            one.origin.reason for one in content if isinstance(one.origin, Made) and one.origin.fqns
+        )
+        return Made(_fqns(content), next(before, reason))
 
     # -- memory
 
@@ -287,7 +297,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = pairs(source.frame, frame, memory.frame, Frame.of(written)) if not reason else None
         if found is None:
             reason = reason or f"copied in more than {PAIRS_MAX} boxes"
-            return self._all(memory, written, _made_of(content, reason))
+            exact = source.read(copied, is_exact=True)
+            return self._all(memory, written, self._made_of(content, reason, exact))
         patches = [
             part.after(pair, self.during)
             for pair in found
@@ -308,14 +319,6 @@ def _is_plain(args: Sequence[Any], others: set[type]) -> bool:
         and _len_torch_dispatch_stack() == 1
         and peek_interpreter_stack() is None
     )
-
-
-def _made_of(content: Content, reason: str) -> Made:
-    """Something made of this; the first thing that was done to any of it is the reason."""
-    before = (
-        one.origin.reason for one in content if isinstance(one.origin, Made) and one.origin.fqns
-    )
-    return Made(_fqns(content), next(before, reason))
 
 
 def _fqns(content: Sequence[Patch]) -> frozenset[str]:

@@ -2,14 +2,16 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Set as AbstractSet
+from itertools import chain, combinations
 from math import prod
 
 import torch
 
+from torch_ros.integrations.boxes import Box, uncovered
 from torch_ros.integrations.landings import LandedBox, Landing, Recording, uncollected
 from torch_ros.integrations.owned import Attributes, Owned, memories, owned_by
-from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups
+from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups, landed
 from torch_ros.integrations.recorder import Looks, NeedsValue, Recorder
 
 PASSES_MAX = 16  # the loader fails for other tensors each time: another pass is as likely to fail
@@ -144,7 +146,7 @@ def _recording(
     contents: Contents,
     recorder: Recorder,
     staged: Mapping[str, str],
-    failed: Iterable[str],
+    failed: AbstractSet[str],
     replaced: Sequence[str],
 ) -> Recording:
     order = {one.name: position for position, one in enumerate(owned)}
@@ -152,6 +154,7 @@ def _recording(
     written.sort(key=lambda memory: order[memory.name])
     boxes = _boxes(written, contents)
     made = _made(written, recorder.foreign.values())
+    partial = _partial(recorder, contents, staged.keys() - failed)
     staged = _repeated(boxes) | _left_behind(written, replaced) | made | dict(staged)
     staged = _rivals(written, staged)
     stale = [memory for memory in written if _left(memory) and memory.name not in replaced]
@@ -169,7 +172,32 @@ def _recording(
         {memory.name: count for memory in written if (count := _filled(memory))},
         tuple(replaced),
         tuple(memory.name for memory in stale if not memory.is_parameter),
+        partial,
     )
+
+
+def _partial(
+    recorder: Recorder, contents: Contents, unknown: AbstractSet[str]
+) -> dict[str, tuple[Box, ...]]:
+    """The tensors of which elements go nowhere, and the boxes of each that go somewhere.
+
+    A box counts if it lies below something else in the engine, or something else is made of it.
+    """
+    seen = {fqn: set(boxes) for fqn, boxes in recorder.used.items()}
+    for memory in chain.from_iterable(recorder.engine.values()):
+        for fqn, box in landed([*memory.settle(), *(under for under, _ in memory.covered)]):
+            seen.setdefault(fqn, set()).add(box)
+    away = {
+        fqn
+        for memory in recorder.foreign.values()
+        for patch in memory.settle()
+        for fqn in patch.origin.fqns
+    }
+    return {
+        fqn: tuple(seen.get(fqn, ()))
+        for fqn, (_, shape) in contents.items()
+        if fqn not in unknown | away and uncovered(tuple(shape), seen.get(fqn, ()))
+    }
 
 
 def _boxes(written: Iterable[Memory], contents: Contents) -> dict[str, list[LandedBox]]:
@@ -185,13 +213,13 @@ def _boxes(written: Iterable[Memory], contents: Contents) -> dict[str, list[Land
 def _box(memory: Memory, patch: Patch, rank: int) -> LandedBox:
     """The same box, seen from the checkpoint tensor."""
     assert isinstance(patch.origin, Plain)
-    sizes = [1] * rank
     dims: list[int | None] = [None] * rank
     for dim, own in enumerate(patch.origin.dims):
         if own is not None:
-            sizes[own], dims[own] = patch.sizes[dim], dim
-    begin, within = patch.origin.offsets, memory.frame.shape
-    return LandedBox(begin, tuple(sizes), memory.name, within, patch.offsets, tuple(dims))
+            dims[own] = dim
+    within = memory.frame.shape
+    box = patch.origin.box(patch.sizes)
+    return LandedBox(*box, memory.name, within, patch.offsets, tuple(dims))
 
 
 def _repeated(boxes: Mapping[str, Sequence[LandedBox]]) -> dict[str, str]:

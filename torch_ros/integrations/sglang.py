@@ -16,10 +16,11 @@ import torch
 import torch_ros
 from torch_ros import arguments
 from torch_ros.errors import UsageError
-from torch_ros.integrations.installation import Contents, Installer, InstallOptions, Weights
+from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
+from torch_ros.integrations.seams import Contents, Weights
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
@@ -178,6 +179,10 @@ class _Model:
         }
         found |= {n: Obstacle(reasons[id(one)]) for n, one in state.items() if id(one) in reasons}
         return found | changed(self._recorded, state)
+
+    def may_lack(self, fqn: str) -> bool:  # noqa: ARG002  # whichever
+        """SGLang's workers do not know of each other: the rest of a tensor may be another's."""
+        return True
 
     def load(self, modules: Iterable[str], weights: Weights) -> None:  # noqa: ARG002  # all
         load_weights = self.model.load_weights

@@ -20,6 +20,7 @@ from torch_ros.integrations.vllm.told import hear
 
 NORM = "model.layers.1.input_layernorm.weight"
 EMBED = "model.embed_tokens.weight"
+ATTENTION, MLP = "model.layers.2.self_attn", "model.layers.2.mlp"
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -57,8 +58,26 @@ def goes_on(followed):
         ({"drop": [NORM]}, f"nothing for {NORM}"),
         ({"shape": {EMBED: [1100, 256]}}, f"nothing for {EMBED}"),
         ({"float8": ["*.down_proj.weight"]}, "a place for '.*weight_scale'"),
+        ({"shape": {f"{ATTENTION}.q_proj.weight": [512, 256]}}, "none for .*q_proj.*65536"),
+        ({"shape": {f"{ATTENTION}.k_proj.weight": [132, 256]}}, "none for .*k_proj.*1024 elements"),
+        ({"shape": {f"{MLP}.gate_proj.weight": [1024, 256]}}, "none for .*gate_proj.*131072"),
+        ({"shape": {f"{MLP}.up_proj.weight": [1024, 256]}}, "none for .*up_proj.*131072"),
+        ({"shape": {"model.layers.4.input_layernorm.weight": [256]}}, "none for .*layers.4.*256"),
+        ({"shape": {"vision.weight": [3]}}, r"none for vision.weight \[3\]: 3 elements"),
+        ({"shape": {f"{ATTENTION}.q_proj.bias": [256]}}, "none for .*q_proj.bias"),
     ],
-    ids=["lacks a norm", "has a larger vocabulary", "has scales"],
+    ids=[
+        "lacks a norm",
+        "has a larger vocabulary",
+        "has scales",
+        "has too many queries",
+        "has too many keys",
+        "has too long a gate",
+        "has too much up",
+        "has a layer more",
+        "has an extra tensor",
+        "has a bias",
+    ],
 )
 def test_a_version_that_does_not_fit_is_refused(followed, changes, found):
     followed.trainer.publish(2, **changes)
@@ -133,11 +152,23 @@ def test_an_unknown_key(followed):
     goes_on(followed)
 
 
-def test_an_extra_tensor_is_ignored(followed):
-    published = followed.trainer.publish(2, shape={"vision.weight": [3]})
-    assert followed.policy.update()
-    followed.engine.agrees(published)
-    assert all(list(report.ignored) == ["vision.weight"] for report in followed.engine.reports())
+def test_an_extra_tensor_is_ignored_if_the_engine_is_told_so(followed, etcd_endpoint):
+    published, engine = followed.trainer.publish(2, shape={"vision.weight": [3]}), followed.engine
+    followed.policy.close()
+    how = {"replica": "vllm", "options": {"endpoint": etcd_endpoint}, "ignore": ["vision.*"]}
+    with attach(engine.llm, model=followed.trainer.name, **how) as policy:
+        assert policy.update()
+        engine.agrees(published)
+        assert all(list(report.ignored) == ["vision.weight"] for report in engine.reports())
+
+
+def test_too_many_rows_of_another_dtype_are_refused(followed):
+    """A cast copies, and lands no bits."""
+    name = f"{ATTENTION}.q_proj.weight"
+    followed.trainer.publish(2, shape={name: [512, 256]}, dtype={name: "float64"})
+    with pytest.raises(ManifestMismatch, match="none for .*q_proj.*65536"):
+        followed.policy.update()
+    goes_on(followed)
 
 
 def test_another_dtype_is_cast(followed):

@@ -59,6 +59,7 @@ class ROSInitInfo(WeightTransferInitInfo):
     relay: bool = True
     on_failure: OnFailure = "reread"
     cast: bool = True
+    ignore: list[str] = field(default_factory=list)
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -77,7 +78,9 @@ class ROSInitInfo(WeightTransferInitInfo):
 
     def install_options(self) -> InstallOptions:
         relay = self.relay and self.bucket is None
-        return InstallOptions(self.buffer_bytes, self.direct, relay, self.on_failure, self.cast)
+        return InstallOptions(
+            self.buffer_bytes, self.direct, relay, self.on_failure, self.cast, self.ignore
+        )
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """The weights of a vLLM model: how they were loaded, what became of them, how they are reloaded."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_dp_group
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -23,11 +25,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from torch_ros.errors import ManifestMismatch
-from torch_ros.integrations.installation import Contents, Weights
 from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
+from torch_ros.integrations.seams import Contents, Weights
 
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+HEAD = "lm_head.weight"
+LAYERS = ("num_hidden_layers", "num_nextn_predict_layers")  # in a configuration; of a draft model
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # use the weight that was loaded
 
 
@@ -84,6 +89,22 @@ class VLLMModel:
             if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
             for name, _ in module.named_parameters(path, recurse=False)
         }
+
+    def may_lack(self, fqn: str) -> bool:
+        """Whether vLLM makes it itself, or leaves it to a draft model, or to another engine."""
+        config, parts = self._model_config.hf_text_config, fqn.split(".")
+        number = {one: int(n) for one, n in pairwise(parts) if n.isdecimal()}
+        layers, drafts = (getattr(config, name, None) or 0 for name in LAYERS)
+        is_drafted = 0 <= number.get("layers", -1) - layers < drafts
+        is_tied = fqn.endswith(HEAD) and bool(getattr(config, "tie_word_embeddings", False))
+        return is_tied or is_drafted or fqn.endswith(DERIVED) or self._is_elsewhere(parts, number)
+
+    def _is_elsewhere(self, parts: Sequence[str], number: Mapping[str, int]) -> bool:
+        """Whether an engine beside this one may have this expert."""
+        if "experts" not in parts or get_dp_group().world_size == 1:
+            return False
+        count: int = self._model_config.get_num_experts()
+        return number.get("experts", 0) < count
 
     def obstacles(self, recording: Recording) -> dict[str, Obstacle]:
         state = self.state()

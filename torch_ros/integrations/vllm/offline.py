@@ -38,7 +38,7 @@ def attach(
             go on afterwards, when vLLM has computed these anew with the new weights; are finished
             first; or are aborted.
         init_info: The other fields of `ROSInitInfo`: buffer_bytes, direct, relay, on_failure, cast,
-            timeout_s.
+            ignore, timeout_s.
 
     Raises:
         TorchRosError: As `torch_ros.open`, and for what cannot be: EPLB, relay with sleep mode.
