@@ -26,6 +26,7 @@ from torch_ros.integrations.landing_plan import (
     Obstacle,
     Place,
     chunked,
+    has_nan,
     homeless,
     misplaced,
     missing,
@@ -481,7 +482,7 @@ class Installer:
         if extent.is_staged:
             with self._stream(version, plan.staged, watch) as weights:
                 if plan.staged:
-                    engine.load(plan.modules, self._noted(weights))
+                    engine.load(plan.modules, self._vetted(version, weights))
         watch.lap("load")
         if extent.is_provable:
             self._prove(version, look, watch)
@@ -516,10 +517,18 @@ class Installer:
         size_bytes = self.options.buffer_bytes
         return self.handle.stream(version, fqns, buffer_bytes=size_bytes, timeout_s=watch.left_s)
 
-    def _noted(self, weights: Weights) -> Weights:
-        for named in weights:
+    def _vetted(self, version: int, weights: Weights) -> Weights:
+        """The staged tensors; refuses one with a NaN, which stays in caches of an engine."""
+        for fqn, tensor in weights:
+            if has_nan(tensor):
+                raise ManifestMismatch(
+                    f"{fqn!r} of version {version} of model {self.handle.model!r}",
+                    "numbers",
+                    f"NaN in {int(tensor.isnan().sum())} of {tensor.numel()} elements",
+                    "look for the step that made them, and publish a version from before it",
+                )
             self._has_written = True
-            yield named
+            yield fqn, tensor
 
     def _prove(self, version: int, look: _Look, watch: Laps) -> None:
         """Find out whether the engine has what it has just loaded where it would land."""

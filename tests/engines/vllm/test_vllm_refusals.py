@@ -179,7 +179,7 @@ def test_another_dtype_is_cast(followed):
         assert "cast from torch.float64" in report.staged[NORM]
 
 
-def test_a_weight_that_is_no_number_is_accepted(followed):
+def test_a_weight_that_is_no_number_is_read_in_place(followed):
     followed.trainer.publish(2, nan=[NORM])
     assert followed.policy.update()
     assert followed.policy.version == 2
