@@ -241,6 +241,23 @@ def test_a_parameter_that_the_engine_keeps_otherwise_stays_with_the_loader(opene
     assert "does not have it" in report.staged["out"]
 
 
+def test_a_proof_counts_for_all_names_of_a_parameter(opened, trainer):
+    """As of a router's bias, which the experts have, too."""
+    engine = Fused()
+    engine.experts = nn.Module()
+    engine.experts.weight, engine.experts.bias = engine.out.weight, engine.norm.weight
+    names = ("out.weight", "norm.weight", "experts.weight", "experts.bias")
+    obstacles = dict.fromkeys(names, Obstacle("unknown", is_provable=True))
+    follower = opened()
+    installer = installer_of(follower, engine, obstacles)
+    for version in (1, 2):
+        published = trainer.publish(version, norm=torch.arange(4.0))
+        report = installer.install(version, 20)
+        assert engine.has(published)
+        assert sorted(report.staged) == (["norm", "out"] if version == 1 else [])
+    assert follower.version == 2
+
+
 def test_equal_elements_wait_for_a_version_that_proves_something(opened, trainer):
     engine = Fused()
     obstacles = {"norm.weight": Obstacle("unknown", is_provable=True)}

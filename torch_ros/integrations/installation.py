@@ -30,6 +30,7 @@ from torch_ros.integrations.landing_plan import (
     homeless,
     misplaced,
     missing,
+    named_alike,
     places,
     plan_landings,
 )
@@ -533,16 +534,17 @@ class Installer:
     def _prove(self, version: int, look: _Look, watch: Laps) -> None:
         """Find out whether the engine has what it has just loaded where it would land."""
         landings, recorded = look.plan.provable, look.recorded
+        state = self._engine.state()
         with self._stream(version, landings, watch) as published:
-            found = misplaced(landings, self._engine.state(), published)
+            found = misplaced(landings, state, published)
         left = set[str]()
         for fqn, reason in found.items():
-            names = {box.parameter for box in landings[fqn].boxes}
+            names = named_alike((box.parameter for box in landings[fqn].boxes), state)
             left |= names
             if reason != SAME:
                 recorded.refuted |= dict.fromkeys(names, reason)
-        tried = {box.parameter for landing in landings.values() for box in landing.boxes}
-        recorded.proven |= tried - left
+        tried = (box.parameter for landing in landings.values() for box in landing.boxes)
+        recorded.proven |= named_alike(tried, state) - left
 
     # After a failure
 

@@ -202,6 +202,12 @@ def places(names: Iterable[str], state: Mapping[str, torch.Tensor]) -> dict[str,
     return {name: _place(state[name]) for name in names if name in state}
 
 
+def named_alike(names: Iterable[str], state: Mapping[str, torch.Tensor]) -> set[str]:
+    """All names of these parameters: modules that share one, as a router's bias, have one each."""
+    there = {_place(state[name]) for name in names}
+    return {name for name, one in state.items() if _place(one) in there}
+
+
 def _place(tensor: torch.Tensor) -> Place:
     return tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
