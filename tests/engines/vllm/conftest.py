@@ -14,30 +14,46 @@ def pytest_collection_modifyitems(items):
 def tiny(tmp_path_factory):
     """Directories of tiny random models, by kind."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers as hf
 
+    experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+    configs = {
+        "untied": lambda: hf.Qwen3Config(**COMMON, num_hidden_layers=4, tie_word_embeddings=False),
+        "tied": lambda: hf.Qwen3Config(**COMMON, num_hidden_layers=4, tie_word_embeddings=True),
+        "moe": lambda: hf.Qwen3MoeConfig(
+            **COMMON, **experts, num_hidden_layers=2, num_experts=4, moe_intermediate_size=128
+        ),
+        "biased router": lambda: hf.Glm4MoeConfig(
+            **COMMON,
+            **experts,
+            num_hidden_layers=2,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=128,
+            partial_rotary_factor=0.5,
+            use_qk_norm=True,
+        ),
+        "gpt-oss": lambda: hf.GptOssConfig(
+            **COMMON
+            | {"head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 131072},
+            **experts,
+            num_hidden_layers=2,
+            num_local_experts=4,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    }
     made = {}
 
     def make(kind):
-        if kind in made:
-            return made[kind]
-        torch.manual_seed(0)
-        tied = kind == "tied"
-        if kind == "moe":
-            config = Qwen3MoeConfig(
-                **COMMON,
-                num_hidden_layers=2,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=128,
-                tie_word_embeddings=False,
-            )
-            model = Qwen3MoeForCausalLM(config)
-        else:
-            config = Qwen3Config(**COMMON, num_hidden_layers=4, tie_word_embeddings=tied)
-            model = Qwen3ForCausalLM(config)
-        made[kind] = str(tmp_path_factory.mktemp(kind))
-        model.save_pretrained(made[kind])
+        if kind not in made:
+            torch.manual_seed(0)
+            model = hf.AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
+            made[kind] = str(tmp_path_factory.mktemp(kind.replace(" ", "-")))
+            model.save_pretrained(made[kind])
         return made[kind]
 
     return make

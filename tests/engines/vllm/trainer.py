@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_ros
 from torch_ros import Float8
+from torch_ros.integrations.names import checkpoint_names
 
 PROMPTS = [[5, 17, 200, 999, 3], [11, 12, 13], [400, 401, 402, 403, 404, 405, 406, 7]]
 TOKENS = 12
@@ -21,7 +22,7 @@ TOKENS = 12
 def step(model, version, share=1.0):
     """Weights that depend on the version alone; or on the last ones, of which a share changes."""
     generator = torch.Generator().manual_seed(version)
-    for _, one in sorted(model.named_parameters()):
+    for _, one in sorted(model.state_dict().items()):
         noise = torch.randn(one.shape, generator=generator)
         new = noise * 0.08 if one.ndim >= 2 else 1 + 0.2 * noise
         one.copy_(torch.where(torch.rand(one.shape, generator=generator) < share, new, one))
@@ -44,15 +45,30 @@ def greedy(model):
 def digest(tensors):
     found = hashlib.sha256()
     for fqn in sorted(tensors):
+        whole = dense(tensors[fqn]).contiguous()
         found.update(fqn.encode())
-        found.update(tensors[fqn].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(whole.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def dense(tensor):
+    if not isinstance(tensor, torch_ros.Chunked):
+        return tensor.detach()
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    for offsets, box in tensor.chunks.items():
+        ends = zip(offsets, box.shape, strict=True)
+        made[tuple(slice(at, at + size) for at, size in ends)] = box.detach()
+    return made
 
 
 def tensors_of(model, names, changes):
     """The tensors to publish, perhaps spoilt."""
-    named = model.named_parameters() if names == "parameters" else model.state_dict().items()
-    tensors = {fqn: one.detach() for fqn, one in named}
+    named = {
+        "parameters": lambda: dict(model.named_parameters()),
+        "state_dict": model.state_dict,
+        "checkpoint": lambda: checkpoint_names(model),
+    }
+    tensors = dict(named[names]())
     for fqn in changes.get("drop", ()):
         del tensors[fqn]
     for fqn, shape in changes.get("shape", {}).items():

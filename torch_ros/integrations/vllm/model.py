@@ -1,8 +1,10 @@
 """The weights of a vLLM model: how they were loaded, what became of them, how they are reloaded."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import update_wrapper
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +20,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
     _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from torch_ros.errors import ManifestMismatch
 from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
@@ -61,6 +65,7 @@ class VLLMModel:
         self._model_config, self._device = model_config, device
         self._proves, self._is_mapped_anew, self._is_dummy = proves, is_mapped_anew, is_dummy
         self._loaded: dict[str, Geometry] = {}  # as vLLM allocates it, before it loads
+        self._past_loaders: frozenset[str] = frozenset()  # modules that a model writes to by itself
 
     def state(self) -> dict[str, torch.Tensor]:
         return state_of(self.model)
@@ -74,7 +79,9 @@ class VLLMModel:
                 _unwrap(self.model)
                 loaded = state_of(self.model)
                 self._loaded = {name: Geometry.of(one) for name, one in loaded.items()}
-                recording = record(self.model, contents, self._load)
+                with _Noted.loaders_of(self.model) as noted:
+                    recording = record(self.model, contents, self._load)
+                self._past_loaders = frozenset(_modules_past(noted, recording))
                 optional = self._optional()
             finally:
                 _put_back(self.model)
@@ -164,14 +171,21 @@ class VLLMModel:
 
     def load(self, modules: Iterable[str], weights: Weights) -> None:
         """Run vLLM's layerwise reload over these modules; all others stay as they are."""
-        chosen = [self.model.get_submodule(path) for path in sorted(modules)]
+        modules = sorted(modules)
+        chosen = [self.model.get_submodule(path) for path in modules]
         attention = [one for one in self.model.modules() if is_deferred_attention_layer(one)]
         part = torch.nn.ModuleList([*chosen, *attention])
         with torch.device(self._device):
             initialize_layerwise_reload(part)
             try:
+                past = [self.model.get_submodule(path) for path in self._past_loaders & {*modules}]
+                for module in past:
+                    materialize_layer(module, get_layerwise_info(module))
                 # Tensors wait for the rest of their module; our buffers do not.
                 self._load((fqn, tensor.clone()) for fqn, tensor in weights)
+                for module in past:
+                    if (info := get_layerwise_info(module)).can_load():
+                        _layerwise_process(module, info)
                 self._require_loaded(chosen)
                 finalize_layerwise_reload(part, self._model_config)
             except BaseException:
@@ -218,6 +232,51 @@ class VLLMModel:
 
 
 PADDED = "its padding was never loaded"
+
+
+class _Noted:
+    """The loader of one tensor, which notes that it was called."""
+
+    def __init__(self, loader: Callable[..., Any]) -> None:
+        self.loader, self.is_called = loader, False
+        update_wrapper(self, loader)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.is_called = True
+        return self.loader(*args, **named)
+
+    def __eq__(self, other: object) -> bool:  # models compare it with vLLM's default
+        return bool(self.loader == other)
+
+    def __hash__(self) -> int:
+        return hash(self.loader)
+
+    @classmethod
+    @contextmanager
+    def loaders_of(cls, model: torch.nn.Module) -> Iterator[dict[str, "_Noted"]]:
+        """Those of all tensors that vLLM has put on meta, by name, for as long as the block."""
+        noted, tensors = dict[str, _Noted](), state_of(model)
+        for name, one in tensors.items():
+            loader = getattr(one, "weight_loader", None)
+            if one.is_meta and loader is not None:
+                noted[name] = loader if isinstance(loader, cls) else cls(loader)
+                one.weight_loader = noted[name]  # type: ignore[attr-defined]
+        try:
+            yield noted
+        finally:
+            for name, loader in noted.items():
+                tensors[name].weight_loader = loader.loader  # type: ignore[attr-defined]
+
+
+def _modules_past(noted: Mapping[str, _Noted], recording: Recording) -> Iterator[str]:
+    """The modules with a tensor that a model writes to without the tensor's loader.
+
+    vLLM's reload counts, and keeps, what goes through loaders.
+    """
+    landed = {box.parameter for one in recording.landings.values() for box in one.boxes}
+    for name in landed.union(*recording.targets.values()):
+        if name in noted and not noted[name].is_called:
+            yield name.rpartition(".")[0]
 
 
 def _unwrap(model: torch.nn.Module) -> None:
