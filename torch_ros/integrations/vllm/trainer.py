@@ -1,6 +1,6 @@
 """The trainer's side of vLLM's own handshake: publishes, and has vLLM's engines follow."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import torch_ros
 from torch_ros.errors import UsageError
+from torch_ros.integrations.vllm.sources import tensors_of
 
 
 @dataclass
@@ -39,8 +40,9 @@ class ROSTrainerInitInfo(TrainerInitInfo):
 class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitInfo]):
     """Publishes a `WeightSource`, and drives one engine, or several behind one client.
 
-    A `ModuleSource` is published from where it lies, sharded as it is: nothing is gathered. Any
-    other source is iterated, and its tensors are kept until `send_weights` returns.
+    A `ModuleSource` is published from where it lies, sharded as it is: nothing is gathered; so are
+    the pieces of a source that has `iter_local`. Any other source is iterated, and its tensors are
+    kept until `send_weights` returns.
 
     Frameworks that start a trainer engine of vLLM use it. Without one, `publish` is all that a
     trainer need do: engines read by themselves.
@@ -54,10 +56,10 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
         *,
         client: VLLMWeightSyncClient,
         source: WeightSource,
-        is_sender: bool,
+        rank: int,
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=is_sender)
-        self.handle = handle
+        super().__init__(client=client, source=source, is_sender=rank == 0)
+        self.handle, self.rank = handle, rank
         self.version: int = max(handle.list(), default=0)
         """The version that was sent last, or was there before."""
 
@@ -79,8 +81,7 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
         except BaseException:
             handle.close()
             raise
-        is_sender = init_info.is_sender
-        return cls(handle, client=client, source=source, is_sender=is_sender)
+        return cls(handle, client=client, source=source, rank=init_info.rank)
 
     def send_weights(self) -> None:
         """Publish the next version, and return once the engines have it.
@@ -88,7 +89,7 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
         Called on every rank. Afterwards the weights may be written.
         """
         version, handle = self.version + 1, self.handle
-        handle.register(dict(self._tensors()))
+        handle.register(self._tensors())
         try:
             handle.publish(version)
             self._together(lambda: self._drive(version))
@@ -100,16 +101,10 @@ class ROSTrainerWeightTransferEngine(TrainerWeightTransferEngine[ROSTrainerInitI
     def shutdown(self) -> None:
         self.handle.close()
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        source = self.source
-        assert source is not None
-        if isinstance(source, ModuleSource):
-            yield from source._module.named_parameters()  # noqa: SLF001  # its only attribute
-            return
-        is_mine = self.is_sender or source.held_names() is not None
-        for name, tensor in source:  # gathers on all ranks
-            if is_mine and tensor is not None:
-                yield name, tensor
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        if isinstance(self.source, ModuleSource):
+            return dict(self.source._module.named_parameters())  # noqa: SLF001  # its only attribute
+        return dict(tensors_of(self.source, self.rank))
 
     def _drive(self, version: int) -> None:
         self.client.start_weight_update()
