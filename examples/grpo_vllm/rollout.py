@@ -47,14 +47,18 @@ def generate(llm: LLM, prompts: list[list[int]], **how: float) -> list[list[list
 
 def main() -> None:
     last, index = int(sys.argv[1]), int(sys.argv[2])
-    print("vLLM starts", flush=True)
+    print("vLLM is imported; its engine starts: half a minute, on a busy machine some", flush=True)
     llm, samples = start_engine(seed=index), connect()
     generator = torch.Generator().manual_seed(index)
     model, replica = os.environ["TORCH_ROS_MODEL"], f"rollout-{index}"
     with attach(llm, model=model, replica=replica) as policy:
-        print("follows the trainer", flush=True)
+        print("the engine has started, and follows the trainer", flush=True)
+        is_first = True
         while policy.version != last:
             pause_ms = follow(policy)
+            if is_first:
+                print(f"has version {policy.version}, and samples from it", flush=True)
+                is_first = False
             shape = (GROUPS, PROMPT_TOKENS)
             prompts = torch.randint(CONFIG.vocab_size, shape, generator=generator).tolist()
             for prompt, sampled in zip(prompts, generate(llm, prompts, n=GROUP_SIZE), strict=True):

@@ -119,6 +119,8 @@ def main() -> None:
         handle.register(checkpoint_names(model))  # this rank's shards, where they lie
         handle.guard(optimizer)  # a step first waits for those who read what it writes to
         handle.publish(0)
+        if rank == 0:
+            print("published version 0; waits for samples, until the engines have started")
         for step in range(steps):
             groups, dropped = take_fresh(samples, version=step)
             policy_loss(model, groups).backward()
