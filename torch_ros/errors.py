@@ -306,8 +306,8 @@ class SourceLost(PeerError):
     is_orderly: bool = False  # it has only stopped serving: nothing failed
 
     _message = (
-        "lost replica {self.replica!r} ({self.what}) after {self.bytes_done} of "
-        "{self.bytes_total} bytes, and no other replica has the version; call again later"
+        "lost replica {self.replica!r} ({self.what}){self.progress}, and no other replica has the "
+        "version; call again later"
     )
 
     replica: str
@@ -318,6 +318,11 @@ class SourceLost(PeerError):
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what
         self.bytes_done, self.bytes_total = bytes_done, bytes_total
+
+    @property
+    def progress(self) -> str:
+        """How far the read was; "" if who found the loss does not count bytes."""
+        return f" after {self.bytes_done} of {self.bytes_total} bytes" if self.bytes_total else ""
 
     def orderly(self) -> Self:
         self.is_orderly = True

@@ -63,3 +63,10 @@ def test_the_reason_of_what_dcp_raises_is_that_of_the_lowest_rank():
     raised = CheckpointException("load", {2: (second, None), 1: (first, None)})
     assert errors.reason(raised) is first
     assert errors.reason(first) is first
+
+
+@pytest.mark.parametrize(
+    ("counted", "found"), [((3, 9), ") after 3 of 9 bytes, and"), ((0, 0), "), and")]
+)
+def test_a_lost_source_tells_how_far_the_read_was_if_somebody_counted(counted, found):
+    assert found in str(errors.SourceLost("trainer", "it left", *counted))
