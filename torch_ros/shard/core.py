@@ -380,7 +380,7 @@ class Shard:
         """Copy this rank's part of the held version to host memory.
 
         Raises:
-            MemoryError: There is too little of it for a copy that is not needed.
+            MemoryError: There is too little of it.
         """
         registered = self.tensors.registered
         assert registered is not None

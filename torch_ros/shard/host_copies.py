@@ -92,9 +92,9 @@ class HostCopy:
         self._memory.close()
 
 
-def _require_room(size_bytes: int, world_size: int) -> None:
-    """Raises: MemoryError: All ranks may be on this host, and it has too little for their parts."""
-    needed = size_bytes * ranks_here(world_size)
+def _require_room(size_bytes: int, ranks: int) -> None:
+    """Raises: MemoryError: This host, or a group of this process, has too little for so many."""
+    needed = size_bytes * ranks
     there = available_bytes()
     if needed > there:
         raise MemoryError(
@@ -127,11 +127,12 @@ class Copies:
         """This rank's part of a copy of the held version, which call `number` gives up.
 
         Raises:
-            MemoryError: It is optional, and memory is short.
+            MemoryError: Memory is short. The kernel would end the process in the middle of it.
         """
         if number not in self._copies:
-            if is_optional:
-                _require_room(registered.bytes_total, self._group.seat.world_size)
+            # All ranks may be on this host. A copy that is needed is tried if there is any chance.
+            ranks = ranks_here(self._group.seat.world_size) if is_optional else 1
+            _require_room(registered.bytes_total, ranks)
             kept = self._group.ledger.holds
             assert kept is not None
             layout, memory = registered.layout, registered.memory
