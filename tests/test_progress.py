@@ -1,7 +1,12 @@
 """A read's progress: the bar on a terminal, and the function that `open` takes."""
 
+import errno
 import io
+import logging
+import os
 import sys
+import termios
+import threading
 from contextlib import closing
 
 import pytest
@@ -21,7 +26,8 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def stderr(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(meter_module, "BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(meter_module, "BAR_AFTER_S", meter_module.AT_ONCE_S)
+    monkeypatch.setattr(meter_module, "REDRAW_S", 0.0)
     return lambda stream: monkeypatch.setattr(sys, "stderr", stream) or stream
 
 
@@ -73,6 +79,94 @@ def test_a_function_gets_the_numbers_and_replaces_the_bar(stderr):
     read(on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1000, 4000), (2000, 4000), (3000, 4000), (4000, 4000)]
     assert stream.getvalue() == ""
+
+
+class Broken(Terminal):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+class Refusing(Terminal):
+    def isatty(self):
+        raise ValueError("I/O operation on closed file")
+
+
+class Sink:
+    """What some programs put in the place of stderr."""
+
+    def write(self, text):
+        return len(text)
+
+
+STREAMS = {
+    "none": lambda: None,
+    "sink": Sink,
+    "EIO": lambda: Broken(OSError(errno.EIO, "Input/output error")),
+    "EPIPE": lambda: Broken(BrokenPipeError()),
+    "closed": lambda: Broken(ValueError("I/O operation on closed file.")),
+    "odd": lambda: Broken(RuntimeError("no display")),
+    "refusing": Refusing,
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_read_does_not_depend_on_stderr(stderr, kind):
+    stderr(STREAMS[kind]())
+    assert publish_and_read(None) == 1
+
+
+def test_a_terminal_that_breaks_in_the_middle_ends_the_bar_alone(stderr):
+    stream = stderr(Terminal())
+    with closing(Meter("version 7", None, 0)) as meter:
+        meter.expect(3000)
+        meter.add(1000)
+        stream.write = Broken(OSError(errno.ENXIO, "no such device")).write
+        meter.add(1000)
+        stream.close()
+        meter.add(1000)
+
+
+def test_a_terminal_that_is_stopped_holds_up_no_read(stderr):
+    """Ctrl-S: whoever writes to it waits for Ctrl-Q."""
+    screen, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    termios.tcflow(terminal, termios.TCOOFF)
+    with os.fdopen(terminal, "w") as stream, os.fdopen(screen, "rb", 0) as shown:
+        stderr(stream)
+        reads = threading.Thread(target=read, daemon=True)
+        reads.start()
+        reads.join(10)
+        is_held_up = reads.is_alive()
+        termios.tcflow(terminal, termios.TCOON)
+        reads.join(10)
+        assert not is_held_up
+        read()
+        os.set_blocking(screen, False)
+        assert b"version 7: 100%" in (shown.readall() or b"")
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_handler_of_logs_that_raises_fails_no_call(stderr, monkeypatch, caplog, raises):
+    class Failing(logging.Handler):
+        def emit(self, record):
+            seen.append(record)
+            raise ConnectionError("the collector is away")
+
+    seen, handler, logger = [], Failing(), logging.getLogger("torch_ros")
+    monkeypatch.setattr(logging, "raiseExceptions", raises)
+    told = stderr(io.StringIO())
+    caplog.set_level(logging.DEBUG, "torch_ros")
+    logger.addHandler(handler)
+    try:
+        assert publish_and_read(None) == 1
+    finally:
+        logger.removeHandler(handler)
+    assert seen
+    assert ("the collector is away" in told.getvalue()) == raises
 
 
 def publish_and_read(on_progress):

@@ -1,6 +1,9 @@
 """Texts of others, as people get them: anybody may have chosen a name, and no terminal obeys it."""
 
 import logging
+from contextlib import suppress
+
+_FALLBACK = logging.Handler()  # says on stderr, if there is one, what went wrong in another
 
 
 def printable(text: str) -> str:
@@ -10,9 +13,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+class Log(logging.Logger):
+    """Its handlers are the program's. One that raises ends no call of ours."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Tell the handlers."""
+        try:
+            super().handle(record)
+        except Exception:  # noqa: BLE001
+            with suppress(Exception):
+                _FALLBACK.handleError(record)
+
+
 def log_of(module: str) -> logging.Logger:
     """The logger of a module: each of its messages is one line, whatever names are in it."""
     log = logging.getLogger(module)
+    log.__class__ = Log  # the program may have asked for it before
     log.addFilter(_on_one_line)  # once, however often it is asked for
     return log
 

@@ -292,3 +292,35 @@ def test_a_table_in_a_pipe_has_a_line_for_each_row(ask, fleet, monkeypatch, caps
         patch.setenv("COLUMNS", "30")
         assert ask(*fleet[:1], "ls", fleet[1])[0] == 0
     assert len(out.getvalue().splitlines()) > len(wide)
+
+
+@pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]])
+@pytest.mark.parametrize("command", ["ls", "why", "gc", "top"])
+def test_a_command_whose_streams_are_closed_ends_with_its_exit_code(
+    crowd, monkeypatch, command, closed
+):
+    endpoint, _ = crowd
+    arguments = ["--endpoint", endpoint, command, *ARGUMENTS.get(command, ["MODEL"])]
+    arguments = ["policy" if each == "MODEL" else each for each in arguments]
+    open_code = main.main(arguments)
+    for name in closed:  # as Python has them after `>&-`
+        monkeypatch.setattr(sys, name, None)
+    assert main.main(arguments) == open_code
+
+
+def test_a_complaint_that_nobody_can_hear_changes_no_exit_code(monkeypatch):
+    broken = Terminal()
+    broken.close()
+    monkeypatch.setattr(sys, "stderr", broken)
+    assert main.main(["--endpoint", "nothing://", "ls"]) == main.USAGE
+
+
+def test_an_encoding_without_a_character_has_it_escaped(monkeypatch):
+    there = Crowd(connect(f"memory://{uuid.uuid4().hex}", timeout_s=5), "mödel")
+    there.join("trainer")
+    there.publish("trainer", 1)
+    there.commit()
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main.main(["--endpoint", there.kv.endpoint, "ls"]) == main.FINE
+    assert rb"m\xf6del" in written.getvalue()

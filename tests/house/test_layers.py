@@ -37,7 +37,6 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "transfer",
         "msgspec",
         "rich",
-        "tqdm",
     },
     "dcp": {"shard", "transfer", "weights", "torch"},
     "integrations": {"bucket", "face", "torch"},

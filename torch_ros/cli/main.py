@@ -54,6 +54,7 @@ AWAY_S = 0.5  # between two questions to an etcd that does not answer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    output.prepare()
     try:
         asked = parsing.parser().parse_args(arguments)
         code = COMMANDS[asked.command](asked)

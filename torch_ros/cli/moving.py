@@ -8,7 +8,6 @@ import math
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TextIO
 
-from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
-
 import torch_ros
-from torch_ros import environment
 from torch_ros.checkpoints.compared import Difference, Named, Shapes, differences, unlike
 from torch_ros.checkpoints.mapped import is_named, mapped
 from torch_ros.checkpoints.written import (
@@ -43,6 +39,7 @@ from torch_ros.errors import BackendError, StoreUnavailable, UsageError
 from torch_ros.printable import log_of, printable
 from torch_ros.protocol.records import VersionRef
 from torch_ros.store.endpoint import located
+from torch_ros.transfer.meter import Bar
 
 LOOK_S = 1.0  # between two looks at who has it
 AWAY_S = 0.5  # between two questions to an etcd that does not answer
@@ -242,11 +239,5 @@ def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
 @contextmanager
 def bar(what: str) -> Iterator[OnBytes]:
     """A line of progress on a terminal."""
-    is_shown = sys.stderr.isatty() and environment.value(environment.PROGRESS) != "0"
-    with tqdm(desc=printable(what), unit="B", unit_scale=True, disable=not is_shown) as bar:
-
-        def progress(done_bytes: int, total_bytes: int, /) -> None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-
-        yield progress
+    with closing(Bar(printable(what))) as line:
+        yield line.show

@@ -1,10 +1,12 @@
 """All that a command writes for people and for programs: no terminal obeys a name in it."""
 
+import io
 import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
@@ -17,6 +19,15 @@ SCHEMA = 1  # of what --json prints
 COLUMNS = re.compile("0*[1-9][0-9]{0,5}")
 
 
+def prepare() -> None:
+    """Have what is closed (`>&-`) swallow all, and escape what an encoding has no character for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  # for good
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(out: TextIO, *lines: str) -> None:
     """At once: who reads a pipe may be waiting for it."""
     out.write("".join(f"{printable(line)}\n" for line in lines))
@@ -24,7 +35,8 @@ def say(out: TextIO, *lines: str) -> None:
 
 
 def complain(text: object) -> None:
-    say(sys.stderr, f"torch-ros: {text}")
+    with suppress(OSError, ValueError):  # nobody hears it; the exit code is there still
+        say(sys.stderr, f"torch-ros: {text}")
 
 
 def say_json(out: TextIO, values: dict[str, Any]) -> None:

@@ -17,7 +17,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-log: logging.Logger = logging.getLogger(__name__)
+from torch_ros.printable import log_of
+
+log: logging.Logger = log_of(__name__)
 
 VERBS = "libibverbs.so.1"  # it alone needs libnl-route
 NETLINK = "libnl-route-3.so.200"
