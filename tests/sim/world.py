@@ -745,7 +745,7 @@ class World(Scheduler):
             borrowed(self, process, word)
             world.loans.setdefault(world.current.process, []).append(self)
 
-        def identify(replica, rank, world_size, *, timeout_s):
+        def identify(_model, replica, rank, world_size, *, timeout_s):
             return Identity(replica, rank, world_size, world.current.process.start.nonce)
 
         everywhere = {
