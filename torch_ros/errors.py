@@ -313,7 +313,7 @@ class SourceLost(PeerError):
     replica: str
     what: str
     bytes_done: int
-    bytes_total: int
+    bytes_total: int  # 0: it was lost before it was known how much there is to read
 
     def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
         self.replica, self.what = replica, what

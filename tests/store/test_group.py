@@ -354,6 +354,39 @@ def test_an_absolute_version_that_is_gone_is_an_error_and_one_to_come_is_waited_
     assert "version 3 is not published yet" in str(late)
 
 
+def test_what_a_job_had_that_has_ended_is_told(store):
+    for version in (1, 4):
+        trainer = store.join("trainer")
+        unpublish(trainer, publish(trainer, version))
+        trainer.close()
+    rollout = store.join("rollout")
+    ended = "; a job that has ended had versions up to 4, and nobody holds one any more"
+    for asked in (1, "latest"):
+        late = attempt(partial(replicate, rollout, asked, timeout_s=0.2))
+        assert ended in str(late)
+    publish(rollout, 1)  # and its numbers begin anew
+
+
+def test_a_rank_that_does_not_come_to_a_call_is_named(store):
+    trainer = store.replica("trainer", 3)
+    late = attempt(partial(publish, trainer[1], 1, timeout_s=0.5))
+    assert isinstance(late, DeadlineExceeded)
+    assert str(late).endswith("(call 1); missing: ranks 0, 2")
+
+
+def test_a_source_that_is_lost_before_a_byte_does_not_hide_what_had_come(store):
+    trainer, rollout = store.join("trainer"), store.join("rollout")
+    publish(trainer, 1)
+    come = iter([(700, 1000), (0, 0), (0, 0), (0, 0), (0, 0)])
+
+    def lose():
+        raise SourceLost("trainer", "it does not answer", *next(come))
+
+    lost = attempt(partial(replicate, rollout, 1, pause=lose, timeout_s=20))
+    assert "700 of 1000 bytes" in str(lost)
+    assert "bytes" not in str(SourceLost("trainer", "it does not show the version", 0, 0))
+
+
 def test_latest_minus_k_counts_what_is_available(store):
     trainers = [store.join(f"t{i}") for i in range(3)]
     for trainer, version in zip(trainers, (3, 5, 9), strict=True):

@@ -190,7 +190,7 @@ def opened(
     spot: bool = False,
     waits: bool = True,
 ) -> Iterator[torch_ros.ShardHandle]:
-    """A handle on an etcd that is there; none is started. Of a model that is there, if it waits."""
+    """A handle on an etcd that is there; none is started. If it waits, the model is there too."""
     # Containers with one host name may have the same numbers of processes.
     name = replica or f"{what}-{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
     where = located(asked.endpoint)

@@ -1,5 +1,6 @@
 """One rank's part in one call of its group: decide, read, finish, give up."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from torch_ros.protocol.versions import Spec, first_holders
 from torch_ros.store.loops import Done, Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Range, Ranges, View, one
+from torch_ros.store.txn import Range, Ranges, Read, View, one
 
 T = TypeVar("T")
 Effects = Callable[[View, Seat, Call], Step[Call]]
@@ -56,6 +57,7 @@ Sight = tuple[Seat, View]
 log: logging.Logger = log_of(__name__)
 
 SERVED = SourceTerms()
+GLANCE_S = 2.0  # for a question whose answer is a word in an error
 CLEAN_UP_S = 5.0  # for what a failed call leaves in the store; the lease removes the rest
 
 
@@ -360,11 +362,11 @@ class GroupCall(Attempt):
         return self._await_outcome(self.deadline, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
-        seat, call = self.seat, self.decided
+        seat, call, within = self.seat, self.decided, _named(self, deadline)
         rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
         ended = settle(self.asked, calls.outcome_ranges(seat, call), rule, first)
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
-        return self.seating.run(ended, deadline, self.patience, check=self._ledger.check_open)
+        return self.seating.run(ended, within, self.patience, check=self._ledger.check_open)
 
     def unpublish(self, ref: VersionRef, copy: MakeCopy, passing: Passing = ALONE) -> None:
         """Returns once nobody reads `ref` from this replica who is to be waited for.
@@ -572,3 +574,18 @@ def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:
             log.warning("records of a call that failed stay until the next one: %s", error)
         else:
             ledger.left_over = ()
+
+
+def _named(call: GroupCall, deadline: Deadline) -> Deadline:
+    """The deadline, whose reason names the ranks that are missing."""
+    return dataclasses.replace(deadline, hint=partial(_missing, call))
+
+
+def _missing(call: GroupCall, _: object) -> str:
+    """The peers that it waits for, as etcd knows now."""
+    ranges = (call.seat.keys.readies(call.seat.inst, call.number),)
+    try:
+        view = call.seating.kv.read(Read(ranges), timeout_s=GLANCE_S)
+    except TorchRosError:
+        return ""
+    return calls.lacking(view, call.seat, call.decided)

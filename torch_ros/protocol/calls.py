@@ -444,6 +444,16 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
     return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
 
 
+def lacking(view: View, seat: Seat, call: Call) -> str:
+    """The ranks that are not ready, in words; "": all are, or the call is none to be ready for."""
+    there = keyed(view.within(seat.keys.readies(seat.inst, call.number)), k.parse_rank)
+    ready = {rank for _, rank, _ in there} | seat.done_by(call).keys()
+    left = [str(rank) for rank in range(seat.world_size) if rank not in ready]
+    more = f" and {len(left) - NAMED_MAX} more" if len(left) > NAMED_MAX else ""
+    ranks = f"rank{'s' if len(left) > 1 else ''} {', '.join(left[:NAMED_MAX])}{more}"
+    return f"; missing: {ranks}" if left else ""
+
+
 def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
     """The answers of all ranks; None: not all have answered."""
     own_group(view, seat)
@@ -459,6 +469,9 @@ def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
     said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
     has_delta = any(answer.is_delta for answer in answers.values())
     return Done(Said(said, has_delta) if len(said) == seat.world_size else None)
+
+
+NAMED_MAX = 3  # ranks in a sentence
 
 
 @dataclass(frozen=True, slots=True)

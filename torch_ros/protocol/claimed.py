@@ -48,6 +48,7 @@ class ClaimedSources:
         self._asks_s = 0.0  # when it may ask again whether to step aside
         self._is_aside = self._known.pace == "rests"  # it relays nothing
         self._left = int(self._is_aside)  # how many of them; who rests has a leaf's place already
+        self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
         self._is_displaced = False  # it has its source in the place of one that went away
 
     def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
@@ -75,6 +76,7 @@ class ClaimedSources:
                 attached.pop(place, None)
                 self._detach(inst_at(place), lost)
                 self._is_displaced = lost.is_orderly
+                self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
                 if isinstance(lost, _TooLittle):
                     places = [lost.place]
                 else:
@@ -123,8 +125,10 @@ class ClaimedSources:
 
     def _elsewhere(self, lost: SourceLost) -> str:
         call, tried = self.call, self._tried
+        last = SourceLost(lost.replica, lost.what, *self._come)
+        last.is_orderly = lost.is_orderly
         rule = partial(
-            elsewhere.choose_again, seat=call.seat, call=self._known, tried=tried, lost=lost
+            elsewhere.choose_again, seat=call.seat, call=self._known, tried=tried, lost=last
         )
         again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
         if tried[inst_at(again)]:

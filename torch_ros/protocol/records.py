@@ -140,6 +140,7 @@ class RunRecord(Record, frozen=True):
 
     by: str
     number: Number
+    ended_at: Number | None = None  # the highest version before it, that went; for people
 
 
 class VersionRecord(Record, frozen=True):

@@ -7,7 +7,7 @@ from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.calls import DELETES_MAX
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
-from torch_ros.protocol.records import NUMBER_MAX, GroupRecord, RunRecord
+from torch_ros.protocol.records import NUMBER_MAX, GroupRecord, RunRecord, VersionRecord
 from torch_ros.protocol.versions import run_numbers
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import (
@@ -44,7 +44,8 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
         return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
     number = min(1 + max(numbers.values(), default=0), NUMBER_MAX)
     by = f"{who.shard.host}:{who.shard.pid}"
-    made: list[Op] = [Put(keys.run(name), RunRecord(by, number).encode())]
+    ended_at = None if live else _highest(view, keys)
+    made: list[Op] = [Put(keys.run(name), RunRecord(by, number, ended_at).encode())]
     alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
     if live:
         return name, made, (view.unchanged(keys.run(name)), alone)
@@ -54,6 +55,15 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
     # Nobody has begun to use one meanwhile.
     guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
+
+
+def _highest(view: View, keys: Keys) -> int | None:
+    """The highest version that anybody has published, as its record says, or a run since."""
+    found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
+    numbers = [number for _, (_, number), record, _ in found if record.layout]
+    runs = readable(view.within(keys.runs()), k.parse_run, RunRecord)
+    numbers += [run.ended_at for _, _, run, _ in runs if run.ended_at is not None]
+    return max(numbers, default=None)
 
 
 def _is_known(view: View, keys: Keys, run: str) -> bool:

@@ -167,13 +167,11 @@ def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     runs = offered(view, keys)
     newest = next(iter(runs), [])
     if spec.absolute is None:
-        return _relative(keys, spec, runs)
+        return _relative(keys, spec, runs, _ended_at(view, keys, _newest_run(view, keys)))
     for offer in newest:
         if offer.ref.version == spec.absolute:
             return offer
-    numbers = run_numbers(view, keys)
-    trained = [run for run in numbers if run != k.BUCKET]
-    newest_run = max(trained, key=lambda run: (numbers[run], run), default="")
+    newest_run = _newest_run(view, keys)
     # What comes from a bucket says nothing of the numbers that a trainer will publish.
     run = newest[0].ref.run if newest and newest[0].ref.run != k.BUCKET else newest_run
     VersionRecord.at(view, keys.version(run, spec.absolute))  # it cannot be passed over
@@ -183,7 +181,9 @@ def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
         key for key, _, holding, _ in legible.holdings(holders) if holding.state == "filling"
     ]
     if filling or spec.absolute > max(there, default=-1):
-        return _wait_for_version(keys, runs, _not_yet(spec), *filling[:1])
+        return _wait_for_version(
+            keys, runs, _not_yet(spec, _ended_at(view, keys, run)), *filling[:1]
+        )
     available = sorted(offer.ref.version for offer in newest)
     found = available or "none"
     reason = f"it was published before and no replica holds it now; available: {found}"
@@ -207,8 +207,24 @@ def newer_refs(
     return sorted(found, key=lambda ref: ref.order, reverse=True)
 
 
-def _not_yet(spec: Spec) -> str:
-    return f"version {spec.absolute} is not published yet"
+def _newest_run(view: View, keys: Keys) -> str:
+    """The newest run of trainers; "": there is none."""
+    numbers = run_numbers(view, keys)
+    trained = [run for run in numbers if run != k.BUCKET]
+    return max(trained, key=lambda run: (numbers[run], run), default="")
+
+
+def _not_yet(spec: Spec, ended: str = "") -> str:
+    return f"version {spec.absolute} is not published yet{ended}"
+
+
+def _ended_at(view: View, keys: Keys, run: str) -> str:
+    """The versions of a job before this run, in words; "": none, as far as anybody knows."""
+    records = readable(view.within(keys.runs()), k.parse_run, RunRecord)
+    last = next((record.ended_at for _, name, record, _ in records if name == run), None)
+    if last is None:
+        return ""
+    return f"; a job that has ended had versions up to {last}, and nobody holds one any more"
 
 
 def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | None:
@@ -252,11 +268,11 @@ def published(view: View, keys: Keys, run: str) -> list[int]:
 
 
 def _relative(
-    keys: Keys, spec: Spec, runs: list[list[AvailableVersion]]
+    keys: Keys, spec: Spec, runs: list[list[AvailableVersion]], ended: str
 ) -> AvailableVersion | Wait:
     newest = next(iter(runs), [])
     if len(newest) <= spec.back:
-        have = f"{len(newest)} available" if newest else "none is available yet"
+        have = f"{len(newest)} available" if newest else f"none is available yet{ended}"
         return _wait_for_version(keys, runs, f"{spec} of model {keys.model!r}: {have}")
     offer = newest[spec.back]
     if spec.floor is not None and offer.ref.order < spec.floor.order:
