@@ -8,6 +8,7 @@ import os
 ENDPOINT = "TORCH_ROS_ENDPOINT"  # `open(endpoint=...)`
 BUCKET = "TORCH_ROS_BUCKET"  # `open(bucket=...)`
 MODEL = "TORCH_ROS_MODEL"  # of `dcp.save` and `dcp.load` without a handle
+REPLICA = "TORCH_ROS_REPLICA"  # of the same, with "-save" or "-load" behind it
 TRANSPORT = "TORCH_ROS_TRANSPORT"  # `open(transport=...)`
 CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`
 PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars

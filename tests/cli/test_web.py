@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 import uvicorn
 from crowd import RUN, Crowd
 from hypothesis import given
@@ -19,14 +21,14 @@ from hypothesis import strategies as st
 from test_ls import ONE, TWO, fleet, held
 
 from puppets.servers import free_port
-from torch_ros.cli import lines, main, telling, web
+from torch_ros.cli import asking, lines, main, telling, web
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import StoreUnavailable
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
 from torch_ros.store.endpoint import connect
-from torch_ros.store.txn import Put, Txn
+from torch_ros.store.txn import Delete, Put, Txn, one
 
 BODY = 15 << 30
 
@@ -307,3 +309,20 @@ def test_ctrl_c_lets_pages_go(opened, endpoint, ctrl_c):
         server.send_signal(signal.SIGINT)
         _, said = server.communicate(timeout=30)
     assert (server.returncode, said) == (0, "")
+
+
+def test_the_page_opens_on_the_model_that_lives(opened, store, endpoint):
+    """The first of the list is shown."""
+    dead = Crowd(store, "a-dead-" + uuid.uuid4().hex[:8])
+    dead.join("trainer")
+    dead.publish("trainer", 1)
+    dead.commit()
+    store.commit(Txn((), (Delete(one(dead.keys.group("trainer"))),)), timeout_s=5)
+    older, newer = opened("older"), Crowd(store, "b-" + uuid.uuid4().hex[:8])
+    newer.join("trainer")
+    newer.commit()
+    older.register({"w": torch.zeros(1)})
+    older.publish(1)
+    mine = {dead.keys.model, older.model, newer.keys.model}
+    found = [each for each in asking.liveliest(store) if each in mine]
+    assert found == [older.model, newer.keys.model, dead.keys.model]

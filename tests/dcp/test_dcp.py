@@ -272,6 +272,15 @@ def test_bad_input_to_save_is_named_and_changes_nothing(handles):
     assert trainer.version == 1
 
 
+def test_the_environment_names_the_replica_of_the_default_handles(monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_ENDPOINT", f"memory://{uuid.uuid4().hex}")
+    monkeypatch.setenv("TORCH_ROS_REPLICA", "trainer")
+    handles = [default_handle(purpose) for purpose in ("save", "load")]
+    assert [handle.replica for handle in handles] == ["trainer-save", "trainer-load"]
+    for handle in handles:
+        handle.close()
+
+
 def test_the_default_handles_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("TORCH_ROS_ENDPOINT", f"memory://{uuid.uuid4().hex}")
     monkeypatch.setenv("TORCH_ROS_MODEL", "from-environment")

@@ -67,6 +67,7 @@ NOT_RUN = {  # the beginning of a command: why no test runs it
     "pip install -e '.[cli]'": "CI installs the clone with this extra, and more",
     "pip install -e '.[bucket]'": "CI installs the clone with this extra, and more",
     "pip install -e '.[top]'": "CI installs the clone with this extra, and more",
+    "pip install -e '.[tools]'": "CI installs the clone with the extras that it is made of",
     "pip install -e '.[web]'": "CI installs the clone with this extra, and more",
     "pip install -e '.[local]'": "CI installs the clone with this extra, and more",
     "apt install": "needs root; a machine of CI has it done",

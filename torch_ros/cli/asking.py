@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from torch_ros.cli.ls import some
 from torch_ros.deadline import Deadline
-from torch_ros.errors import AccessDenied, UsageError
+from torch_ros.errors import AccessDenied, BackendError, UsageError
 from torch_ros.protocol import waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (
@@ -51,6 +51,20 @@ def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
     [found] = reply.results
     assert not isinstance(found, int)
     return sorted({name for key in found if (name := parse_model(key)) is not None})
+
+
+def liveliest(kv: KV) -> list[str]:
+    """All models: those with somebody first, then the one with the newest publication."""
+
+    def standing(model: str) -> tuple[bool, int]:
+        try:
+            found = fleet(kv, model)
+        except BackendError:  # of another release, or not for this user
+            return (True, 0)
+        alive = any(each.state == "complete" for each in found.replicas.values())
+        return (not alive, -max((each.at_ms or 0 for each in found.versions), default=0))
+
+    return sorted(models(kv), key=standing)
 
 
 def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:

@@ -38,6 +38,7 @@ from torch_ros.store.kv import KV
 
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 EXTRAS = {  # which brings a module
+    "obstore": "bucket",
     "prometheus_client": "metrics",
     "rich": "top",
     "safetensors": "cli",
@@ -89,7 +90,11 @@ def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
     if name not in EXTRAS and name not in NEEDED:
         raise error
     found = f"{command} takes {name}, which is not installed"
-    how = f"with the extra {EXTRAS[name]}" if name in EXTRAS else "with all that it depends on"
+    how = (
+        f"with the extra {EXTRAS[name]}, or tools, which has all"
+        if name in EXTRAS
+        else "with all that it depends on"
+    )
     return UsageError(f"{found}: install torch-ros {how}")
 
 

@@ -88,7 +88,7 @@ def application(
 
     def models(_request: Request) -> Response:
         try:
-            found = [model] if model is not None else asking.models(kv)
+            found = [model] if model is not None else asking.liveliest(kv)
         except TorchRosError as error:
             return PlainTextResponse(str(error), 503)
         return JSONResponse({"endpoint": kv.endpoint, "models": found})

@@ -28,8 +28,9 @@ def default_handle(purpose: Purpose) -> ShardHandle:
     you close it, on all ranks alike.
 
     The environment names the store and the model: TORCH_ROS_ENDPOINT (else "local") and
-    TORCH_ROS_MODEL (else "default"). The ranks are those of the default process group; without
-    one, this process is alone, as it is for dcp.
+    TORCH_ROS_MODEL (else "default"). TORCH_ROS_REPLICA names the replica, with "-save" or
+    "-load" behind it, since both may be open. The ranks are those of the default process group;
+    without one, this process is alone, as it is for dcp.
     """
     if purpose not in ("save", "load"):
         raise UsageError(f"default_handle({purpose!r}): expected 'save' or 'load'")
@@ -37,8 +38,10 @@ def default_handle(purpose: Purpose) -> ShardHandle:
         pid, handle = _handles.get(purpose, (0, None))
         if handle is None or pid != os.getpid() or handle.is_closed:
             alone = not (dist.is_available() and dist.is_initialized())
+            name = environment.value(environment.REPLICA)
             handle = open(
                 environment.value(environment.MODEL) or DEFAULT_MODEL,
+                replica=f"{name}-{purpose}" if name else None,
                 rank=0 if alone else None,
                 world_size=1 if alone else None,
             )
