@@ -1,10 +1,14 @@
 """Boxes of random views, against a copy of every element."""
 
+import random
+import time
+
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
+from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs, uncovered
 
 CHOICES = st.lists(st.integers(0, 2**16), max_size=30)
 
@@ -98,3 +102,31 @@ def test_a_shuffle_of_too_many_boxes_is_none():
     whole = torch.empty(2 * PAIRS_MAX + 2, device="meta")
     other = torch.empty(PAIRS_MAX + 1, device="meta")
     assert _pairs(whole, whole[::2], other, other) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_boxes_leave_uncovered_is_counted(seed):
+    generator = random.Random(seed)
+    shape = tuple(generator.randrange(1, 6) for _ in range(generator.randrange(4)))
+    covered, boxes = torch.zeros(shape, dtype=torch.bool), []
+    for _ in range(generator.randrange(8)):
+        offsets = tuple(generator.randrange(size) for size in shape)
+        sizes = tuple(
+            generator.randrange(1, size - at + 1) for at, size in zip(offsets, shape, strict=True)
+        )
+        boxes.append((offsets, sizes))
+        ends = zip(offsets, sizes, strict=True)
+        covered[tuple(slice(at, at + size) for at, size in ends)] = True
+    assert uncovered(shape, boxes) == int((~covered).sum())
+
+
+def test_nothing_is_uncovered_in_an_empty_tensor():
+    assert uncovered((0, 3), []) == 0
+
+
+def test_thousands_of_boxes_side_by_side_are_counted_at_once():
+    boxes = [((row, column), (1, 1)) for row in range(64) for column in range(64)]
+    random.Random(0).shuffle(boxes)
+    began_s = time.perf_counter()
+    assert uncovered((64, 64), boxes) == 0
+    assert time.perf_counter() - began_s < 5

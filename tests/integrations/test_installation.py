@@ -19,6 +19,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.integrations import landing_plan
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Obstacle, has_nan, state_of
 from torch_ros.integrations.recording import record
@@ -454,8 +455,9 @@ def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, traine
     assert trainer.handle.installs()["engine"].active.version == 2
 
 
-def test_a_weight_that_is_no_number_is_read_in_place_as_it_was_published(opened):
-    """Digests compare bits: a NaN is equal to itself."""
+def test_a_large_tensor_is_read_in_place_as_it_was_published(opened, monkeypatch):
+    """Nobody looks for a NaN in it. Digests compare bits: a NaN is equal to itself."""
+    monkeypatch.setattr(landing_plan, "SMALL_BYTES", 15)
     engine, publisher = Fused(), Publisher(opened(digests="full"))
     follower = opened(digests="full")
     installer = installer_of(follower, engine)
@@ -469,19 +471,42 @@ def test_a_weight_that_is_no_number_is_read_in_place_as_it_was_published(opened)
     assert engine.has(second)
 
 
-def test_a_weight_that_is_no_number_is_not_loaded(opened, trainer):
-    """Infinities are: a mask may have them."""
+@pytest.mark.parametrize("obstacles", [(), EVERYWHERE], ids=["in place", "staged"])
+@pytest.mark.parametrize("fqn", ["norm", "k"])
+def test_a_weight_that_is_no_number_is_refused(opened, trainer, obstacles, fqn):
+    """Infinities are numbers: a mask may have them."""
     engine, keeper = Fused(), opened()
-    installer = installer_of(opened(), engine, dict.fromkeys(EVERYWHERE, Obstacle("packed")))
+    installer = installer_of(opened(), engine, dict.fromkeys(obstacles, Obstacle("packed")))
     first = trainer.publish(1, norm=torch.tensor([-torch.inf, torch.inf, 0.0, 1.0]))
     installer.install(1, 20)
-    keeper.register({fqn: torch.zeros_like(one) for fqn, one in first.items()})
+    keeper.register({name: torch.zeros_like(one) for name, one in first.items()})
     keeper.replicate(1, timeout_s=20)
-    trainer.publish(2, out=torch.full((4, 4), torch.nan))
-    with pytest.raises(ManifestMismatch, match=r"'out' of version 2.*NaN in 16 of 16 elements"):
+    spoilt = first[fqn].clone()
+    spoilt.view(-1)[-1] = torch.nan
+    trainer.publish(2, **{fqn: spoilt})
+    with pytest.raises(ManifestMismatch, match=f"'{fqn}' of version 2.*found a NaN"):
         installer.install(2, 20)
     assert engine.has(first)
     assert installer.active == 1
+
+
+def test_a_nan_on_one_rank_is_refused_on_all(pair, trainer):
+    engines, _, installers, each = pair
+    first = trainer.publish(1)
+    for installer in installers:
+        installer.options = InstallOptions(on_failure="keep")
+    each(lambda rank: installers[rank].install(1, 30))
+    spoilt = first["k"].clone()
+    spoilt[1, 0] = torch.nan  # a row of the second rank
+    trainer.publish(2, k=spoilt)
+
+    def attempt(rank):
+        with pytest.raises(ManifestMismatch, match="'k' of version 2.*found a NaN"):
+            installers[rank].install(2, 30)
+
+    each(attempt)
+    assert all(engine.has(first) for engine in engines)
+    assert {installer.active for installer in installers} == {1}
 
 
 FLOATS = [getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")]

@@ -31,8 +31,10 @@ from torch_ros.integrations.landing_plan import (
     misplaced,
     missing,
     named_alike,
+    no_numbers,
     places,
     plan_landings,
+    small_with_nan,
 )
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Versions, Weights
@@ -263,7 +265,7 @@ class Installer:
             if self.options.on_failure == "keep":
                 kept.update(self._together(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
-            return self._together(lambda: self._write(number, look, extent, watch))
+            return self._write(number, look, extent, watch)
 
         try:
             report = self._told(number, watch.left_s, bring)
@@ -468,22 +470,27 @@ class Installer:
     # Writing
 
     def _write(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> InstallReport:
-        handle, engine, plan, contents = (
-            self.handle,
-            self._engine,
-            look.plan,
-            look.recorded.contents,
-        )
+        """Read, load, and offer. All ranks call this, and all raise if one fails."""
+        self._together(lambda: self._read(version, look.plan, extent, watch))
+        return self._together(lambda: self._load(version, look, extent, watch))
+
+    def _read(self, version: int, plan: LandingPlan, extent: _Extent, watch: Laps) -> None:
         if extent.is_direct:
             self._has_written = True
-            handle.read(version, self._targets(plan), timeout_s=watch.left_s)
+            targets = self._targets(plan)
+            self.handle.read(version, targets, timeout_s=watch.left_s)
+            if (fqn := small_with_nan(targets)) is not None:
+                raise no_numbers(fqn, version, self.handle.model)
         else:
-            handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
+            self.handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
         watch.lap("read")
+
+    def _load(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> InstallReport:
+        handle, plan, contents = self.handle, look.plan, look.recorded.contents
         if extent.is_staged:
             with self._stream(version, plan.staged, watch) as weights:
                 if plan.staged:
-                    engine.load(plan.modules, self._vetted(version, weights))
+                    self._engine.load(plan.modules, self._vetted(version, weights))
         watch.lap("load")
         if extent.is_provable:
             self._prove(version, look, watch)
@@ -522,12 +529,7 @@ class Installer:
         """The staged tensors; refuses one with a NaN, which stays in caches of an engine."""
         for fqn, tensor in weights:
             if has_nan(tensor):
-                raise ManifestMismatch(
-                    f"{fqn!r} of version {version} of model {self.handle.model!r}",
-                    "numbers",
-                    f"NaN in {int(tensor.isnan().sum())} of {tensor.numel()} elements",
-                    "look for the step that made them, and publish a version from before it",
-                )
+                raise no_numbers(fqn, version, self.handle.model)
             self._has_written = True
             yield fqn, tensor
 
@@ -562,7 +564,7 @@ class Installer:
             elif not is_intact:
                 look = self._together(lambda: self._look(version, watch))
                 extent = self._extent(look)
-                self._together(lambda: self._write(version, look, extent, watch))
+                self._write(version, look, extent, watch)
 
         try:
             self._told(version, watch.left_s, bring)

@@ -7,10 +7,12 @@ from functools import cached_property
 import torch
 
 import torch_ros
+from torch_ros.errors import ManifestMismatch
 from torch_ros.integrations.boxes import Box, uncovered
 from torch_ros.integrations.landings import Landing, Recording, uncollected
 
 SAME = "its elements are equal, which shows nothing of their order"
+SMALL_BYTES = 1 << 20  # of a tensor that is looked at where it was read in place
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -191,10 +193,47 @@ def chunked(
 
 def has_nan(tensor: torch.Tensor) -> bool:
     """Whether an element is no number; infinities are. A tenth of the time that a copy takes."""
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
+    return bool(_nan_in(tensor)) if _may_have_nan(tensor) else False
+
+
+def small_with_nan(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The first of the small tensors, such as norms and biases, that has a NaN.
+
+    Weights that diverge do so in all tensors, and to look at these takes next to no time: one wait
+    for each device.
+    """
+    boxes = [
+        (fqn, box)
+        for fqn, tensor in tensors.items()
+        if tensor.nbytes <= SMALL_BYTES
+        for box in (tensor.chunks.values() if isinstance(tensor, torch_ros.Chunked) else [tensor])
+        if _may_have_nan(box)
+    ]
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for _, box in boxes:
+        found.setdefault(box.device, []).append(_nan_in(box))
+    if not any(bool(torch.stack(each).any()) for each in found.values()):
+        return None
+    return next(fqn for fqn, box in boxes if bool(_nan_in(box)))
+
+
+def no_numbers(fqn: str, version: int, model: str) -> ManifestMismatch:
+    """The error of a version with a NaN."""
+    return ManifestMismatch(
+        f"{fqn!r} of version {version} of model {model!r}",
+        "numbers",
+        "a NaN",
+        "look for the step that made it, and publish a version from before that",
+    )
+
+
+def _may_have_nan(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _nan_in(tensor: torch.Tensor) -> torch.Tensor:
     is_ordered = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    return bool((tensor.amin() if is_ordered else tensor).isnan().any())
+    return (tensor.amin() if is_ordered else tensor).isnan().any()
 
 
 def places(names: Iterable[str], state: Mapping[str, torch.Tensor]) -> dict[str, Place]:

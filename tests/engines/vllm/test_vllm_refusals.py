@@ -16,6 +16,7 @@ from torch_ros.errors import (
     UsageError,
 )
 from torch_ros.integrations.vllm import attach
+from torch_ros.integrations.vllm.core import NO_VERSION
 from torch_ros.integrations.vllm.told import hear
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -179,10 +180,13 @@ def test_another_dtype_is_cast(followed):
         assert "cast from torch.float64" in report.staged[NORM]
 
 
-def test_a_weight_that_is_no_number_is_read_in_place(followed):
+def test_a_weight_that_is_no_number_is_refused(followed):
+    """It was read in place by then, and nobody has version 1 any more."""
     followed.trainer.publish(2, nan=[NORM])
-    assert followed.policy.update()
-    assert followed.policy.version == 2
+    with pytest.raises(ManifestMismatch, match=f"'{NORM}' of version 2.*found a NaN"):
+        followed.policy.update()
+    assert followed.policy.version is None
+    assert followed.engine.llm.get_weight_version() == NO_VERSION
     published = followed.trainer.publish(3)
     followed.policy.update()
     followed.engine.agrees(published)
