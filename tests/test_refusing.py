@@ -8,11 +8,13 @@ from contextlib import closing
 import grpc
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from pyetcd import etcdrpc as rpc
 
 import puppets
 import torch_ros
 from torch_ros.cli import main
+from torch_ros.dcp import ROSWriter
 from torch_ros.errors import (
     RequestTooLarge,
     StoreAlarm,
@@ -283,3 +285,18 @@ def test_a_learner_is_passed_over_and_named_if_it_is_alone(running_etcd, etcd_pr
                 assert kv.grant(5, timeout_s=5)
         finally:
             learner.kill()
+
+
+@pytest.mark.parametrize("etcd", ["full"], indirect=True)
+def test_a_save_goes_on_without_being_told_to_and_says_so_once(etcd, opened, caplog):
+    trainer, state = opened("trainer"), {"w": torch.zeros(8)}
+    etcd.strike()
+    with caplog.at_level("WARNING", logger="torch_ros"):
+        for version in (1, 2):
+            began_s = time.monotonic()
+            dcp.save(state, storage_writer=ROSWriter(version, handle=trainer))
+            assert time.monotonic() - began_s < TTL_S + 5
+            trainer.unpublish()
+    said = [record.getMessage() for record in caplog.records]
+    told = [line.split()[:2] for line in said if "wait for it (store_wait_s=0)" in line]
+    assert told == [["version", "1"]]

@@ -64,7 +64,7 @@ class ROSWriter(StorageWriter):
             `ShardHandle.publish_copy`. The state dict has tensors only.
         delta_bytes: Bound on their memory; see `ShardHandle.publish_copy`.
         store_wait_s: How long the save waits for etcd when that is away; see
-            `ShardHandle.publish`. 0: what is saved is offered when etcd is back.
+            `ShardHandle.publish`. 0: not at all; what is saved is offered when etcd is back.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
         UsageError, VersionConflict, ManifestMismatch, DeadlineExceeded, CallAborted, SeatLost,
@@ -85,7 +85,7 @@ class ROSWriter(StorageWriter):
         copy_bytes: int | None = None,
         deltas: int = 0,
         delta_bytes: int | None = None,
-        store_wait_s: float | None = None,
+        store_wait_s: float | None = 0.0,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")

@@ -218,7 +218,7 @@ class ShardHandle:
         version: int,
         *,
         timeout_s: float | None = None,
-        store_wait_s: float | None = None,
+        store_wait_s: float | None = 0.0,
     ) -> bool:
         """Offer the registered tensors as `version`. No bytes move.
 
@@ -230,9 +230,10 @@ class ShardHandle:
         Args:
             version: Not below the newest of the run; gaps are fine.
             store_wait_s: How long to wait for etcd once it has been away for longer than `ttl_s`,
-                and for ranks from which it is. The same on all ranks. None: until `timeout_s`
-                are over, which is an error. 0: return at once; what is held by all ranks when
-                etcd is back is offered then, in the order of their calls.
+                and for ranks from which it is; where it refuses, at once. The same on all ranks.
+                0: return then, so that a trainer steps on; what is held by all ranks when etcd is
+                back is offered, in the order of their calls. None: until `timeout_s` are over,
+                which is an error.
 
         Returns:
             Whether it is offered now. False: not yet, as far as this rank knows. `version` is
@@ -270,7 +271,7 @@ class ShardHandle:
         deltas: int = 0,
         delta_bytes: int | None = None,
         timeout_s: float | None = None,
-        store_wait_s: float | None = None,
+        store_wait_s: float | None = 0.0,
     ) -> bool:
         """Copy these tensors and offer the copy as `version`, in place of what is held.
 

@@ -68,8 +68,8 @@ def publish(
         call.traceparent = tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
         offer(call, registered, is_made=False)
+        _say_not_waited(shard, version, store_wait_s)
         report(call, registered, is_offered=False)
-        log.info("version %d of %r is held, and offered when etcd is back", version, shard.model)
         return False
 
     def offer(call: GroupCall, registered: Registered, *, is_made: bool) -> None:
@@ -87,3 +87,15 @@ def publish(
 
     with tracing.spanned("publish", **shard.observed.labels, version=version):
         return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
+
+
+def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> None:
+    """A warning, once in an outage."""
+    before = [each for each in shard.reports.last() if isinstance(each, PublishReport)]
+    is_told = bool(before) and not before[-1].is_offered
+    log.log(
+        logging.INFO if is_told else logging.WARNING,
+        "version %d of %r is held, and offered when etcd is back: the call did not wait for it "
+        "(store_wait_s=%g)",
+        *(version, shard.model, store_wait_s),
+    )
