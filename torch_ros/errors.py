@@ -31,7 +31,7 @@
     * BucketError        an object store refuses, or does not answer
       * UnreadableVersion  what it should have is gone, or has other bytes
   * FolderError        a folder or file of this host cannot be written
-  * UntrustedObject    an object that torch's weights_only unpickler refuses
+  * UntrustedObject    an object that is more than plain values and tensors
   * ClosedError        used after close(), or in a forked child
 
 DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
@@ -543,10 +543,10 @@ class FolderError(TorchRosError):
 
 
 class UntrustedObject(TorchRosError):
-    """An object in a version needs more of pickle than torch's weights_only unpickler allows."""
+    """An object in a version takes more than plain values and tensors, or costs too much."""
 
     _message = (
-        "object {self.fqn!r} was refused by torch's weights_only unpickler ({self.reason}); "
+        "object {self.fqn!r} was refused ({self.reason}); "
         "if you trust every process that publishes this model, pass "
         "ROSReader(..., trust_objects=True)"
     )

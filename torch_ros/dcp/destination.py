@@ -1,23 +1,25 @@
 """The state dict that a dcp.load fills."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from torch_ros.dcp.memo import ATOMS, Memo, Memos
+from torch_ros.dcp.memo import Memo, Memos
+from torch_ros.dcp.objects import Refused, Spent, unpickled
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, all_boxes, described, values_of
 from torch_ros.errors import ManifestMismatch, UntrustedObject
 from torch_ros.shard.checkpoint import Checkpoints
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalTensor, is_strided, local_chunks
-from torch_ros.weights.manifest import OBJECT, Layout, Logical, LogicalTensor, dtype_named, logical
+from torch_ros.weights.manifest import OBJECT, Layout, Logical, dtype_named, logical
 
 
 class StateDict:
@@ -79,7 +81,7 @@ class StateDict:
             if known is None or known.layout is not memo.layout:
                 known = None
             contents = logical(layouts)
-            self._buffers = known.objects if known else _buffers(contents, dict(memo.objects))
+            self._buffers = known.objects if known else self._room(contents, dict(memo.objects))
             self.wanted = len(memo.tensors) + len(memo.objects)
             if self._own:
                 planner.mappings = dict(memo.mappings)
@@ -109,7 +111,7 @@ class StateDict:
         wanted = [item for item in items if item.type == LoadItemType.TENSOR]
         self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
         objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
-        self._buffers = _buffers(contents, objects)
+        self._buffers = self._room(contents, objects)
         values = values_of(self._planner) or {}
         boxes = all_boxes({fqn: value for fqn, value in values.items() if fqn in contents})
         tensors = dict(boxes)
@@ -135,19 +137,27 @@ class StateDict:
         }
         return LocalState(list(tensors.values()), self._buffers, paths)
 
+    def _room(self, contents: Logical, objects: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Memory for these objects: as much as the publisher says, within limits."""
+        names, spent = [*dict.fromkeys(objects)], Spent()
+        for fqn in names if not self._trust_objects else ():
+            with _vetting(fqn):
+                spent.add_bytes(math.prod(contents[fqn].shape))
+        return {
+            fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8, device="cpu") for fqn in names
+        }
+
     def vet(self) -> None:
-        """Refuse objects that weights_only does not accept: no other reaches pickle."""
+        """Unpickle the objects, as a list of our own allows: no other reaches pickle."""
         if self._trust_objects:
             return
+        spent = Spent()
         for fqn, buffer in self._buffers.items():
             content = buffer.numpy().tobytes()
             if fqn in self._vetted and self._vetted[fqn][0] == content:
                 continue
-            try:
-                value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-            except Exception as error:  # whatever a hostile stream makes it raise
-                raise UntrustedObject(fqn, _what_was_refused(content, error)) from error
-            self._vetted[fqn] = (content, value)
+            with _vetting(fqn):
+                self._vetted[fqn] = (content, unpickled(content, spent))
 
     def commit(self) -> None:
         memo = self._kept.get("load")
@@ -163,34 +173,25 @@ class StateDict:
             self._planner.commit_tensor(item, target)
 
     def _stream(self, fqn: str) -> io.BytesIO:
-        """The object as it was vetted, whatever its buffer may hold by now."""
-        vetted = self._vetted.get(fqn)
-        return io.BytesIO(vetted[0] if vetted else self._buffers[fqn].numpy().tobytes())
+        """An object for planners of others, which unpickle it: a vetted one as we pickle it."""
+        if fqn not in self._vetted:
+            return io.BytesIO(self._buffers[fqn].numpy().tobytes())
+        stream = io.BytesIO()
+        torch.save(self._vetted[fqn][1], stream)
+        stream.seek(0)
+        return stream
 
     def _value(self, fqn: str) -> Any:
-        value = self._vetted[fqn][1] if fqn in self._vetted else None
-        if fqn in self._vetted and type(value) in ATOMS:
-            return value
-        try:
-            return torch.load(self._stream(fqn), weights_only=False)
-        except RuntimeError:  # on a device that is not there
-            if fqn not in self._vetted:
-                raise
-            return value  # on the CPU
+        if fqn in self._vetted:
+            return self._vetted[fqn][1]
+        return torch.load(self._stream(fqn), weights_only=False)
 
 
-def _buffers(
-    contents: Mapping[str, LogicalTensor], objects: Iterable[str]
-) -> dict[str, torch.Tensor]:
-    return {
-        fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8, device="cpu")
-        for fqn in dict.fromkeys(objects)
-    }
-
-
-def _what_was_refused(content: bytes, error: Exception) -> str:
+@contextmanager
+def _vetting(fqn: str) -> Iterator[None]:
     try:
-        names = get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    except Exception:  # noqa: BLE001  # not even the list can be made of it
-        names = []
-    return f"it needs {', '.join(names)}" if names else type(error).__name__
+        yield
+    except Refused as error:
+        raise UntrustedObject(fqn, str(error)) from error
+    except Exception as error:  # whatever a hostile stream leads to
+        raise UntrustedObject(fqn, type(error).__name__) from error

@@ -64,8 +64,9 @@ class ROSReader(StorageReader):
         handle: Whose ranks are those of dcp's process group. None: `default_handle("load")`.
         serve: Whether to become a source of a version that was read whole.
         trust_objects: Whether non-tensor objects may use all of pickle. It runs code that the
-            publisher chose; only for peers you trust. Without it, what torch's weights_only
-            unpickler refuses is an UntrustedObject error.
+            publisher chose; only for peers you trust. Without it, what is more than plain values
+            and tensors, or costs too much, is an UntrustedObject error; `add_safe_globals` of
+            torch.serialization adds classes of your own.
         timeout_s: For finding the version, and again for reading it. None: the handle's.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
