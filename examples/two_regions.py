@@ -18,6 +18,7 @@ import torch
 
 import torch_ros
 import torch_ros.bucket
+from torch_ros.errors import BucketError
 
 MODEL, VERSIONS, ELEMENTS, CHANGED, STEP_S = "two-regions", 4, 12 << 20, 0.01, 3.0
 
@@ -35,6 +36,16 @@ def step(tensors: dict[str, torch.Tensor], version: int) -> None:
         tensor.view(torch.int16).bitwise_xor_(is_changed.short())
 
 
+def versions(bucket: torch_ros.bucket.Bucket) -> dict[int, str]:
+    """Those that the bucket has; none yet where its archiver has still to make the folder."""
+    try:
+        return {**bucket.list()}
+    except BucketError as error:
+        print(error, flush=True)
+        time.sleep(1.0)
+        return {}
+
+
 def train(url: str) -> None:
     with torch_ros.open(MODEL, replica="trainer", rank=0, world_size=1) as handle:
         command = [sys.executable, "-m", "torch_ros", "archive", MODEL, url]
@@ -47,7 +58,9 @@ def train(url: str) -> None:
                 handle.unpublish()
                 step(tensors, version)
             handle.publish(version)
-            while version not in bucket.list():  # a trainer need not wait: the archiver skips then
+            while version not in versions(
+                bucket
+            ):  # a trainer need not wait: the archiver skips then
                 time.sleep(0.1)
         archiver.terminate()  # it ends when it has done with the version
         archiver.wait()
@@ -63,7 +76,7 @@ def roll_out(url: str) -> None:
     tensors = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     version = 0
     while version < VERSIONS:
-        kinds = bucket.list()
+        kinds = versions(bucket)
         if max(kinds, default=0) == version:
             time.sleep(0.2)
             continue

@@ -64,6 +64,7 @@ def zeros(tensors):
 
 @pytest.fixture
 def url(tmp_path):
+    (tmp_path / "bucket" / "another model").mkdir(parents=True)  # an archiver was here
     return str(tmp_path / "bucket")
 
 

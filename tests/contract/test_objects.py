@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -403,3 +404,127 @@ def test_without_the_extra_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UsageError, match="extra bucket"):
         objects.ObjectStore("memory://x")
+
+
+PAGE = b"<!doctype html><html><head><title>Console</title></head><body>Log in</body></html>"
+CUT = b"""<?xml version="1.0"?><ListBucketResult><IsTruncated>true</IsTruncated><Contents>
+<Key>zzz/one</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>"a"</ETag><Size>3</Size>
+</Contents></ListBucketResult>"""
+ANSWERS = {  # to a list, and to a get
+    "a page": ((200, PAGE, {}), (200, PAGE, {})),
+    "a page that is not there": ((200, PAGE, {}), (404, PAGE, {})),
+    "nothing": ((200, b"", {}), (200, b"", {})),
+    "no page": ((200, b"<ListBucketResult/>", {}), (404, b"", {})),
+    "a login": ((302, b"", {"Location": "/login"}), (302, b"", {"Location": "/login"})),
+    "a circle": ((302, b"", {"Location": "/weights"}), (302, b"", {"Location": "/weights"})),
+    "another region": ((301, b"<Error/>", {}), (301, b"<Error/>", {})),
+    "no right to list": (
+        (403, b"<Error/>", {}),
+        (404, b"<Error><Code>NoSuchKey</Code></Error>", {}),
+    ),
+    "no right to get": ((200, b"<ListBucketResult/>", {}), (403, b"<Error/>", {})),
+    "another bucket": ((200, CUT, {}), (404, b"<Error><Code>NoSuchKey</Code></Error>", {})),
+    "half a list": ((200, CUT[:90], {}), (404, b"<Error><Code>NoSuchKey</Code></Error>", {})),
+}
+
+
+@pytest.mark.parametrize("answers", ANSWERS.values(), ids=ANSWERS.keys())
+def test_what_is_no_list_of_a_store_is_never_an_empty_bucket(server, monkeypatch, answers):
+    monkeypatch.setattr(objects, "RETRIES", 0)
+
+    def reply(_, key, *__):
+        return (200, PAGE, {}) if key == "login" else answers[bool(key)]
+
+    monkeypatch.setattr(server, "reply", reply)
+    with pytest.raises(BucketError) as caught:
+        torch_ros.bucket.open("s3://weights/p", "m").list()
+    assert caught.value.url == "s3://weights/p"
+
+
+def test_a_bucket_that_is_empty_is_believed_at_the_cost_of_a_get(server):
+    assert torch_ros.bucket.open("s3://weights/p", "m").list() == {}
+    assert [each.split()[0] for each in server.asked] == ["GET", "GET"]
+    server.objects["p/m/x"] = b""
+    assert torch_ros.bucket.open("s3://weights/p", "m").list() == {}
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_list_that_a_gateway_cuts_short_is_read_to_its_end_or_refused(
+    server, monkeypatch, goes_on
+):
+    monkeypatch.setattr(objects, "PAGE", 4)
+    server.objects |= {f"p/v/{n}": b"" for n in range(6)}
+    server.page, listed = 4, server.listed
+
+    def cut(query):
+        query = query if goes_on else {"prefix": query["prefix"]}
+        return (
+            listed(query)
+            .replace(b"<NextContinuationToken>", b"<Next>")
+            .replace(b"</NextContinuationToken>", b"</Next>")
+        )
+
+    monkeypatch.setattr(server, "listed", cut)
+    store = objects.ObjectStore("s3://weights/p")
+    if goes_on:
+        assert keys(store) == [f"v/{n}" for n in range(6)]
+    else:
+        with pytest.raises(BucketError, match="ends after 4, and begins anew"):
+            keys(store)
+
+
+def test_a_folder_is_made_by_writers_alone(tmp_path):
+    folder = tmp_path / "disk" / "bucket"
+    store = objects.ObjectStore(str(folder))
+    for ask in (keys, lambda store: store.get("v/one"), lambda store: store.delete(["v/one"])):
+        with pytest.raises(BucketError, match="there is no such folder; mount its disk"):
+            ask(store)
+    assert not (tmp_path / "disk").exists()
+    folder.mkdir(parents=True)  # the point where a disk is mounted
+    with pytest.raises(BucketError, match="its folder is empty; mount its disk"):
+        keys(store)
+    store.make("v")
+    assert keys(store) == []
+    store.create("v/one", b"1")
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    with pytest.raises(BucketError, match="no such folder"):
+        keys(store)
+    (tmp_path / "elsewhere").rename(tmp_path / "disk")
+    assert keys(store) == ["v/one"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAKEY:CANARY@weights/x",
+        "s3://AKIAKEY:CAN/ARY@weights/x",
+        "s3://AKIAKEY:CANARY",
+        "s3:/AKIAKEY:CANARY@weights/x",
+        "az://container/x?sig=CANARY",
+        "gs://weights/x?X-Goog-Signature=CANARY",
+        "hf://buckets/o/n?token=CANARY",
+        "hf://CANARY@buckets/o/n",
+        "https://u:CANARY@host/x",
+        "memory://x?CANARY",
+        "s3://weights/x#CANARY",
+    ],
+)
+def test_a_url_with_a_secret_is_refused_and_not_repeated(url):
+    for ask in (hub.opened, lambda url: torch_ros.open("m", endpoint="memory://x", bucket=url)):
+        with pytest.raises(UsageError, match="names no store|begins with") as caught:
+            ask(url)
+        assert "CANARY" not in "".join(traceback.format_exception_only(caught.value))
+        assert caught.value.__cause__ is None
+
+
+def test_an_endpoint_with_a_password_is_not_repeated(server, monkeypatch, caplog):
+    address = os.environ["AWS_ENDPOINT_URL"].partition("://")[2]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:CANARY@{address}")
+    monkeypatch.setattr(objects, "RETRIES", 0)
+    server.is_away = True
+    store = objects.ObjectStore("s3://weights/p")
+    with pytest.raises(BucketError) as caught:
+        keys(store)
+    assert "CANARY" not in "".join(traceback.format_exception(caught.value)) + caplog.text
+    assert "://...@" in str(caught.value)

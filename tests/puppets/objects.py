@@ -152,7 +152,7 @@ class ObjectServer:
                 return ranged(self.objects[key], headers.get("Range"))
 
     def listed(self, query):
-        after = query.get("continuation-token", "")
+        after = query.get("continuation-token", query.get("start-after", ""))
         keys = [k for k in sorted(self.objects) if k.startswith(query.get("prefix", ""))]
         keys = [key for key in keys if key > after]
         shown, more = keys[: self.page], len(keys) > self.page

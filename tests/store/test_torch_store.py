@@ -23,7 +23,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
 from torch_ros.store import EtcdStore, memory, run
 from torch_ros.store.distributed import keys as torch_keys
-from torch_ros.store.distributed import once
+from torch_ros.store.distributed import once, rendezvous
 from torch_ros.store.distributed import store as torch_store
 from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import Put, Read, under
@@ -990,3 +990,10 @@ runpy.run_path(path)["count"](*arguments, int(index))
 
 def test_who_loses_very_many_races_goes_on():
     once._back_off(5000, Deadline("add", 5.0))
+
+
+def test_a_password_in_the_url_of_a_job_is_not_repeated():
+    for url in ("etcd://user:secret@host:1/job?x=1", "etcd://host:1/job?password=secret"):
+        with pytest.raises(ValueError, match="is no option") as caught:
+            next(rendezvous.open_store(url))
+        assert "secret" not in str(caught.value)

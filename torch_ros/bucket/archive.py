@@ -138,6 +138,7 @@ class Archiver:
         form: Form = Form(),
     ) -> None:
         self._handle, self._bucket, self._keep = handle, bucket, keep
+        bucket.store.make(bucket.root)
         self._grace_s, self._form = grace_s, form
         self._before: _Written | None = None
         self._seen: torch_ros.VersionRef | None = None  # the bucket has it, or needs not have it

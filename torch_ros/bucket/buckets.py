@@ -64,9 +64,10 @@ class Bucket:
         A version whose trainer died, and started again with a lower number, is none.
 
         Raises:
-            BucketError: The store does not answer, or refuses.
+            BucketError: The store does not answer, or refuses; or no store answers, as where a
+                folder's disk is not mounted.
 
-        Cost: One request for a thousand versions.
+        Cost: One request for a thousand versions, and one more if there are none.
         """
         return {each.version: each.kind for each in reversed(chain.living(self.kept()))}
 
@@ -276,10 +277,10 @@ def open(url: str, model: str) -> Bucket:  # noqa: A001  # as torch_ros.open
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, `hf://buckets/owner/name` (with the extra
-            `hub`; never tried against the Hub itself), a folder or `file:///folder`, which is made
-            if it is not there; `memory://name` for tests. Credentials and endpoints are those of
+            `hub`; never tried against the Hub itself), a folder or `file:///folder`, which the
+            first archiver makes; `memory://name` for tests. Credentials and endpoints are those of
             the environment, under the store's own names, such as AWS_ACCESS_KEY_ID and
-            AWS_ENDPOINT_URL.
+            AWS_ENDPOINT_URL: a URL that may have a key or options in it is a UsageError.
         model: As it was published.
 
     Raises:

@@ -7,12 +7,12 @@ file or from memory only.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torch_ros.bucket.objects import READ_S, Listed, ObjectStore
+from torch_ros.bucket.objects import READ_S, SHOWN, Listed, ObjectStore, public
 from torch_ros.errors import UsageError
 
 SCHEME = "hf://"
@@ -28,7 +28,7 @@ class HubStore(ObjectStore):
     """The objects below hf://buckets/owner/name. Any thread may call it."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url, self._folder = public(url), None
         kind, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
         if kind != "buckets" or len(names) < 2 or not all(names):
             raise UsageError(f"{url!r} names no bucket: expected hf://buckets/owner/name/prefix")
@@ -100,16 +100,18 @@ class HubStore(ObjectStore):
         self._http.hf_raise_for_status(reply)
         return memoryview(reply.content)
 
-    def list(self, prefix: str) -> Iterator[Listed]:
-        """The objects below a prefix, in the order of their keys. A prefix ends between slashes."""
+    def _listed(self, prefix: str) -> Sequence[Listed]:
         below = f"{self._prefix}{prefix}"
         with self._errors(prefix):
-            found = [
+            return [
                 Listed(each.path.removeprefix(self._prefix), each.size)
                 for each in self._hub.list_bucket_tree(self._bucket, below, recursive=True)
                 if each.type == "file" and each.path.startswith(f"{below}/")
             ]
-        return iter(sorted(found, key=lambda each: each.key))
+
+    def _said_of_nothing(self, key: str) -> bytes | None:
+        said = self.get(key)
+        return None if said is None else said[:SHOWN]
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; what is not there is fine."""

@@ -39,6 +39,9 @@ REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four 
 # How a folder's store names a file that it is writing. It neither lists one nor deletes it.
 UNFINISHED = re.compile(r".*#[0-9]+")
 
+PAGE = 1000  # keys of a list that a store sends at once
+SHOWN = 60  # bytes of what is no store's answer
+
 _FORMS = "s3://bucket/prefix, gs://, az://, hf://buckets/owner/name, file:///folder, a folder, or memory://name"
 _ADVICE = {
     "NotFoundError": "check the name of the bucket; of an object, whether it was collected",
@@ -46,6 +49,8 @@ _ADVICE = {
     "UnauthenticatedError": "give this process credentials for it, by the store's own variables",
     "InvalidPathError": "use another prefix",
 }
+_LOGIN = re.compile(r"://[^/\s]*@")
+_QUERY = re.compile(r"\?\S+")
 # Who has no credentials asks the machine's cloud for some, under these paths.
 _METADATA = ("/latest/api/token", "/latest/meta-data/", "/computeMetadata/", "/metadata/identity/")
 _memories: dict[str, MemoryStore] = {}  # by name, for as long as the process lives
@@ -78,7 +83,7 @@ class ObjectStore:
     _advices = _ADVICE
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = public(url)
         try:
             import obstore  # noqa: PLC0415  # the extra bucket
             from obstore.exceptions import BaseError  # noqa: PLC0415
@@ -88,10 +93,29 @@ class ObjectStore:
                 "with the extra bucket"
             ) from error
         self._obs, self._failures = obstore, (BaseError, OSError, ValueError)
+        self._folder = _folder(url)
         with self._errors(""):
-            self._store = _opened(url)
-        folder = getattr(self._store, "prefix", None)
-        self._folder = folder if isinstance(folder, Path) else None
+            self._opened = None if self._folder else _opened(url)
+        self._is_in_memory = url.startswith("memory://")
+
+    @property
+    def _store(self) -> Vendor:
+        """Raises: BucketError: It is a folder, and not there: no reader makes one."""
+        if self._folder is not None:
+            if not self._folder.is_dir():
+                advice = "mount its disk; the first archiver makes it, and no reader"
+                raise BucketError(self.url, "", "there is no such folder", advice)
+            from obstore.store import LocalStore  # noqa: PLC0415
+
+            self._opened = self._opened or LocalStore(self._folder)
+        assert self._opened is not None
+        return self._opened
+
+    def make(self, prefix: str) -> None:
+        """Have the folder there, and one of this prefix in it. For writers; others have theirs."""
+        if self._folder is not None:
+            with self._errors(prefix):
+                (self._folder / prefix).mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, content: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> None:
         """Write an object as its bytes come, under a key that nobody else writes.
@@ -112,6 +136,7 @@ class ObjectStore:
                 sent_bytes += memoryview(piece).nbytes
                 yield piece
 
+        self.make("")
         with self._errors(key):
             try:
                 self._obs.put(
@@ -133,6 +158,7 @@ class ObjectStore:
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
+        self.make("")
         for _ in range(CREATES_MAX):
             with self._errors(key):
                 try:
@@ -182,15 +208,61 @@ class ObjectStore:
         """The objects below a prefix, in the order of their keys. A prefix ends between slashes.
 
         In a folder also what is being written, or was when its writer was killed: `UNFINISHED`.
+        That there are none is believed of a store that also says of an object, which nobody can
+        have written, that it is not there: the list of a page for people has none, either.
         """
-        with self._errors(prefix):
-            found = [
-                Listed(each["path"], each["size"])
-                for page in self._obs.list(self._store, prefix)
-                for each in page
-            ]
-            found += self._unfinished(prefix)
+        found = self._listed(prefix)
+        if prefix and not all(each.key.startswith(f"{prefix}/") for each in found):
+            other = next(each.key for each in found if not each.key.startswith(f"{prefix}/"))
+            self._doubt(prefix, f"a list of it shows {other!r}, which is not in it")
+        if not found:
+            self._require_store(prefix)
         return iter(sorted(found, key=lambda each: each.key))
+
+    def _listed(self, prefix: str) -> Sequence[Listed]:
+        with self._errors(prefix):
+            found = [*self._pages(prefix, None)]
+            while self._folder is None and found and len(found) % PAGE == 0:
+                # Some gateways end a list there, and do not say how it goes on.
+                last = max(each.key for each in found)
+                more = self._pages(prefix, last)
+                new = [each for each in more if each.key > last]
+                if more and not new:
+                    self._doubt(prefix, f"a list of it ends after {len(found)}, and begins anew")
+                if not new:
+                    break
+                found += new
+            found += self._unfinished(prefix)
+        return found
+
+    def _pages(self, prefix: str, after: str | None) -> Sequence[Listed]:
+        pages = self._obs.list(self._store, prefix, offset=after)
+        return [Listed(each["path"], each["size"]) for page in pages for each in page]
+
+    def _require_store(self, prefix: str) -> None:
+        """Raises: BucketError: No store answers here, or it does not let this process read."""
+        if self._folder is not None:
+            if not any(self._folder.iterdir()):
+                advice = "mount its disk; of a new one, start the archiver first"
+                raise BucketError(self.url, "", "its folder is empty", advice)
+            return
+        key = f"{prefix}/{token_hex(16)}".lstrip("/")
+        if (said := self._said_of_nothing(key)) is not None:
+            self._doubt(prefix, f"a list of it is empty, and of no object it says {said!r}")
+
+    def _said_of_nothing(self, key: str) -> bytes | None:
+        """The answer for an object that is not there; None: a store's own."""
+        with self._errors(key):
+            try:
+                return bytes(self._obs.get(self._store, key).bytes())[:SHOWN]
+            except FileNotFoundError as error:
+                # S3, GCS and Azure say it in XML, all with this element.
+                said = str(error)
+                return None if self._is_in_memory or "<Code>" in said else said.encode()[-SHOWN:]
+
+    def _doubt(self, key: str, reason: str) -> NoReturn:
+        advice = "check its URL and endpoint: a console, a login page or a proxy is no store"
+        raise BucketError(self.url, key, reason, advice)
 
     def _unfinished(self, prefix: str) -> Iterator[Listed]:
         if self._folder is None:
@@ -241,24 +313,53 @@ class ObjectStore:
             kind = type(error).__name__
             if any(path in str(error) for path in _METADATA):
                 kind = "UnauthenticatedError"
-            reason = (str(error).splitlines() or [kind])[0]
+            reason = _LOGIN.sub("://...@", (str(error).splitlines() or [kind])[0])
             advice = self._advices.get(kind, "check that the store answers, and its URL")
-            raise BucketError(self.url, key, reason, advice) from error
+            made = BucketError(self.url, key, _QUERY.sub("?...", reason), advice)
+            # A traceback would repeat what the endpoint's variable has.
+            raise made from (None if _LOGIN.search(str(error)) else error)
 
 
-def _opened(url: str) -> Vendor:
-    from obstore import store  # noqa: PLC0415
+def public(url: str) -> str:
+    """This URL, which has no secret in it, as far as can be told: it ends up in logs and in etcd.
 
+    Raises: UsageError: It has, or may have; it is not repeated.
+    """
+    scheme, is_url, rest = url.partition("://")
+    if not is_url:
+        if re.match(r"[a-zA-Z0-9]+:/", url):
+            raise UsageError(f"a bucket's URL begins with '{scheme.partition(':')[0]}://'")
+        return url
+    first = rest.partition("/")[0]
+    if "@" in first or ":" in first or re.search("[?#]", rest):
+        raise UsageError(
+            f"'{scheme[:5]}://...' names no store: expected {_FORMS}; a URL ends up in logs and in "
+            "etcd, and has no place for keys, ports or options: give credentials and endpoint by "
+            "the store's own variables, such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, "
+            "AZURE_STORAGE_SAS_TOKEN or HF_TOKEN"
+        )
+    return url
+
+
+def _folder(url: str) -> Path | None:
+    """The folder that a URL names; None: another store.
+
+    Raises: UsageError: It names no store.
+    """
     if url and "://" not in url:
-        return store.LocalStore(Path(url).absolute(), mkdir=True)
+        return Path(url).absolute()
     parts = urlsplit(url)
     is_folder = parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path
     is_other = parts.scheme in {"memory", "s3", "gs", "az"} and parts.netloc
     if not (is_folder or is_other) or parts.query or parts.fragment:
         raise UsageError(f"{url!r} names no store: expected {_FORMS}")
-    if is_folder:
-        return store.LocalStore(Path(unquote(parts.path)), mkdir=True)
-    if parts.scheme == "memory":
+    return Path(unquote(parts.path)) if is_folder else None
+
+
+def _opened(url: str) -> Vendor:
+    from obstore import store  # noqa: PLC0415
+
+    if url.startswith("memory://"):
         return _memories.setdefault(url, store.MemoryStore())
     found: Vendor = store.from_url(
         url,

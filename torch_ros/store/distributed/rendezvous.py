@@ -83,7 +83,9 @@ def _number(url: str, name: str, text: str, kind: Callable[[str], T]) -> T:
 
 
 def _error(url: str, reason: str) -> ValueError:
-    shown = re.sub(r"//.*@", "//...@", url, flags=re.DOTALL)  # there may be a password
+    # What stands before an @, or behind a ?, may be a password.
+    shown = re.sub(r"//.*@", "//...@", url, flags=re.DOTALL)
+    shown = re.sub(r"\?.*", "?...", shown, flags=re.DOTALL)
     return ValueError(f"Error initializing torch.distributed using {shown!r}: {reason}")
 
 
