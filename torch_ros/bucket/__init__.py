@@ -1,7 +1,7 @@
 """Versions in an object store. Knows neither etcd nor transports.
 
 bucket = torch_ros.bucket.open("s3://bucket/prefix", "my-model")
-version = bucket.load(dict(model.named_parameters()), "latest")
+version = bucket.load(model.state_dict(), "latest")
 """
 
 from torch_ros.bucket.buckets import Bucket, open  # noqa: A004

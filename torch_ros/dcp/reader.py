@@ -48,10 +48,11 @@ class ROSReader(StorageReader):
     A version that this handle already holds in these very tensors is not read again.
 
     If the state dict is only a part of the version (the model out of model and optimizer), that
-    part is read and nothing is served. dcp's files cast silently; this does not: other dtypes are
-    a ManifestMismatch. A missing key or another shape is the error that DCP's own planner raises;
-    with `planner()` it is a ManifestMismatch that says what was found and expected. Enums, numpy
-    scalars and the like need `trust_objects`.
+    part is read and nothing is served. A warning, once in a handle, names tensors that it lacks of
+    a dict that it has, such as buffers; with several ranks, of a module. dcp's files cast silently;
+    this does not: other dtypes are a ManifestMismatch. A missing key or another shape is the error
+    that DCP's own planner raises; with `planner()` it is a ManifestMismatch that says what was
+    found and expected. Enums, numpy scalars and the like need `trust_objects`.
 
     A failure before the old version is given up changes nothing; afterwards the handle holds
     nothing, and says so.
@@ -68,6 +69,7 @@ class ROSReader(StorageReader):
             and tensors, or costs too much, is an UntrustedObject error; `add_safe_globals` of
             torch.serialization adds classes of your own.
         timeout_s: For finding the version, and again for reading it. None: the handle's.
+        partial: Whether a part of a dict is meant; then there is no warning.
 
     Raises (inside torch's CheckpointException, which `except Exception` does not catch):
         UsageError, ManifestMismatch, VersionNotFound, DeadlineExceeded, SourceLost,
@@ -87,8 +89,9 @@ class ROSReader(StorageReader):
         serve: bool = True,
         trust_objects: bool = False,
         timeout_s: float | None = None,
+        partial: bool = False,
     ) -> None:
-        self._asked, self._given = version, handle
+        self._asked, self._given, self._is_partial = version, handle, partial
         self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
         self._plan = LoadPlan([])
         self._contents = logical(())
@@ -183,6 +186,7 @@ class ROSReader(StorageReader):
             timeout_s=self._timeout_s,
             target=self._target,
             begun=self._begun,
+            is_partial=self._is_partial,
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -47,6 +47,7 @@ class BucketVersions:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         *,
+        partial: bool = True,  # noqa: ARG002
         timeout_s: float | None = None,  # noqa: ARG002
     ) -> None:
         """Load them, of the very content that was looked at last."""

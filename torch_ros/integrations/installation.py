@@ -478,7 +478,7 @@ class Installer:
         if extent.is_direct:
             self._has_written = True
             targets = self._targets(plan)
-            self.handle.read(version, targets, timeout_s=watch.left_s)
+            self.handle.read(version, targets, partial=True, timeout_s=watch.left_s)
             if (fqn := small_with_nan(targets)) is not None:
                 raise no_numbers(fqn, version, self.handle.model)
         else:

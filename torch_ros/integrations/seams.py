@@ -53,7 +53,12 @@ class Versions(Protocol):
     def contents(self, version: int | str, *, timeout_s: float | None) -> torch_ros.Contents: ...
 
     def read(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, timeout_s: float | None
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        partial: bool,
+        timeout_s: float | None,
     ) -> object: ...
 
     def stream(

@@ -31,10 +31,13 @@ from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.deltas import PlannedDelta, PublishedCopy
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
+from torch_ros.weights.left_out import left_out
 from torch_ros.weights.local import copy_bits
 from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
+TOLD_MAX = 3  # names in a warning
+
 log: logging.Logger = log_of(__name__)
 
 
@@ -88,6 +91,7 @@ class LoadRequest:
             all ranks answered (`unanimous`). None: the ranks ask each other.
         begun: The answer of `begin`, where that was called.
         keeps: Whether the tensors stay registered once they are read, though nothing is served.
+        is_partial: A part of the version is read by intention.
     """
 
     version: int | str
@@ -99,6 +103,7 @@ class LoadRequest:
     begun: Beginning | None = None
     verb: str = "load"
     keeps: bool = False
+    is_partial: bool = False
 
     @property
     def asked(self) -> str:
@@ -411,7 +416,27 @@ class Load(Target):
             self._require_another_holder()
         shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
         is_whole = logical([layout]).digest == logical(pinned.layouts).digest
+        if not (is_whole or request.is_partial or self._shard.tensors.is_partial):
+            self._tell_left_out(pinned, layout)
         return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
+
+    def _tell_left_out(self, pinned: PinnedVersion, layout: Layout) -> None:
+        """Warn, once in a handle, that tensors stay as they are which may be wanted too."""
+        shard, request = self._shard, self._request
+        names = left_out(pinned.layouts, layout, is_all=shard.is_alone)
+        if not names:
+            return
+        shard.tensors.is_partial = True
+        log.warning(
+            "%s: %d tensors of version %d are not read, beside others that are: %s%s; they stay as "
+            "they are. named_parameters() leaves buffers out: pass the module's state_dict(), or "
+            "partial=True if a part is meant",
+            request.asked,
+            len(names),
+            pinned.ref.version,
+            ", ".join(map(repr, names[:TOLD_MAX])),
+            ", ..." if len(names) > TOLD_MAX else "",
+        )
 
     def _require_another_holder(self) -> None:
         """To read a version, this replica first gives up the copy that it holds."""

@@ -580,6 +580,7 @@ class ShardHandle:
         version: int | str,
         tensors: Named,
         *,
+        partial: bool = False,
         timeout_s: float | None = None,
     ) -> ReadReport:
         """Read a version, whole or in part, into these tensors. Nothing is served, before `serve`.
@@ -594,6 +595,9 @@ class ShardHandle:
             tensors: As for `register`, in the place of what is registered; any part of the
                 version, and any on each rank. They stay registered until `unregister` or the next
                 read, which makes another read into the same ones cheap.
+            partial: Whether a part is meant. If not, a warning, once in a handle, names tensors
+                that are left out beside others of their dict, such as the buffers that
+                `named_parameters()` lacks; with several ranks, of their module.
 
         Returns:
             The report of this rank's part.
@@ -611,7 +615,7 @@ class ShardHandle:
         Cost: As unpublish and replicate; before, a look at the version, and with several ranks one
         call in which they agree.
         """
-        return self._reads.read(version, tensors, timeout_s)
+        return self._reads.read(version, tensors, timeout_s, is_partial=partial)
 
     def serve(self, *, timeout_s: float | None = None) -> int:
         """Become a source of the version that the last `read` has brought, where it lies.

@@ -56,9 +56,13 @@ class Reads:
         version: int | str,
         named_tensors: Named,
         timeout_s: float | None,
+        *,
+        is_partial: bool = False,
     ) -> ReadReport:
         shard, given = self._shard, Given(self._shard.tensors, named_tensors)
-        request = LoadRequest(version, None, given, is_served=False, verb="read", keeps=True)
+        request = LoadRequest(
+            version, None, given, is_served=False, verb="read", keeps=True, is_partial=is_partial
+        )
         deadline = shard.deadline(request.asked, timeout_s)
         flow = Load(shard, request, deadline).run
         return shard.busy(partial(shard.as_one, request.asked, flow))

@@ -40,6 +40,7 @@ class Tensors:
         self._shown: NamedTensors | None = None  # those, where they are what is registered
         self._is_copy = False  # what is registered was made for one version
         self._guarded = Guarded()
+        self.is_partial: bool = False  # a warning has said that what is read is a part
 
     def show(self, state: LocalState, *, is_copy: bool = False) -> Registered:
         """Register `state` in place of the tensors before, and show it."""
