@@ -160,7 +160,8 @@ class VersionConflict(UsageError):
 class ContractBroken(UsageError):
     """Published tensors were written to before they were unpublished.
 
-    Readers may have got a mixture. The version is not offered any more.
+    Readers may have got a mixture. The version is not offered any more; `unpublish` withdraws it:
+    nobody takes it from those who have it.
     """
 
     _message = (

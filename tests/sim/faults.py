@@ -75,6 +75,7 @@ from torch_ros.shard import (
     base,
     beginnings,
     borrowing,
+    contract,
     falling_back,
     filling,
     following,
@@ -1047,6 +1048,13 @@ fault(
     (reading.ReadPass, "_read_staged"),
     scenario="copied over",
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
+
+
+fault(
+    "a version that its publisher wrote to stays what it is",
+    (contract, "withdraw"),
+    scenario="withdrawn",
+)(lambda _: lambda view, keys, ref: Done(None))
 
 
 @fault(

@@ -19,6 +19,7 @@ from torch_ros.errors import (
     AccessDenied,
     CallAborted,
     ContentChanged,
+    ContractBroken,
     CorruptWeights,
     DeadlineExceeded,
     ManifestMismatch,
@@ -48,6 +49,7 @@ from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer import peers
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
+from torch_ros.transfer.writes import Write
 
 SIZE = 2  # ranks of a replica
 REFUSALS = ("full", "denies writes", "is silent")
@@ -2033,6 +2035,58 @@ def moved(scene: Scene) -> None:
     scene.play()
 
 
+def withdrawn(scene: Scene) -> None:
+    """I1: a version that its publisher wrote to is taken from nobody who holds it."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("r.1 has 1")
+        held = me.handle._shard.held
+        me.handle._shard.tensors.written = lambda: Write("w0", 1, is_certain=True)
+        try:
+            me.handle.unpublish()
+        except ContractBroken:
+            me.scribble_if_free()
+        else:
+            raise Broken("a write to what was published is not told")
+        del me.handle._shard.tensors.written
+        demand(me.handle.version is None, "I2: it raised, and a version is held")
+        scene.reach("withdrawn")
+        scene.until("n has none")
+        publish(me, 2, 8)
+        demand(me.handle._shard.held.uid != held.uid, "I1: another content has its uid")
+        scene.until("r.1 has 2", "n.2 has 2")
+
+    def read(me: Process) -> None:
+        replicate(me)
+        scene.reach(f"{me.start} has 1")
+        scene.until("withdrawn", "n has none")
+        _go_to(me, 2)
+        scene.checks.returned(me, 2)
+        scene.reach(f"{me.start} has 2")
+        scene.until("r.1 has 2", "n.2 has 2")
+
+    def come(me: Process) -> None:
+        scene.until("withdrawn")
+        found = me.handle.replicate(missing_ok=True, timeout_s=20)
+        demand(found is None, f"I1: version {found} is taken from who holds it")
+        scene.reach("n has none")
+        _go_to(me, 2)
+        scene.checks.returned(me, 2)
+        scene.reach(f"{me.start} has 2")
+        scene.until("r.1 has 2", "n.2 has 2")
+
+    def _go_to(me: Process, version: int) -> None:
+        while me.handle.version != version:
+            me.handle.update(timeout_s=20)
+            scene.sleep(0.1)
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=1)
+    scene.start("n", come, size=1)
+    scene.play()
+
+
 def who_is_believed(_: Scene) -> None:
     """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
@@ -2732,6 +2786,7 @@ SCENES = {
     "dies lingering": dies_lingering,
     "ends half released": ends_half_released,
     "moved": moved,
+    "withdrawn": withdrawn,
     "unpublished alone": unpublished_alone,
     "unpublished meanwhile": unpublished_meanwhile,
     "failed before": failed_before,

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
@@ -183,7 +184,10 @@ class ROSWriter(StorageWriter):
         """Collect the state; an error is raised by the save, on all ranks."""
         with self._begun.hook() if self._begun else nullcontext():
             try:
-                return self._collect(planner, may_be_known=may_be_known)
+                state = self._collect(planner, may_be_known=may_be_known)
+                leaves = self._seen.leaves if self._seen is not None else ()
+                sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+                return dataclasses.replace(state, sharded=sharded)
             except BaseException as error:  # noqa: BLE001  # Ctrl-C too
                 return error
 

@@ -25,7 +25,7 @@ class Prefetched:
 
 
 class Ahead:
-    """What a rank keeps of its last prefetch: one, or nothing. Any thread may call."""
+    """The findings of a rank's last prefetch: one, or nothing. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Ahead:
             self._kept = None
 
     def take(self) -> Prefetched | None:
-        """What there is, which is gone then; whoever fetches now has fetched in vain."""
+        """Take the findings, which are gone then; whoever fetches now has fetched in vain."""
         with self._lock:
             self.turn += 1
             found, self._kept = self._kept, None

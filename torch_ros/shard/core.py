@@ -25,6 +25,7 @@ from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
+from torch_ros.shard.contract import conclude
 from torch_ros.shard.floor import Floor
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
@@ -332,6 +333,7 @@ class Shard:
             counted: The version that ranks without a seat take for held, and make this call for.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
+        kept, write = self.group.ledger.holds, self.tensors.written()
         if may_forget:
             self.ahead.take()
         try:
@@ -352,8 +354,8 @@ class Shard:
             self.word.void()
             self.copies.keep()
             log.info("%s; its tensors are taken back without the store", lost)
-        if self.settings.check_contract and held is not None:
-            self.tensors.check_unchanged(held.version, self.digests)
+        if held is not None:
+            conclude(self, held, kept, write, deadline)
 
     def _unpublication(
         self, held: VersionRef, asked: str, deadline: Deadline, passing: Passing = ALONE

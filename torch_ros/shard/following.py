@@ -41,6 +41,8 @@ from torch_ros.protocol.records import Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
+from torch_ros.protocol.withdrawal import is_withdrawn
+from torch_ros.shard.contract import tell_withdrawn
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, replicate, replicate_if_there
 from torch_ros.store.loops import Act, Done, Step, WaitAtMost
@@ -314,6 +316,8 @@ class _Search:
         self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]
     ) -> Act[T] | Done[T] | WaitAtMost[T]:
         shard, forerunner, held = self.shard, self.shard.forerunner, self.held
+        if held is not None and is_withdrawn(view, seat.keys, held):
+            tell_withdrawn(shard, held)
         if self._lookout is not None and self._lookout.is_told():
             return end(Next(said=STOPPED))
         is_idle = forerunner.is_idle if forerunner else None

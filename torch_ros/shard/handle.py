@@ -364,7 +364,11 @@ class ShardHandle:
             DeadlineExceeded: Somebody still reads; the version is not offered any more, and
                 calling again goes on waiting. The tensors must not be written yet.
             StoreUnavailable: Likewise, before the lease is over.
-            ContractBroken: With `check_contract`: they were written to. It is unpublished.
+            ContractBroken: They were written to, by torch's count of writes to a plain tensor that
+                this handle has published, or, with `check_contract`, by its digest. It is
+                unpublished, and withdrawn: nobody takes it from who has it. Where the count is not
+                certain (DTensors, views, what was saved or read), a warning says so, once. Writes
+                through `.data`, fused optimizers and CUDA graphs are not counted.
         """
         shard = self._shard
 

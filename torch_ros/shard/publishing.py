@@ -75,8 +75,8 @@ def publish(
     def offer(call: GroupCall, registered: Registered, *, is_made: bool) -> None:
         """Digest the tensors, and say that all of them are there as the call's version."""
         finish_kernels(registered.cuda_devices)
-        depth = shard.settings.depth
-        shard.digests = Digests(depth, registered.digests(depth))
+        shard.tensors.offered()
+        shard.digests = Digests(depth := shard.settings.depth, registered.digests(depth))
         shard.mailbox.show_digests(shard.digests, content.deltas(call.ref.uid, is_made))
         shard.word.serve(call.mark, registered.lent)
         watch.lap("digest")

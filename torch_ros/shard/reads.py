@@ -157,6 +157,7 @@ class Serving:
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
             return ref.version
+        shard.tensors.offered()
         shard.word.serve(call.mark)
         with call.ending():
             if said := call.finish(registered.sharding.digest):

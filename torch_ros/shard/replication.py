@@ -403,6 +403,7 @@ class Replication:
         assert progress is not None
         registered = progress.target
         mark_written(registered)
+        self._shard.tensors.offered()
         watch.lap("read")
         if verification.digest(registered):
             watch.lap("digest")

@@ -15,6 +15,7 @@ from torch_ros.shard.guarding import Guarded
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.named import Named, NamedTensors
 from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
+from torch_ros.transfer.writes import Counts, Write
 from torch_ros.weights.local import build, span_of
 from torch_ros.weights.manifest import OBJECT, Layout
 
@@ -38,8 +39,12 @@ class Tensors:
         self.brought: Brought | None = None  # by a read, and nothing has been filled since
         self._named: NamedTensors | None = None  # of `register` or a read, not a save or load
         self._shown: NamedTensors | None = None  # those, where they are what is registered
+        self._sharded: Sequence[torch.Tensor] = ()  # DTensors whose local ones are registered
         self._is_copy = False  # what is registered was made for one version
         self._guarded = Guarded()
+        self._counts: Counts | None = None  # of writes, since what is registered was offered
+        self.withdrawn: VersionRef | None = None  # what a warning has said of what is held
+        self.is_told_of_writes: bool = False  # a warning has said that some are likely
         self.is_partial: bool = False  # a warning has said that what is read is a part
 
     def show(self, state: LocalState, *, is_copy: bool = False) -> Registered:
@@ -56,6 +61,7 @@ class Tensors:
             self.hide()
             raise
         self.registered, self._shown, self._is_copy = registered, state.named, is_copy
+        self._counts, self._sharded = None, state.sharded
         self._named = state.named or self._named
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
@@ -180,6 +186,22 @@ class Tensors:
         tensors = [memory for chunk, memory in chunks if not is_object[chunk.tensor]]
         _, wanted = build(state.tensors, {})
         return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
+
+    def offered(self) -> None:
+        """The registered tensors are a version from now on, and nobody may write to them."""
+        if self._counts is None and self.registered is not None and not self._is_copy:
+            names = {address: fqn for fqn, address in self.registered.firsts.items()}
+            if self._shown is not None:
+                self._counts = Counts(self._shown.own, names, is_own=True)
+            else:
+                plain = self.registered.phases[-1].memory
+                self._counts = Counts([*plain, *self._sharded], names, is_own=False)
+        if self._counts is not None:
+            self._counts.note()
+
+    def written(self) -> Write | None:
+        """A tensor that torch counts as written to since all of them were offered."""
+        return self._counts.since() if self._counts is not None else None
 
     def check_unchanged(self, version: int, digests: Digests) -> None:
         """Compare the tensors with the digests that they had as `version`.

@@ -72,6 +72,11 @@ class NamedTensors:
         return not isinstance(self.given, Mapping)
 
     @property
+    def own(self) -> list[torch.Tensor]:
+        """The tensors themselves; of a `Chunked` its boxes."""
+        return self._plain + self._sharded
+
+    @property
     def _local(self) -> list[torch.Tensor]:
         # to_local() would make a new tensor each time, which takes a microsecond.
         return self._plain + [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001

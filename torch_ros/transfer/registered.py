@@ -36,6 +36,7 @@ class LocalState:
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
     known: Registered | None = None
     lent: LentMemory | None = None  # of those in host memory, if they may be lent
+    sharded: Sequence[torch.Tensor] = ()  # the DTensors that some of `tensors` are parts of
     named: NamedTensors | None = None  # the user's own, where they are all of it
 
     @classmethod

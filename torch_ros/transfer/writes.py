@@ -1,0 +1,72 @@
+"""Writes that torch counts: whether tensors were written to since they were offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, ne
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_count = attrgetter("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A tensor that was written to.
+
+    Attributes:
+        is_certain: The write was to this very memory. It may not be: a DTensor and its local tensor
+            are counted apart, views of one storage and aliases (`detach()`) together.
+    """
+
+    fqn: str
+    times: int
+    is_certain: bool
+
+    def __str__(self) -> str:
+        return f"torch has counted {self.times} writes to tensor {self.fqn!r}"
+
+
+class Counts:
+    """How often torch has counted a write to tensors, when they were offered.
+
+    Not counted are writes through `.data`, by fused optimizers, by replays of CUDA graphs, by
+    kernels of one's own and by other processes; nor any to a tensor made in inference mode.
+
+    Args:
+        tensors: The user's own where `is_own`; else others that are the same memory.
+        names: By the address of a tensor's first element.
+    """
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], names: Mapping[int, str], *, is_own: bool
+    ) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._names, self._is_own = names, is_own
+        self._before: Sequence[int] = []
+
+    def note(self) -> None:
+        """They are offered from now on."""
+        self._before = list(map(_count, self._tensors))
+
+    def since(self) -> Write | None:
+        """The first tensor that was written to since; None: none, as far as that is counted."""
+        if not self._before or not any(map(ne, self._before, map(_count, self._tensors))):
+            return None
+        found = [
+            self._write(tensor, _count(tensor) - before)
+            for tensor, before in zip(self._tensors, self._before, strict=True)
+            if _count(tensor) != before
+        ]
+        return next((write for write in found if write.is_certain), found[0])
+
+    def _write(self, tensor: torch.Tensor, times: int) -> Write:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+        fqn = self._names.get(local.data_ptr(), "")
+        is_all = not isinstance(tensor, DTensor) and (
+            tensor.untyped_storage().nbytes() == tensor.nbytes
+        )
+        # Elsewhere by now (`p.data = ...`), it may have been written there.
+        return Write(fqn or "?", times, self._is_own and is_all and bool(fqn))
