@@ -90,6 +90,7 @@ from torch_ros.shard import (
 from torch_ros.shard import handle as handle_module
 from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
+from torch_ros.shard import publishing as shard_publishing
 from torch_ros.store import loops, memory, txn
 from torch_ros.store import run as run_module
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
@@ -1048,6 +1049,13 @@ fault(
     (reading.ReadPass, "_read_staged"),
     scenario="copied over",
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
+
+
+fault(
+    "what two publish under one number is not compared",
+    (shard_publishing, "require_equal"),
+    scenario="other bytes",
+)(lambda _: lambda *_: None)
 
 
 fault(

@@ -2087,6 +2087,35 @@ def withdrawn(scene: Scene) -> None:
     scene.play()
 
 
+def other_bytes(scene: Scene) -> None:
+    """I1: who publishes a number with other bytes than an older publisher is refused."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("offered")
+        scene.until("r has 1")
+
+    def train_too(me: Process) -> None:
+        scene.until("offered")
+        me.fill(8)
+        with suppress(VersionConflict):
+            me.handle.publish(1, timeout_s=100)
+            raise Broken("I1: two offer other bytes under one number")
+        demand(me.handle.version is None, "I5: what was refused is held")
+        scene.reach("refused")
+        scene.until("r has 1")
+
+    def read(me: Process) -> None:
+        scene.until("refused")
+        replicate(me, 1)
+        scene.reach("r has 1")
+
+    scene.start("a", train, size=1, digests="full")
+    scene.start("b", train_too, size=1, digests="full")
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def who_is_believed(_: Scene) -> None:
     """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
@@ -2787,6 +2816,7 @@ SCENES = {
     "ends half released": ends_half_released,
     "moved": moved,
     "withdrawn": withdrawn,
+    "other bytes": other_bytes,
     "unpublished alone": unpublished_alone,
     "unpublished meanwhile": unpublished_meanwhile,
     "failed before": failed_before,

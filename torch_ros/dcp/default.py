@@ -11,8 +11,6 @@ from torch_ros.errors import UsageError
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.opening import open  # noqa: A004
 
-DEFAULT_MODEL = "default"
-
 Purpose = Literal["save", "load"]
 
 _lock = threading.Lock()
@@ -40,7 +38,7 @@ def default_handle(purpose: Purpose) -> ShardHandle:
             alone = not (dist.is_available() and dist.is_initialized())
             name = environment.value(environment.REPLICA)
             handle = open(
-                environment.value(environment.MODEL) or DEFAULT_MODEL,
+                environment.value(environment.MODEL) or environment.DEFAULT_MODEL,
                 replica=f"{name}-{purpose}" if name else None,
                 rank=0 if alone else None,
                 world_size=1 if alone else None,

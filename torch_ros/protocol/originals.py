@@ -1,14 +1,18 @@
-"""Whom a rank prefetches from (docs/PROTOCOL.md#prefetch): what it asks of the store. Pure."""
+"""The publishers of a version: whom a rank prefetches from, and compares its own with. Pure.
+
+docs/PROTOCOL.md#prefetch, docs/PROTOCOL.md#publish.
+"""
 
 from typing import NamedTuple
 
 from torch_ros.errors import SourceLost
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.records import Holding, VersionRef
-from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.sources import NEIGHBOURS, Source, learned, seen_holdings
 from torch_ros.protocol.versions import Spec, first_holders, newer
-from torch_ros.store.loops import Done, Step
+from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Ranges, Sample, Unseen, View, one
 
 
@@ -69,3 +73,32 @@ def reach(view: View, seat: Seat, original: Original) -> Step[Source]:
     if held is None or entry is None or not _may_be_read(held, ref, seat):
         raise SourceLost(k.replica_of(inst), "it left before it was read", 0, 0).orderly()
     return Done(learned(inst, held, entry.create_rev, dict(view.within(seat.keys.shards(inst)))))
+
+
+def elder_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    return (*seat.own, seat.keys.holdings_of(ref.run, ref.version))
+
+
+def elder(view: View, seat: Seat, ref: VersionRef) -> Step[str | None]:
+    """An older publisher of this content, as whose this replica is about to offer its own.
+
+    None: there is none, or it has gone. Only older ones are waited for, so that nobody waits for
+    whoever waits for him; and each has been compared with one that is older still.
+    """
+    own_group(view, seat)
+    mine = view.get(seat.holding(ref))
+    born = mine.create_rev if mine is not None else 0
+    older = sorted(
+        (entry.create_rev, where.inst, holding.state)
+        for _, where, holding, entry in legible.holdings(
+            view.within(seat.keys.holdings_of(ref.run, ref.version))
+        )
+        if holding.uid == ref.uid and holding.is_original and entry.create_rev < born
+    )
+    full = [inst for _, inst, state in older if state == "full"]
+    if full:
+        return Done(full[0])
+    if any(state == "filling" for _, _, state in older):
+        reason = f"{k.replica_of(older[0][1])!r} publishes version {ref.version} too, and first"
+        return Wait(reason, elder_ranges(seat, ref))
+    return Done(None)

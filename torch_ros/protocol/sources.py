@@ -61,6 +61,7 @@ class Source:
     shards: tuple[ShardRecord, ...]
     call: int = 0  # of its group, that made the holding
     datacenter: str = "default"
+    is_original: bool = False  # the publisher's own tensors
 
     @property
     def insts(self) -> tuple[str, str]:
@@ -572,4 +573,5 @@ def learned(inst: str, holding: Holding, born: int, shards: Mapping[str, Entry])
         reason = f"{len(records)} of its {holding.world_size} processes are alive"
         raise SourceLost(k.replica_of(inst), reason, 0, 0)
     is_full = holding.state != "filling"
-    return Source(inst, holding.mark, born, is_full, records, holding.call, holding.datacenter)
+    place = holding.call, holding.datacenter, holding.is_original
+    return Source(inst, holding.mark, born, is_full, records, *place)

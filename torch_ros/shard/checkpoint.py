@@ -416,7 +416,7 @@ class Load(Target):
             self._require_another_holder()
         shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
         is_whole = logical([layout]).digest == logical(pinned.layouts).digest
-        if not (is_whole or request.is_partial or self._shard.tensors.is_partial):
+        if not (is_whole or request.is_partial):
             self._tell_left_out(pinned, layout)
         return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
 
@@ -424,9 +424,8 @@ class Load(Target):
         """Warn, once in a handle, that tensors stay as they are which may be wanted too."""
         shard, request = self._shard, self._request
         names = left_out(pinned.layouts, layout, is_all=shard.is_alone)
-        if not names:
+        if not names or not shard.tensors.is_news("a part"):
             return
-        shard.tensors.is_partial = True
         log.warning(
             "%s: %d tensors of version %d are not read, beside others that are: %s%s; they stay as "
             "they are. named_parameters() leaves buffers out: pass the module's state_dict(), or "

@@ -55,9 +55,8 @@ def conclude(
 
 def tell_withdrawn(shard: Shard, held: VersionRef) -> None:
     """Warn once that the version that is held is not to be used."""
-    if held == shard.tensors.withdrawn:
+    if not shard.tensors.is_news(("withdrawn", held)):
         return
-    shard.tensors.withdrawn = held
     log.warning(
         "version %d of %r, which is held here, was withdrawn by its publisher: it was written to "
         "while it was read, and may be a mixture of two",
@@ -67,9 +66,8 @@ def tell_withdrawn(shard: Shard, held: VersionRef) -> None:
 
 
 def _warn_once(shard: Shard, held: VersionRef, write: Write) -> None:
-    if shard.tensors.is_told_of_writes:
+    if not shard.tensors.is_news("writes"):
         return
-    shard.tensors.is_told_of_writes = True
     log.warning(
         "version %d was probably written to while %r held it: %s; who read it then may have a "
         "mixture. Call unpublish() before anything writes; check_contract=True tells for sure",

@@ -35,6 +35,7 @@ from torch_ros.protocol.presence import there_ranges
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.core import Shard
+from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.tally import tallies
 from torch_ros.shard.verification import summed
 from torch_ros.store.latch import Latch
@@ -136,6 +137,7 @@ class Filling:
         self._tried = Counter[str]()  # how often each was lost, of the buffer under way
         self._at: Attachment | None = None
         self.published: Digests = Digests()  # of the version, from the first source that knows them
+        self._read_from = ReadFrom(shard, wanted.ref.version)
         self._memory: list[torch.Tensor] = []  # of the buffers, to be handed out
         self._tally = tallies.begin(shard.observed.tally.whose)
         self.bytes_read: int = 0
@@ -338,6 +340,8 @@ class Filling:
             raise SourceLost(replica_of(inst), f"it does not show it all: {error}", 0, 0) from error
         if self.published.depth == "off":
             self.published = self._digests_of(feed)
+        is_compared = "off" not in {self.published.depth, self._shard.settings.depth}
+        self._read_from.note([source], has_some=self.is_planned, is_compared=is_compared)
         return Attachment(source, feed, plan)
 
     def _announce(self, place: str, deadline: Deadline) -> Source:

@@ -244,7 +244,8 @@ class ShardHandle:
             UsageError: Nothing is registered, or only a copy of `publish_copy` is; a version is
                 held; or a guarded optimizer's parameter has left the memory that is registered.
                 Nothing was published.
-            VersionConflict: A newer version exists. Nothing was published.
+            VersionConflict: A newer version exists, or another replica has published this one, and
+                its digests are others. Nothing was published.
             ManifestMismatch: Ranks, or another replica that publishes this version, have other
                 tensors; or the ranks together lack a part of one. Nothing was published.
             DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.

@@ -31,8 +31,15 @@ class Manifests:
         """The layouts that the ranks of replica `inst` show now, rank by rank."""
         if inst == self._group.seat.inst:
             return [manifest.layout for manifest in self.own(deadline)]
-        shown = self._shown(self.shards(inst, deadline), replica_of(inst), deadline)
-        return [manifest.layout for manifest in shown]
+        return [manifest.layout for manifest in self.of(inst, deadline)]
+
+    def of(self, inst: str, deadline: Deadline) -> list[Manifest]:
+        """The manifests that the ranks of another replica show now, rank by rank.
+
+        Raises:
+            SourceLost: One of them is gone.
+        """
+        return self._shown(self.shards(inst, deadline), replica_of(inst), deadline)
 
     def own(self, deadline: Deadline) -> list[Manifest]:
         """The manifests that the ranks of this replica show now, rank by rank.

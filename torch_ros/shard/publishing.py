@@ -11,6 +11,7 @@ from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard import tracing
 from torch_ros.shard.core import Shard
+from torch_ros.shard.publishers import require_equal
 from torch_ros.shard.report import PublishReport, Stopwatch
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Registered, finish_kernels
@@ -51,10 +52,13 @@ def publish(
         watch.lap("tensors")
         call.decide_to_publish(check_version(version), tracing.traceparent())
         watch.lap("decide")
-        offer(call, registered, is_made=True)
+        _offer(shard, content, call, registered, is_made=True)
+        watch.lap("digest")
         with call.ending():
             if not call.has_ended and (said := call.finish(registered.sharding.digest)):
+                require_equal(shard, call, deadline)
                 call.complete(shard.manifests.together(registered, said, deadline))
+        shard.word.serve(call.mark, registered.lent)
         watch.lap("commit")
         report(call, registered, is_offered=True)
         log.info("published version %d of %r", version, shard.model)
@@ -67,19 +71,11 @@ def publish(
         end = shard.manifests.alone(registered)
         call.traceparent = tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
-        offer(call, registered, is_made=False)
+        _offer(shard, content, call, registered, is_made=False)
+        watch.lap("digest")
         _say_not_waited(shard, version, store_wait_s)
         report(call, registered, is_offered=False)
         return False
-
-    def offer(call: GroupCall, registered: Registered, *, is_made: bool) -> None:
-        """Digest the tensors, and say that all of them are there as the call's version."""
-        finish_kernels(registered.cuda_devices)
-        shard.tensors.offered()
-        shard.digests = Digests(depth := shard.settings.depth, registered.digests(depth))
-        shard.mailbox.show_digests(shard.digests, content.deltas(call.ref.uid, is_made))
-        shard.word.serve(call.mark, registered.lent)
-        watch.lap("digest")
 
     def report(call: GroupCall, registered: Registered, *, is_offered: bool) -> None:
         figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
@@ -99,3 +95,18 @@ def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> N
         "(store_wait_s=%g)",
         *(version, shard.model, store_wait_s),
     )
+
+
+def _offer(
+    shard: Shard, content: Content, call: GroupCall, registered: Registered, *, is_made: bool
+) -> None:
+    """Digest the tensors, and say that all of them are there as the call's version."""
+    finish_kernels(registered.cuda_devices)
+    shard.tensors.offered()
+    depth = shard.settings.depth
+    shard.digests = Digests(depth, registered.digests(depth))
+    shard.mailbox.show_digests(shard.digests, content.deltas(call.ref.uid, is_made))
+    if call.ref.uid == call.fresh_uid:
+        shard.word.serve(call.mark, registered.lent)
+    else:  # it may have other bytes than who published it first
+        shard.word.show_nothing(call.mark)

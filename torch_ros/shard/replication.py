@@ -36,6 +36,7 @@ from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
 from torch_ros.shard.falling_back import FallBack, require_floor
 from torch_ros.shard.leap import Applied, Leap
+from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.report import ReadReport, Stopwatch
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
@@ -306,6 +307,7 @@ class Replication:
         """Begin with another version than before: nothing of it is here."""
         self.ref, self.progress, self._applied = ref, None, None
         self.verification = Verification(self._shard, ref, self._deadline)
+        self._read_from = ReadFrom(self._shard, ref.version)
 
     def _book_lost_time(self) -> None:
         """Book the time since the last lap under `read`: it was spent on sources that failed."""
@@ -320,6 +322,7 @@ class Replication:
         feeds = [self._connect(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
+        has_some = self.progress is not None and self.progress.bytes_read > 0
         self.progress = progress = self.progress or self._register(sources[0], feeds[0])
         if call.decided.pace == "rests":
             progress.hush()
@@ -332,6 +335,8 @@ class Replication:
                 self.start(call.ref)
             raise
         self._watch.lap("plan")
+        is_compared = self.verification.compares
+        self._read_from.note(sources, has_some=has_some, is_compared=is_compared)
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
         ahead = self._shard.ahead.take()  # the base changes now

@@ -43,9 +43,7 @@ class Tensors:
         self._is_copy = False  # what is registered was made for one version
         self._guarded = Guarded()
         self._counts: Counts | None = None  # of writes, since what is registered was offered
-        self.withdrawn: VersionRef | None = None  # what a warning has said of what is held
-        self.is_told_of_writes: bool = False  # a warning has said that some are likely
-        self.is_partial: bool = False  # a warning has said that what is read is a part
+        self._told = set[object]()  # what warnings have said that are given once
 
     def show(self, state: LocalState, *, is_copy: bool = False) -> Registered:
         """Register `state` in place of the tensors before, and show it."""
@@ -186,6 +184,12 @@ class Tensors:
         tensors = [memory for chunk, memory in chunks if not is_object[chunk.tensor]]
         _, wanted = build(state.tensors, {})
         return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
+
+    def is_news(self, what: object) -> bool:
+        """Whether this is asked for the first time: a warning that is given once in a handle."""
+        is_new = what not in self._told
+        self._told.add(what)
+        return is_new
 
     def offered(self) -> None:
         """The registered tensors are a version from now on, and nobody may write to them."""

@@ -111,6 +111,11 @@ class Verification:
     # Bytes
 
     @property
+    def compares(self) -> bool:
+        """Whether the bytes are compared with the version's digests when all of them are there."""
+        return self._shard.settings.depth != "off" and bool(self._expected.totals)
+
+    @property
     def proves_deltas(self) -> bool:
         """Whether a comparison would find what deltas have made of another content."""
         expected = self._expected

@@ -26,6 +26,10 @@ class OwnWord:
         if lent is not None:
             lent.name(Word(mark, ALL_BLOCKS).pack())
 
+    def show_nothing(self, mark: int) -> None:
+        """What is there may not be the call's content: that is known when the call has ended."""
+        self._mailbox.serve(mark, 0)
+
     def void(self) -> None:
         """Clear it: tensors are written to, or taken back, next."""
         self._mailbox.void()

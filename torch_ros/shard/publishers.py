@@ -1,0 +1,105 @@
+"""Several publishers of one number: legal, as long as all have the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch_ros.deadline import Deadline
+from torch_ros.environment import DEFAULT_MODEL
+from torch_ros.errors import NotSupported, PeerError, VersionConflict
+from torch_ros.printable import log_of
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.originals import elder, elder_ranges
+from torch_ros.protocol.sources import Source
+from torch_ros.transfer.mailbox import Digests
+from torch_ros.weights.digest import first_difference, totals
+from torch_ros.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch_ros.shard.core import Shard
+
+log = log_of(__name__)
+
+
+def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
+    """Compare what this replica is about to offer with what an older publisher of it has.
+
+    By the last rank to be ready, before the call ends. Where one of both has no digests, nothing
+    tells whether they are equal; in the model whose name is nobody's choice, a warning says so.
+
+    Raises:
+        VersionConflict: The digests differ.
+    """
+    group, ref = shard.group, call.ref
+    if ref.uid == call.fresh_uid:  # it is this replica's own
+        return
+    rule = partial(elder, seat=group.seat, ref=ref)
+    inst = group.ask(elder_ranges(group.seat, ref), rule, deadline)
+    if inst is None:
+        return
+    try:
+        theirs = _content(shard.manifests.of(inst, deadline))
+    except PeerError as error:  # it goes: readers find that out
+        log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
+        return
+    mine = _content(shard.manifests.own(deadline)) if theirs.totals else Digests()
+    if mine.totals and mine.depth == theirs.depth:
+        fqn = first_difference(mine.totals, theirs.totals)
+        if fqn is not None:
+            reason = f"{replica_of(inst)!r} has published it with other content: tensor {fqn!r}"
+            raise VersionConflict(shard.model, ref.version, ref.run, reason)
+    elif shard.model == DEFAULT_MODEL and shard.tensors.is_news("publishers"):
+        log.warning(
+            "version %d of the model %r, a name that nobody chose, is published by %r too, and "
+            "nothing tells whether the bytes are the same: give each job a model of its own "
+            "(TORCH_ROS_MODEL), or open all with digests",
+            ref.version,
+            shard.model,
+            replica_of(inst),
+        )
+
+
+def _content(manifests: list[Manifest]) -> Digests:
+    """The digests of whole tensors; none, if a rank has none, or of another depth."""
+    depth = manifests[0].depth
+    is_known = depth != "off" and all(
+        each.depth == depth and len(each.digests) == len(each.layout.chunks) for each in manifests
+    )
+    if not is_known:
+        return Digests()
+    layouts, chunks = [each.layout for each in manifests], [each.digests for each in manifests]
+    try:
+        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+    except NotSupported:  # overlapping parts: their digests do not add up
+        return Digests()
+
+
+class ReadFrom:
+    """The publishers from whom one version was read, of which nothing may have compared the bytes.
+
+    Args:
+        version: The number.
+    """
+
+    def __init__(self, shard: Shard, version: int) -> None:
+        self._shard, self._version = shard, version
+        self._names: list[str] = []
+
+    def note(self, sources: Iterable[Source], *, has_some: bool, is_compared: bool) -> None:
+        """These are read from next; `has_some`: what came from earlier ones is kept."""
+        before = self._names if has_some else []
+        now = [replica_of(source.inst) for source in sources if source.is_original]
+        self._names = list(dict.fromkeys([*before, *now]))
+        if is_compared or len(self._names) < 2 or not self._shard.tensors.is_news("a mixture"):
+            return
+        log.warning(
+            "version %d of %r is read from two publishers, %s: nothing tells whether their bytes "
+            "are the same, and what is read may be a mixture; open them and this handle with "
+            "digests, or let one of them publish",
+            self._version,
+            self._shard.model,
+            " and ".join(map(repr, self._names[:2])),
+        )
