@@ -86,15 +86,19 @@ class Tensors:
     def hide(self) -> None:
         """Show nothing; what `register` was given may be shown again."""
         self._mailbox.withdraw()
-        self.registered = self._shown = self.brought = None
-        self._pages.follow(())
+        self._let_go()
 
     def withdraw(self) -> None:
         self.hide()
         self._named = None
 
     def forget(self) -> None:
-        self.registered = self._named = self._shown = self.brought = None
+        self._let_go()
+        self._named = None
+
+    def _let_go(self) -> None:
+        self.registered = self._shown = self.brought = self._counts = None
+        self._sharded = ()
         self._pages.follow(())
 
     def guard(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
