@@ -94,6 +94,7 @@ class Checks:
         self.marks: dict[int, int] = {}  # what processes show -> the content
         self.answers: dict[tuple, object] = {}
         self.decided: dict[tuple, object] = {}
+        self.forgone: set[tuple[str, int]] = set()  # versions that went without a copy, by inst
         self.groups: dict[str, GroupRecord] = {}
         self.holdings: dict[str, Holding] = {}
         self.offered: set[str] = set()  # the uids that anybody could read
@@ -750,6 +751,11 @@ class Checks:
                 self.world.saw(f"{call.kind} ends: {failure.kind if failure else 'ok'}")
                 if failure is None and call.copy:
                     self.world.saw("unpublished with a copy")
+            if call.is_forgone and call.ref is not None:
+                crammed = getattr(self.world, "crammed", ())  # a scene's
+                is_short = any(each in crammed for each in start.processes)
+                demand(is_short, f"I4: {start} has forgone a copy that it had memory for")
+                self.forgone.add((inst, call.ref.version))
             self.decided[where] = call
 
     def _retained(self, before: dict[str, Holding], groups: dict[str, GroupRecord]) -> None:
@@ -768,8 +774,9 @@ class Checks:
             insts = {key: k.parse_holding(key).inst for key in keys}
             dropped = [key for key, inst in insts.items() if self._would_stay(inst, where)]
             dropped += [key for key, inst in insts.items() if self._could_linger(inst, where)]
+            dropped = [key for key in dropped if (insts[key], version) not in self.forgone]
             if not dropped:
-                continue  # its replica ended, or takes its seats again
+                continue  # its replica ended, takes its seats again, or has no memory for a copy
             there = {(r, v) for r, v, _ in held}
             # Whether those go that are about to, or not.
             stays = {

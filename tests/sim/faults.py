@@ -1380,18 +1380,39 @@ fault(
     (unpublish, "keeping"),
     scenario="last of two",
 )(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False))
-fault(
-    "without memory for a copy an unpublish fails", (unpublish, "do_without"), scenario="no memory"
-)(lambda _: lambda *_, **__: Done(value=False))
+for optional in ("no memory", "no memory for a copy"):
+    is_needed = "" if optional == "no memory" else " that is needed"
+
+    @fault(
+        f"without memory for a copy{is_needed} an unpublish fails",
+        (unpublish, "do_without"),
+        scenario=optional,
+    )
+    def _(_):
+        def faulty(*_, **__):
+            raise MemoryError
+
+        return faulty
+
+    @fault(
+        f"a peer's want of memory for a copy{is_needed} is not heard of",
+        (unpublish, "copied"),
+        scenario=optional,
+    )
+    def _(rule):
+        def faulty(view, seat, **kwargs):
+            with patch.object(unpublish, "find", lambda *_: None):
+                return rule(view, seat, **kwargs)
+
+        return faulty
 
 
-@fault("a peer's want of memory is not heard of", (unpublish, "copied"), scenario="no memory")
-def _(rule):
-    def faulty(view, seat, **kwargs):
-        with patch.object(unpublish, "find", lambda *_: None):
-            return rule(view, seat, **kwargs)
-
-    return faulty
+fault("a copy that is forgone is tried again", (unpublish, "_may_lose"), scenario=optional)(
+    lambda _: lambda seat, _: seat.spot
+)
+fault("no copy is made of what is retained", (unpublish, "_may_lose"), scenario="only on spot")(
+    lambda _: lambda *_: True
+)
 
 
 # What lingers at the end

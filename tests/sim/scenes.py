@@ -1461,6 +1461,23 @@ def only_on_spot(scene: Scene) -> None:
     scene.play()
 
 
+def no_memory_for_a_copy(scene: Scene) -> None:
+    """I4, I6: a trainer whose host has no memory for a copy of what is retained steps on."""
+
+    def train(me: Process) -> None:
+        if me.rank == scene.seed % 2:
+            scene.crammed.add(me)
+        publish(me, 1)
+        unpublish(me)
+        scene.crammed.discard(me)
+        publish(me, 2, 8)
+        unpublish(me)
+        demand(me.handle.list(timeout_s=5).keys() == {2}, "I4: a later copy is not made")
+
+    scene.start("t", train, size=2, retain=("latest",))
+    scene.play()
+
+
 def _anchor_and_other(me: Process) -> tuple[Process, Process]:
     """The two processes of a replica, once both have their seats."""
     world, both = me.world, me.start.processes
@@ -2778,6 +2795,7 @@ SCENES = {
     "streamed after a lost reply": streamed_after_a_lost_reply,
     "dropped stream": dropped_stream,
     "only on spot": only_on_spot,
+    "no memory for a copy": no_memory_for_a_copy,
     "does not wait": does_not_wait,
     "given up before": given_up_before,
     "came to nothing": came_to_nothing,

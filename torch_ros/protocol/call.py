@@ -550,9 +550,10 @@ def _put_aside(call: GroupCall, kept: Kept | None, decided: Call, copy: MakeCopy
         made = copy(decided)
     except (BackendError, RuntimeError, MemoryError, OSError) as error:
         rule = partial(unpublish.do_without, seat=seat, number=call.number)
-        if not call.settle(seat.own, rule):
-            raise
-        log.warning("%s: waiting for readers in other datacenters: %s", call.asked, error)
+        text = "%s: waiting for readers in other datacenters: %s"
+        if call.settle(seat.own, rule):
+            text = "%s: this version may be lost, it cannot be copied: %s"
+        log.warning(text, call.asked, error)
     else:
         part = unpublish.CopiedPart(decided.copy, call.number, made, wall_ms())
         steps = unpublish.copying(seat, kept, part)

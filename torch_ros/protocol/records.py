@@ -327,6 +327,7 @@ class Call(Record, frozen=True):
     pace: Literal["", "slow", "rests"] = ""  # replicate: it stepped aside; did so the time before
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for
+    is_forgone: bool = False  # a copy that was needed: a rank could not make its part
     outcome: Outcome | None = None
     at_ms: Moment = 0  # when the rank that decided it began it
     published_ms: Moment = 0  # of a version that it brings: as in the version's record

@@ -79,7 +79,7 @@ def unpublish(
         return Done(call)
     if not is_own:
         return Wait(f"rank {call.by} waits for readers of version {ref.version}", seat.own)
-    if keep.is_needed and not seat.spot:
+    if keep.is_needed and not _may_lose(seat, call):
         reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
         return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref, seat.datacenter)))
     return _let_go(view, seat, call, ref, keep, at_ms)
@@ -87,7 +87,7 @@ def unpublish(
 
 def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
     """The call with a copy to be made: for those who retain it, or who read it from afar."""
-    if seat.spot:
+    if _may_lose(seat, call):
         return None
     with_copy = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, call.number))
     if keep.is_needed:
@@ -115,7 +115,7 @@ def _let_go(
     readers = keys.readers_of_any(ref.run, ref.version, seat.inst)
     near, far = _reading(view, readers)
     awaited = near if keep.is_elsewhere else near + far
-    is_guarded = keep.is_elsewhere or not seat.spot
+    is_guarded = keep.is_elsewhere or not _may_lose(seat, call)
     guards = (view.unchanged(own_key), *(keep.guards if is_guarded else ()))
     gone = (Delete(one(own_key)),)
     if not awaited:  # who comes meanwhile may be near
@@ -146,14 +146,22 @@ def awaited(view: View, seat: Seat, ref: VersionRef) -> set[str]:
 
 
 def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
-    """This rank cannot make its part of a copy; False: it is one that is needed."""
+    """This rank cannot make its part of a copy; True: it is needed, so the version may be lost.
+
+    A trainer that raised instead would stop at each step, for as long as memory is short.
+    """
     own_group(view, seat)
     call = find(view, seat, number)
     if call is None or call.outcome is not None or not call.copy:
-        return Done(value=True)
-    if not call.is_optional:
         return Done(value=False)
-    return Act(group_txn(view, seat, msgspec.structs.replace(call, copy="")), lambda _: True)
+    is_needed = not call.is_optional
+    without = msgspec.structs.replace(call, copy="", is_forgone=is_needed)
+    return Act(group_txn(view, seat, without), lambda _: is_needed)
+
+
+def _may_lose(seat: Seat, call: Call) -> bool:
+    """Whether the version goes although it is retained, and nobody else has it."""
+    return seat.spot or call.is_forgone
 
 
 def _reading(view: View, readers: Range) -> tuple[list[str], list[str]]:
@@ -236,7 +244,8 @@ def _is_of_no_use(
     if call is None:
         return False
     is_over = call.outcome is not None
-    if (is_over and call.copy == copy) or (call.is_optional and not call.copy):
+    is_taken_back = (call.is_optional or call.is_forgone) and not call.copy
+    if (is_over and call.copy == copy) or is_taken_back:
         return True
     # Peers may have let go of their parts before seats were lost.
     return is_over and not is_whole and not _keeping_copy(view, seat, ref, copy).is_needed

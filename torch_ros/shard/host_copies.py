@@ -130,7 +130,7 @@ class Copies:
             MemoryError: Memory is short. The kernel would end the process in the middle of it.
         """
         if number not in self._copies:
-            # All ranks may be on this host. A copy that is needed is tried if there is any chance.
+            # All ranks may be on this host. A copy that is needed is made if it might fit.
             ranks = ranks_here(self._group.seat.world_size) if is_optional else 1
             _require_room(registered.bytes_total, ranks)
             kept = self._group.ledger.holds
