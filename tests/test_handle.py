@@ -612,8 +612,11 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leave
 
 
 @only_memory
-def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplog):
+@pytest.mark.parametrize(("alarm_s", "level"), [(0.0, "WARNING"), (60.0, "INFO")])
+def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplog, alarm_s, level):
+    caplog.set_level("INFO")
     monkeypatch.setattr("torch_ros.store.run.PATIENCE_S", 0.1)
+    monkeypatch.setattr("torch_ros.store.run.ALARM_S", alarm_s)  # from when on it is a warning
     there = "seen-" + uuid.uuid4().hex[:8]
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(3)})
@@ -634,7 +637,7 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
         with pytest.raises(DeadlineExceeded, match=r"available: \{1: .*\}$"):
             rollout.wait(lambda _: False, timeout_s=0.1)
     (line,) = (r for r in caplog.records if "none is available yet" in r.getMessage())
-    assert line.levelname == "WARNING"
+    assert line.levelname == level
     assert f"with etcd at {endpoint}" in line.getMessage()
     assert f"{there!r} (version 6)" in line.getMessage()
 
