@@ -276,14 +276,14 @@ def test_an_update_waits_out_what_is_gone_when_it_comes_there(opened, monkeypatc
     assert rollout.update()
     trainer.unpublish()
     trainer.publish(2)
-    give_up = Shard.unpublish_first
+    give_up = Shard.unpublish
 
     def given_up(shard, *args, **options):
         give_up(shard, *args, **options)
         if shard is rollout._shard:
             trainer.unpublish()
 
-    monkeypatch.setattr(Shard, "unpublish_first", given_up)
+    monkeypatch.setattr(Shard, "unpublish", given_up)
     with ThreadPoolExecutor(1) as beside:
         is_new = beside.submit(rollout.update)
         until(lambda: trainer.version is None)
@@ -298,7 +298,7 @@ def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monke
     assert rollout.update()
     trainer.unpublish()
     trainer.publish(2)
-    give_up, again = Shard.unpublish_first, []
+    give_up, again = Shard.unpublish, []
 
     def given_up(shard, *args, **options):
         give_up(shard, *args, **options)
@@ -306,7 +306,7 @@ def test_an_update_goes_to_a_new_run_if_the_old_one_ends_meanwhile(opened, monke
         again.append(opened("t", "east", run="new"))
         again[0].publish(0)
 
-    monkeypatch.setattr(Shard, "unpublish_first", given_up)
+    monkeypatch.setattr(Shard, "unpublish", given_up)
     assert rollout.update()
     assert rollout.version == 0  # the new run will not come to 2 soon
 

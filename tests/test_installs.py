@@ -567,8 +567,9 @@ def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
     list(pool.map(lambda handle: install(handle, 1), pair))
     shard = pair[1]._shard
 
-    def interrupted(*args):
-        type(shard).as_one(shard, *args)
+    def interrupted(task):
+        monkeypatch.undo()
+        shard.make(task)
         raise KeyboardInterrupt
 
     def tried(handle):
@@ -577,9 +578,8 @@ def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
         except (InstallRejected, KeyboardInterrupt) as error:
             return type(error)
 
-    monkeypatch.setattr(shard, "as_one", interrupted, raising=False)
+    monkeypatch.setattr(shard, "make", interrupted, raising=False)
     assert list(pool.map(tried, pair)) == [InstallRejected, KeyboardInterrupt]
     assert says(trainer) == (None, None, 1)
-    monkeypatch.undo()
     list(pool.map(lambda handle: install(handle, 1), pair))
     assert says(trainer) == (1, None, None)

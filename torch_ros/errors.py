@@ -196,19 +196,30 @@ class ContentChanged(UsageError):
 class CallMismatch(UsageError):
     """The ranks of a group must make the same calls in the same order."""
 
-    _message = (
-        "call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
-        "came first, but this rank calls {self.asked!r}; all ranks must make the same calls "
-        "in the same order"
-    )
-
     replica: str
     call: int
     asked: str
     decided: str
+    rank: int  # that found it, and asked; -1: this one
+    behind: int  # how many more calls its peers have made
 
-    def __init__(self, replica: str, call: int, asked: str, decided: str, /) -> None:
+    def __init__(
+        self, replica: str, call: int, asked: str, decided: str, rank: int = -1, behind: int = 0, /
+    ) -> None:
+        super().__init__(replica, call, asked, decided, rank, behind)
         self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
+        self.rank, self.behind = rank, behind
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+        calls = "call" if self.behind == 1 else "calls"
+        behind = f", and is {self.behind} {calls} behind them" if self.behind else ""
+        return (
+            f"call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
+            f"came first, but {who} calls {self.asked!r}{behind}; all ranks must make the same "
+            "calls in the same order; look for a call that only some of them make, or in which one "
+            "raised; all count on from the next one, and may close and open their handles anew"
+        )
 
 
 class NotSupported(UsageError):

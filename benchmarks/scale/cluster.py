@@ -418,7 +418,9 @@ class Cluster:
             far = process.datacenter != self.model.etcd_datacenter
             return Connection(self.etcd, process, self.model.far_rtt_s if far else 0.0)
 
-        def identify(replica: str, rank: int, world_size: int, *, timeout_s: float) -> Identity:
+        def identify(
+            _model: str, replica: str, rank: int, world_size: int, *, timeout_s: float
+        ) -> Identity:
             return Identity(replica, rank, world_size, f"s{self.seed}" if world_size > 1 else None)
 
         def mailbox(_: Any, forget: Callable[..., None] | None = None) -> plane.Mailbox:

@@ -187,7 +187,9 @@ RULES = {
     "attach to another": lambda view: sources.attach(view, SEAT, CALL, "z@1"),
     "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
-    "unpublish": lambda view: unpublish.unpublish(view, SEAT, 3, "unpublish", REF),
+    "unpublish": lambda view: unpublish.unpublish(
+        view, SEAT, Call(3, "unpublish", "unpublish", 0), REF
+    ),
     "copied": lambda view: unpublish.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
     "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
     "abort": lambda view: calls.abort(

@@ -29,6 +29,7 @@ import loans  # noqa: F401
 import lookouts  # noqa: F401
 import msgspec
 import numpy as np
+import parts  # noqa: F401
 import seeding  # noqa: F401
 import stragglers  # noqa: F401
 
@@ -50,6 +51,7 @@ from torch_ros.protocol import (
     ledger,
     leftovers,
     lookout,
+    meeting,
     membership,
     outage,
     records,
@@ -75,6 +77,7 @@ from torch_ros.shard import (
     base,
     beginnings,
     borrowing,
+    collective,
     contract,
     falling_back,
     filling,
@@ -928,6 +931,26 @@ fault(
     (following._Search, "all_go_on"),
     scenario="slow rank told to stop",
 )(lambda rule: lambda *_: True)
+
+
+fault(
+    "an update gives up before all ranks have come",
+    (following._Search, "all_go_on"),
+    scenario="missing",
+)(lambda rule: lambda *_: True)
+fault(
+    "what ends a call between two parts is told to nobody",
+    (collective, "end_for_all"),
+    scenario="struck between",
+)(lambda end: lambda *_: None)
+fault(
+    "a part that is refused too late ends the next call like it",
+    (meeting, "_is_of_caller"),
+    scenario="struck at the end",
+)(lambda rule: lambda call, own: call.caller == own.caller != "")
+fault("who left a call out is taken for late", (meeting, "is_awaited"), scenario="left out")(
+    lambda rule: lambda *_: False
+)
 
 
 @fault(
@@ -2041,7 +2064,7 @@ def _(found):
     return faulty
 
 
-@fault("a missed unpublish is another call", (calls, "meet"), scenario="unpublished alone")
+@fault("a missed unpublish is another call", (meeting, "meet"), scenario="unpublished alone")
 def _(meet):
     def faulty(call, *args, **options):
         met = meet(call, *args, **options)

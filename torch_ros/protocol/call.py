@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
     BackendError,
-    CallAborted,
     CallMismatch,
     Fenced,
     SeatLost,
@@ -22,10 +21,11 @@ from torch_ros.errors import (
     TorchRosError,
 )
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls, sources, unpublish
+from torch_ros.protocol import calls, meeting, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt
+from torch_ros.protocol.meeting import Meeting
 from torch_ros.protocol.records import (
     Call,
     Failure,
@@ -139,8 +139,8 @@ class GroupCall(Attempt):
 
     def fresh(self, at_ms: int) -> Call:
         """The call as this rank makes it."""
-        call = Call(self.number, self.kind, self.asked, self.seat.rank, at_ms=at_ms)
-        return replace(call, traceparent=self.traceparent)
+        call = self._ledger.part(Call(self.number, self.kind, self.asked, self.seat.rank))
+        return replace(call, at_ms=at_ms, traceparent=self.traceparent)
 
     @property
     def mark(self) -> int:
@@ -187,15 +187,7 @@ class GroupCall(Attempt):
             self._finish(found.outcome)
 
     def _found(self, call: Call) -> None:
-        ledger, is_first_look = self._ledger, self._call is None
-        told = ledger.told if is_first_look else ""
-        meet = partial(calls.meet, call, self.asked, ledger.caller, refuses=self._refuses)
-        met = meet(told=told, block=ledger.block)
-        if met == "same" and is_first_look:
-            has_failed = call.outcome is not None and call.outcome.failure is not None
-            text = ledger.caller or self.asked
-            ledger.told = text if has_failed and call.by != self.seat.rank else ""
-        error = CallMismatch(self.seat.replica, call.number, self.asked, call.asked)
+        ledger, (met, error) = self._ledger, _meeting(self, call)
         match met:
             case "to make":
                 self.is_recorded = False  # even if it was, before this rank lost its seat
@@ -210,29 +202,27 @@ class GroupCall(Attempt):
         match met:
             case "missed":
                 assert call.outcome is not None
+                if call.kind != "unpublish":
+                    ledger.skipped(call.number)
                 self._ledger.skip(partial(self._learn, call.outcome))
                 raise Missed(call)
             case "late":
+                ledger.skipped(call.number)
                 self._abort(error)
                 raise Missed(call)
             case "other":
                 raise error
 
-    def refuse(self, error: BaseException) -> None:
-        """Make the call only for it to fail, on all ranks.
+    def refuse(self, error: TorchRosError) -> None:
+        """End the part of the caller's call that this is, on all ranks; it has ended well: nothing.
 
         Raises:
-            TorchRosError: How it has.
+            TorchRosError: How it ends, or has ended; CallMismatch: the peers are elsewhere.
         """
-        seat, self._refuses = self.seat, True
-        reason = f"{type(error).__name__}: {error}"
-        told = CallAborted(seat.replica, self.number, seat.rank, reason)
-
-        def effects(*_: object) -> Step[Call]:
-            raise error if isinstance(error, TorchRosError) else told
-
-        self.decide((), effects)
-        raise error
+        self._refuses = True
+        self.decide((), partial(_raise, error))
+        if not self.has_ended:
+            raise error
 
     def decide_to_publish(self, version: int, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -374,11 +364,11 @@ class GroupCall(Attempt):
         Args:
             copy: Makes a copy of what this rank holds.
         """
-        told = ""
+        told, made = "", self.fresh(self.at_ms)
 
         def rule(view: View) -> Step[Call | Outcome]:
             nonlocal told
-            step = unpublish.unpublish(view, self.seat, self.number, self.asked, ref, wall_ms())
+            step = unpublish.unpublish(view, self.seat, made, ref, wall_ms())
             self._ledger.look_around(view)
             is_draining = isinstance(step, WaitAtMost)
             self.left_behind = unpublish.awaited(view, self.seat, ref) if is_draining else set()
@@ -505,6 +495,28 @@ class GroupCall(Attempt):
 
     def _keep(self, view: View) -> None:
         self.seen = view
+
+
+def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
+    """The meaning of the group's call to this rank, and the error if that is another one."""
+    ledger, is_first_look, seat = made._ledger, made._call is None, made.seat  # noqa: SLF001
+    refuses = made._refuses  # noqa: SLF001
+    told = ledger.told if is_first_look else ""
+    seen, own = made.seen if is_first_look else None, made.fresh(made.at_ms)
+    is_awaited = seen is not None and meeting.is_awaited(seen, seat, own)
+    met = meeting.meet(
+        call, own, refuses=refuses, told=told, block=ledger.block, is_awaited=is_awaited
+    )
+    if met == "same" and is_first_look:
+        has_failed = call.outcome is not None and call.outcome.failure is not None
+        ledger.told = (ledger.caller or made.asked) if has_failed and call.by != seat.rank else ""
+    behind = meeting.behind(seen, seat, call.number) if seen else 0
+    error = CallMismatch(seat.replica, call.number, made.asked, call.asked, seat.rank, behind)
+    return met, error
+
+
+def _raise(error: TorchRosError, *_: object) -> Step[Call]:
+    raise error
 
 
 def _claiming(

@@ -4,16 +4,14 @@ I1 to I16 are the invariants of docs/PROTOCOL.md#invariants, which tells these r
 """
 
 import itertools
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from torch_ros.errors import (
     CallAborted,
-    DeadlineExceeded,
     Fenced,
     ManifestMismatch,
     SeatLost,
@@ -78,11 +76,6 @@ from torch_ros.store.txn import (
 
 T = TypeVar("T")
 CHECK = "check before "  # what is asked by the check that comes before a save or load
-_STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
-
-Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
-"""Found by a rank in the place of its own call: that one; one that its peers have ended, or one
-that it has to make too; one that is behind, or ahead of, its own; none of these."""
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
@@ -143,39 +136,6 @@ def sure(rule: Callable[..., Step[T]], seen: View | None) -> Callable[..., Step[
             raise
 
     return surely
-
-
-def meet(
-    call: Call, asked: str, caller: str, *, refuses: bool = False, told: str = "", block: str = ""
-) -> Meeting:
-    """The meaning of `call` to a rank that is about to make its own of that number.
-
-    Args:
-        asked: Its own.
-        caller: The call of its caller that this is a part of.
-        refuses: It makes that only to end it, whatever its peers have come to.
-        told: The call of its caller, or its own, of which it was last told a failure that it had no
-            part in. Told again, of one in which its peers waited in vain, it is one try behind.
-        block: The text of the call that ends the install that it is in: a peer has given that up.
-    """
-    failure = call.outcome.failure if call.outcome is not None else None
-    is_waited_out = failure is not None and failure.kind == DeadlineExceeded.__name__
-    if is_waited_out and not refuses and told and told == (caller or asked):
-        return "missed"
-    if call.asked == asked:
-        return "same"
-    is_of_caller = call.asked.removeprefix(CHECK) == caller
-    if refuses and is_of_caller:
-        return "same"
-    if failure is not None:
-        return "same" if is_of_caller or call.asked == block else "missed"
-    if call.kind == "unpublish":
-        return "missed" if call.outcome is not None else "to make"
-    here, there = _STEP.fullmatch(asked), _STEP.fullmatch(call.asked)
-    if call.outcome is None and here and there and here["verb"] == there["verb"]:
-        behind = int(here["version"]) - int(there["version"])
-        return "late" if behind > 0 else "ahead" if behind < 0 else "other"
-    return "other"
 
 
 def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:

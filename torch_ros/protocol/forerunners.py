@@ -10,7 +10,6 @@ from torch_ros.protocol import calls, legible
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import Call, Holding, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
-from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import (
     HOLDERS_MAX,
     Spec,
@@ -121,18 +120,10 @@ def _is_relayed(holding: Holding) -> bool:
     return holding.state == "filling" and holding.is_relay
 
 
-def decided_next(
-    view: View, seat: Seat, call: Call, held: VersionRef | None, found: Next
-) -> Act[Call]:
-    """The end of an update, written down, so that all ranks do the same (I3).
-
-    If it goes, it reads along what giving up `held` is decided from.
-    """
+def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Act[Call]:
+    """The end of an update, written down, so that all ranks do the same (I3)."""
     outcome = Outcome(said=found.said)
-    step = recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
-    if held is None or found.ref is None or found.said == FETCHED:
-        return step
-    return msgspec.structs.replace(step, ahead=unpublish_ranges(seat, held))
+    return recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
 
 
 def next_of(call: Call) -> Next:

@@ -80,7 +80,7 @@ class Group(Seating):
                 if missed.call.kind == "unpublish":
                     raise
                 log.warning(
-                    "replica %r: this rank did not make call %d, %r, which has failed; going on",
+                    "replica %r: this rank did not make call %d, %r, which has ended; going on",
                     self.seat.replica,
                     missed.call.number,
                     missed.call.asked,

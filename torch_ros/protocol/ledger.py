@@ -134,8 +134,8 @@ class Ledger:
         """Whether it has held, or shown, a version that came from no bucket."""
         self.unfinished: Attempt | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
-        self.caller = ""
-        """The call of the caller that the next calls are parts of, if they are."""
+        self.caller, self.first = "", 0
+        """The call of the caller that the next calls are parts of, and the number of the first."""
         self.block = ""
         """The text of the call that ends the install that this rank is in; "": it is in none."""
         self.install = install
@@ -273,6 +273,27 @@ class Ledger:
                 if not call.has_ended:
                     self.unfinished = call
             self.pending = 0
+
+    # The call of the caller
+
+    def part(self, call: Call) -> Call:
+        """The next call, as a part of the caller's."""
+        continues = bool(self.caller) and self.calls_made >= self.first
+        return msgspec.structs.replace(call, caller=self.caller, continues=continues)
+
+    def skipped(self, number: int) -> None:
+        """Note that the peers' call of that number is no part of what this rank's caller makes."""
+        if self.first == number:
+            self.first = number + 1
+
+    def is_told(self, error: BaseException, first: int) -> bool:
+        """Whether a call from that number on was the last, and has ended so, on all ranks."""
+        last = self.ended[-1] if self.ended else None
+        if last is None or last.number < first or last.outcome is None:
+            return False
+        there, seat = last.outcome.failure, self.seat
+        own = Failure.of(error, replica=seat.replica, call=last.number, rank=seat.rank)
+        return there is not None and (there.kind, there.fields) == (own.kind, own.fields)
 
     # Calls without a seat
 

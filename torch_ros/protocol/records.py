@@ -332,6 +332,8 @@ class Call(Record, frozen=True):
     at_ms: Moment = 0  # when the rank that decided it began it
     published_ms: Moment = 0  # of a version that it brings: as in the version's record
     traceparent: Traceparent = ""  # likewise
+    caller: str = ""  # the call of the caller that it is a part of
+    continues: bool = False  # not its first part
 
     def with_sources(self, *sources: str) -> Call:
         return msgspec.structs.replace(self, sources=list(sources))

@@ -50,7 +50,7 @@ def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 
 
 def unpublish(
-    view: View, seat: Seat, number: int, asked: str, ref: VersionRef, at_ms: int = 0
+    view: View, seat: Seat, made: Call, ref: VersionRef, at_ms: int = 0
 ) -> Step[Call | Outcome]:
     """Take the holding out of what is offered, wait for its readers, delete it (I2, I4).
 
@@ -61,13 +61,14 @@ def unpublish(
     could not unpublish while its peers went on without etcd holds what nobody offers any more.
 
     Args:
+        made: The call as this rank makes it.
         at_ms: Now.
     """
     own_group(view, seat)
-    call = recall(view, seat, number)
-    if call is not None and (call.asked != asked or call.outcome is not None):
+    call = recall(view, seat, made.number)
+    if call is not None and (call.asked != made.asked or call.outcome is not None):
         return Done(call)
-    call = call or Call(number, "unpublish", asked, seat.rank, ref, at_ms=at_ms)
+    call = call or msgspec.structs.replace(made, ref=ref, at_ms=at_ms)
     holding = Holding.at(view, seat.holding(ref))
     if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
         return conclude(view, seat, call, Outcome(at_ms=at_ms))

@@ -18,6 +18,7 @@ from torch_ros.protocol.records import Call, Outcome
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
+from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.publishing import Content, publish
@@ -78,6 +79,10 @@ class SaveRequest:
     timeout_s: float | None = None
     store_wait_s: float | None = None
     begun: Beginning | None = None
+
+    @property
+    def asked(self) -> str:
+        return f"save {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +178,28 @@ class Checkpoints:
         Returns:
             As `ShardHandle.publish`.
         """
-        save = _Save(self._shard, self._buffers, request, self._stager_memory)
-        is_offered = self._make(save.asked, save.run, request.begun)
-        self._stager_memory = save.memory
+        return self.save_made(request.version, lambda: request, request.begun)
+
+    def save_made(
+        self, version: int, made: Callable[[], SaveRequest], begun: Beginning | None = None
+    ) -> bool:
+        """As `save`; an error of `made`, which makes the request, is one on all ranks."""
+        shard, memory = self._shard, self._stager_memory
+
+        def begin() -> Callable[[], tuple[bool, set[tuple[int, int]]]]:
+            return _Save(shard, self._buffers, made(), memory).run
+
+        is_offered, self._stager_memory = collectively(shard, f"save {version}", begin, begun)
         return is_offered
 
     def load(self, request: LoadRequest) -> ReadReport:
         """Give up what is held, register and read. Checked before anything changes."""
-        deadline = self._shard.deadline(request.asked, request.timeout_s)
-        load = Load(self._shard, request, deadline)
-        return self._make(request.asked, load.run, request.begun)
+        shard, asked = self._shard, request.asked
 
-    def _make(self, asked: str, flow: Callable[[], T], begun: Beginning | None) -> T:
-        whole = partial(self._shard.as_one, asked, flow, begun)
-        return self._shard.busy(whole if begun is None else partial(begun.come, whole))
+        def begin() -> Callable[[], ReadReport]:
+            return Load(shard, request, shard.deadline(asked, request.timeout_s)).run
+
+        return collectively(shard, asked, begin, request.begun)
 
 
 def agree(
@@ -244,17 +257,18 @@ class _Save:
         stager_memory: set[tuple[int, int]],
     ) -> None:
         self._shard, self._buffers, self._request = shard, buffers, request
-        self.asked = f"save {request.version}"
-        self._deadline = shard.deadline(self.asked, request.timeout_s)
+        self._asked = request.asked
+        self._deadline = shard.deadline(self._asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
         self._base: PublishedCopy | None = None  # of a delta to this copy
         self._planned: PlannedDelta | None = None
         copying = request.copying
         self._transforms = copying.transforms if copying is not None else ()
-        self.memory = stager_memory
+        self._memory = stager_memory
 
-    def run(self) -> bool:
+    def run(self) -> tuple[bool, set[tuple[int, int]]]:
+        """Whether it is offered now; and where DCP's stager has it."""
         shard, request = self._shard, self._request
         self._registered, held = None, shard.held
         self._base = shard.deltas.base(held.uid if held else None, shard.tensors.registered)
@@ -262,18 +276,18 @@ class _Save:
         content, store_wait_s = Content(self._register, self._table), request.store_wait_s
         try:
             is_offered = publish(
-                shard, request.version, content, self.asked, self._deadline, store_wait_s
+                shard, request.version, content, self._asked, self._deadline, store_wait_s
             )
             assert self._state is not None
-            self.memory = memory_of(self._state) if request.from_stager else set()
+            self._memory = memory_of(self._state) if request.from_stager else set()
             self._make_delta(is_offered=is_offered)
-            return is_offered
+            return is_offered, self._memory
         finally:
             shard.hide_unless_held()
 
     def _give_way(self) -> None:
         """Unpublish the version that is held, if this save can succeed on every rank."""
-        shard, asked, store_wait_s = self._shard, self.asked, self._request.store_wait_s
+        shard, asked, store_wait_s = self._shard, self._asked, self._request.store_wait_s
         counted = shard.group.ledger.not_waited_for
         # Ranks that differ would make no version, though each of them could publish its part.
         is_checked = shard.held is not None or (bool(self._transforms) and not shard.is_alone)
@@ -299,8 +313,7 @@ class _Save:
         except CallAborted as error:  # a rank that is cut off has looked for itself
             if store_wait_s is None or error.reason != DOES_NOT_WAIT:
                 raise
-        unpublish = partial(shard.unpublish, self._deadline, counted=counted)
-        shard.unpublish_first(asked, unpublish)
+        shard.unpublish(self._deadline, counted=counted)
 
     @property
     def _answer(self) -> str:
@@ -311,7 +324,7 @@ class _Save:
         self._state = state = self._gather()
         _ = state.layout  # it has one
         held = self._shard.held
-        if self._request.from_stager and self.memory & memory_of(state) and held is not None:
+        if self._request.from_stager and self._memory & memory_of(state) and held is not None:
             raise ContractBroken(
                 held.version,
                 "dcp.async_save staged the next one over it; this stager reuses its buffers",
@@ -376,8 +389,7 @@ class Load(Target):
         answer = self._agree()
         if answer == "held":
             return self._already_held()
-        unpublish = partial(shard.unpublish, self._deadline, may_forget=False)
-        shard.unpublish_first(asked, unpublish)
+        shard.unpublish(self._deadline, may_forget=False)
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )

@@ -14,17 +14,25 @@ from typing import Literal, Protocol, TypeVar
 
 from torch_ros import arguments
 from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
-from torch_ros.errors import BackendError, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
+from torch_ros.errors import (
+    BackendError,
+    ClosedError,
+    Fenced,
+    SeatLost,
+    TorchRosError,
+    UsageError,
+)
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
-from torch_ros.protocol.call import ALONE, CLEAN_UP_S, GroupCall, Missed, Passing
+from torch_ros.protocol.call import ALONE, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
+from torch_ros.shard.collective import refuse
 from torch_ros.shard.contract import conclude
 from torch_ros.shard.floor import Floor
 from torch_ros.shard.handover import Closing, all_leaving
@@ -242,27 +250,6 @@ class Shard:
 
     # Calls of the group
 
-    def as_one(self, asked: str, flow: Callable[[], T], begun: Beginning | None = None) -> T:
-        """Make a call of the caller, with all of the group's calls that it consists of.
-
-        Args:
-            begun: The call's beginning, if it is one of DCP: others that never came are ended.
-        """
-        self.end_beginnings(begun)
-        return self._as_part_of(asked, flow)
-
-    def _as_part_of(self, asked: str, flow: Callable[[], T]) -> T:
-        """Start `flow` again when this rank finds that its peers have unpublished."""
-        before, self.group.ledger.caller = self.group.ledger.caller, asked
-        try:
-            while True:
-                try:
-                    return flow()
-                except Missed as missed:
-                    log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
-        finally:
-            self.group.ledger.caller = before
-
     def make(self, task: GroupTask[T]) -> T:
         """Make the group's next call. Clears the word if the replica holds nothing afterwards."""
         if task.store_wait_s is not None:
@@ -286,15 +273,6 @@ class Shard:
         finally:
             if task.kind == "unpublish":
                 self.copies.keep()
-
-    def refuse(self, asked: str, error: BaseException) -> None:
-        """End the group's next call, which the peers make as a part of `asked`."""
-        deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
-        refusal = GroupTask("agree", asked, deadline, lambda call: call.refuse(error))
-        try:
-            self._as_part_of(asked, lambda: self.make(refusal))
-        except TorchRosError as ended:
-            log.info("%s: ended for all ranks: %s", asked, ended)
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how the last call ended, before the next one or before the tensors change.
@@ -369,15 +347,6 @@ class Shard:
 
         return GroupTask("unpublish", asked, deadline, perform)
 
-    def unpublish_first(self, asked: str, unpublish: Callable[[], None]) -> None:
-        """Unpublish as a part of `asked`. If that fails here, the peers' next part fails too."""
-        try:
-            unpublish()
-        except BaseException as error:
-            if self.held is None:  # or the unpublish has failed for all
-                self.refuse(asked, error)
-            raise
-
     def copy_to_host(self, call: Call) -> ShardRecord:
         """Copy this rank's part of the held version to host memory.
 
@@ -415,7 +384,7 @@ class Shard:
         if one.state == "begun":
             log.warning("%s", error)
             one.state, one.failure = "over", error
-            self.refuse(one.asked, error)
+            refuse(self, one.asked, error)
 
     # The end
 

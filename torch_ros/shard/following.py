@@ -42,6 +42,7 @@ from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.protocol.withdrawal import is_withdrawn
+from torch_ros.shard.collective import collectively
 from torch_ros.shard.contract import tell_withdrawn
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, replicate, replicate_if_there
@@ -107,13 +108,16 @@ def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | 
 
     With a `wait_s`: when it is, or when there is one, if nothing is held.
     """
-    arguments.seconds("wait_s", wait_s)
-    what, lookout = f"update {request.version}", Lookout(wait_s)
-    if not wait_s:
-        deadline = shard.deadline(what, request.timeout_s)
-        return shard.as_one(what, partial(_update_now, shard, request, deadline))
-    what += ", waiting"
-    return shard.as_one(what, partial(_update_within, shard, request, lookout, what))
+    waits = not isinstance(wait_s, int | float) or wait_s > 0
+    what = f"update {request.version}" + (", waiting" if waits else "")
+
+    def begin() -> Callable[[], VersionRef | None]:
+        arguments.seconds("wait_s", wait_s)
+        if waits:
+            return _looking_out(shard, request, Lookout(wait_s), what)
+        return partial(_update_now, shard, request, shard.deadline(what, request.timeout_s))
+
+    return collectively(shard, what, begin)
 
 
 def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
@@ -123,6 +127,8 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
     if search.held and not search.is_to_go(found):
         shard.intake.ends(search.held, deadline)
         return None
+    if search.held:
+        search.all_go_on(deadline)  # before that is given up
     with _given_up(search, deadline) as target:
         if search.skips and found.ref is not None:
             # The one that is here, and not a newer one that is far.
@@ -136,12 +142,17 @@ def _given_up(search: _Search, deadline: Deadline) -> Iterator[Target]:
     """Give up what is held; within, a call may be decided from what that has read along."""
     shard, passing = search.shard, Passing(search.sight, replicates=True)
     target = Target(shard, shard.bases.now())
-    unpublish = partial(shard.unpublish, deadline, may_forget=False, passing=passing)
-    shard.unpublish_first(deadline.what, unpublish)
+    shard.unpublish(deadline, may_forget=False, passing=passing)
     try:
         yield target
     finally:  # no later call: `latest` may mean another version by then
         shard.group.ledger.take_sight(shard.group.seat)
+
+
+def _looking_out(
+    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str
+) -> Callable[[], VersionRef | None]:
+    return partial(_update_within, shard, request, lookout, what)
 
 
 def _update_within(
@@ -163,7 +174,7 @@ def _update_within(
             return None
         if search.is_to_go(found):
             shard.intake.begins(deadline)
-            if lookout.stop is not None and not search.all_go_on(deadline):
+            if not search.all_go_on(deadline):
                 shard.intake.ends(None, deadline)
                 return None
             is_near = search.skips  # then not a newer one that is far
@@ -179,9 +190,9 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
     what, losses = f"follow {request.version}", 0
     while True:
         lookout = Lookout(math.inf, stop)
-        flow = partial(_update_within, shard, request, lookout, what)
+        begin = partial(_looking_out, shard, request, lookout, what)
         try:
-            ref = shard.busy(partial(shard.as_one, what, flow))
+            ref = collectively(shard, what, begin)
         except (SourceLost, VersionNotFound) as lost:
             losses += 1
             if losses == LOSSES_MAX:
@@ -248,14 +259,12 @@ class _Search:
     def all_go_on(self, deadline: Deadline) -> bool:
         """Whether no rank was told to stop. Returns when all have come, who hold what they held."""
         held, lookout = self.held, self._lookout
-        assert lookout is not None
 
         def ask(call: GroupCall) -> bool:
             call.decide((), recorded)
             with call.ending():
-                if not call.has_ended and (
-                    said := call.finish(STOPPED if lookout.is_told() else "")
-                ):
+                is_told = lookout is not None and lookout.is_told()
+                if not call.has_ended and (said := call.finish(STOPPED if is_told else "")):
                     end = Outcome(said=max(said.values()))
                     call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
             self._see(call)
@@ -268,13 +277,9 @@ class _Search:
         self.sight = (call.seat, call.seen) if call.seen else None
 
     def _fetch_ahead(self, ref: VersionRef) -> None:
-        shard, deadline = self.shard, self.deadline
-        if shard.forerunner is not None:
-            shard.forerunner.fetch(ref, deadline)
-            return
-        error = UsageError("seeding='host' was given to open on some ranks only; give it to all")
-        shard.refuse(deadline.what, error)
-        raise error
+        if self.shard.forerunner is None:
+            raise UsageError("seeding='host' was given to open on some ranks only; give it to all")
+        self.shard.forerunner.fetch(ref, self.deadline)
 
     def _find(self) -> Next:
         shard, group, deadline = self.shard, self.shard.group, self.deadline
@@ -284,7 +289,6 @@ class _Search:
             def search(call: GroupCall) -> Next:
                 self._note_left()
                 call.decide(ranges, self._effects, is_cheap=True)
-                self._see(call)
                 return next_of(call.decided)
 
             return shard.make(GroupTask("update", deadline.what, deadline, search))
@@ -308,9 +312,7 @@ class _Search:
         self._left_s = self._lookout.left_s if self._lookout else 0.0
 
     def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
-        is_agreed_on = self._lookout is not None and self._lookout.stop is not None
-        gives_up = None if is_agreed_on else self.held  # else that comes after the agree
-        return self._step(view, seat, partial(decided_next, view, seat, call, gives_up))
+        return self._step(view, seat, partial(decided_next, view, seat, call))
 
     def _step(
         self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]

@@ -36,6 +36,7 @@ from torch_ros.protocol.keys import family
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
+from torch_ros.shard.collective import collectively, refuse
 from torch_ros.shard.core import Shard
 from torch_ros.shard.filling import Bell
 from torch_ros.shard.replication import fetch_version
@@ -233,7 +234,7 @@ class Forerunner:
         except (BackendError, MemoryError, OSError, RuntimeError) as error:
             self._let_go()
             # Its peers are in that call, or will be, and would wait until it seems stuck.
-            shard.busy(partial(shard.refuse, asked, error), is_member=False)
+            shard.busy(partial(refuse, shard, asked, error), is_member=False)
             raise
         self._began_s = self._moved_s = time.monotonic()
         self._has_all = False
@@ -241,7 +242,7 @@ class Forerunner:
         fetch = partial(fetch_version, shard, order.ref, asked, deadline)
         is_there = False
         try:
-            is_there = shard.busy(lambda: shard.as_one(asked, fetch))
+            is_there = collectively(shard, asked, lambda: fetch)
         except ManifestMismatch as error:
             self._unfit = order.ref, error
             raise
@@ -293,9 +294,7 @@ class Forerunner:
         asked = "release"
         deadline = Deadline(asked, math.inf, check_open=self._check_open)
         if shard.state != "gone":
-            shard.busy(
-                lambda: shard.as_one(asked, partial(shard.unpublish, deadline)), is_member=False
-            )
+            collectively(shard, asked, lambda: partial(shard.unpublish, deadline), is_member=False)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -21,6 +21,7 @@ from torch_ros.shard.aio import AsyncHandle
 from torch_ros.shard.archives import Archives
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
+from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
@@ -256,10 +257,13 @@ class ShardHandle:
         copy. The first time, the rank that comes last looks at what its peers have.
         """
         shard, asked = self._shard, f"publish {version}"
-        deadline = shard.deadline(asked, timeout_s)
-        content = Content(partial(shard.ready, "publish"))
-        flow = partial(publish, shard, version, content, asked, deadline, store_wait_s)
-        return shard.busy(lambda: shard.as_one(asked, flow))
+
+        def begin() -> Callable[[], bool]:
+            deadline = shard.deadline(asked, timeout_s)
+            content = Content(partial(shard.ready, "publish"))
+            return partial(publish, shard, version, content, asked, deadline, store_wait_s)
+
+        return collectively(shard, asked, begin)
 
     def publish_copy(
         self,
@@ -314,17 +318,15 @@ class ShardHandle:
         Cost: As unpublish and publish, and one copy on each rank. If nothing is held, several
         ranks with a transform ask etcd as often as if something were.
         """
-        copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
-        state: LocalState | Exception
-        try:
+
+        def made() -> SaveRequest:
+            copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
             state = LocalState(local_chunks(tensors_of(named_tensors)), {}, {})
-        except Exception as error:  # noqa: BLE001  # raised by the save, on all ranks
-            state = error
-        return self.checkpoints.save(
-            SaveRequest(
+            return SaveRequest(
                 version, state, copying=copying, timeout_s=timeout_s, store_wait_s=store_wait_s
             )
-        )
+
+        return self.checkpoints.save_made(version, made)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
@@ -373,11 +375,10 @@ class ShardHandle:
         """
         shard = self._shard
 
-        def unpublish() -> None:
-            deadline = shard.deadline("unpublish", timeout_s)
-            shard.as_one("unpublish", lambda: shard.unpublish(deadline))
+        def begin() -> Callable[[], None]:
+            return partial(shard.unpublish, shard.deadline("unpublish", timeout_s))
 
-        shard.busy(unpublish, is_member=False)
+        collectively(shard, "unpublish", begin, is_member=False)
 
     # Reading
 
@@ -434,12 +435,14 @@ class ShardHandle:
 
         Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
-        shard = self._shard
-        deadline = shard.deadline(f"replicate {version}", timeout_s)
-        read = replication.replicate_if_there if missing_ok else replication.replicate
-        target = replication.Target(shard)
-        flow = partial(read, shard, Spec.parse(version), target, deadline)
-        ref = shard.busy(lambda: shard.as_one(deadline.what, flow))
+        shard, asked = self._shard, f"replicate {version}"
+
+        def begin() -> Callable[[], VersionRef | None]:
+            deadline = shard.deadline(asked, timeout_s)
+            read = replication.replicate_if_there if missing_ok else replication.replicate
+            return partial(read, shard, Spec.parse(version), replication.Target(shard), deadline)
+
+        ref = collectively(shard, asked, begin)
         return ref.version if ref is not None else None
 
     def update(
@@ -452,9 +455,9 @@ class ShardHandle:
     ) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
 
-        Collective; all ranks get the same answer. With something newer: unpublish what is held
-        (drained), then replicate. A relative version never goes back to an older one; an absolute
-        one goes wherever it says.
+        Collective; all ranks get the same answer. With something newer: wait until all ranks have
+        come, unpublish what is held (drained), then replicate. A relative version never goes back
+        to an older one; an absolute one goes wherever it says.
 
         An update that skips, to a relative version, goes to the newest that a replica of this
         datacenter has. If none is newer than what is held:
@@ -485,8 +488,8 @@ class ShardHandle:
         was given up, the handle holds nothing, and a later `update` replicates. One that waits
         raises VersionNotFound then, if there is nothing to go to until its time is over.
         """
-        shard, request = self._shard, UpdateRequest(version, skip, timeout_s)
-        return shard.busy(lambda: update(shard, request, wait_s)) is not None
+        request = UpdateRequest(version, skip, timeout_s)
+        return update(self._shard, request, wait_s) is not None
 
     def prefetch(
         self, version: int | str = "latest", *, timeout_s: float | None = None
@@ -570,8 +573,7 @@ class ShardHandle:
             DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
             ManifestMismatch, CorruptWeights: As `replicate`.
 
-        Cost: As `update(wait_s=...)`; with several ranks one more call of the group for each
-        version, in which they agree to go on, before they give up what they hold.
+        Cost: As `update(wait_s=...)`.
         """
         ask = getattr(stop, "is_set", stop) if stop is not None else lambda: False
         if not callable(ask):

@@ -29,6 +29,7 @@ from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
+from torch_ros.shard.collective import collectively, refuse
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
@@ -260,7 +261,7 @@ class Installing:
         self._installs.open = self
         self._calls_before = self._shard.group.ledger.calls_made
         try:
-            return self._shard.busy(self._enter)
+            return collectively(self._shard, self._asked, lambda: self._enter)
         except BaseException as error:
             self.fail(error, raises=False)
             raise
@@ -290,7 +291,7 @@ class Installing:
             install = self._installs.write(rule, deadline, ranges)
         else:
             task = GroupTask("install", self._asked, deadline, self._decide)
-            shard.as_one(self._asked, partial(shard.make, task))
+            shard.make(task)
             install = ledger.install
         assert install is not None
         self._attempt, ref = install.attempt, install.trying or install.active
@@ -329,7 +330,7 @@ class Installing:
             self.fail(error)
             return
         try:
-            shard.busy(self._leave)
+            collectively(shard, self._text, lambda: self._leave)
             self._close()  # here: Ctrl-C may come in between
         except BaseException as failed:
             self.fail(failed, refuses=shard.group.ledger.calls_made == number)
@@ -344,7 +345,7 @@ class Installing:
             self._installs.write(rule, deadline)
         else:
             task = GroupTask("installed", self._text, deadline, self._agree)
-            ref = shard.as_one(self._text, partial(shard.make, task))
+            ref = shard.make(task)
         self._installs.mine = ref
 
     def _agree(self, call: GroupCall) -> VersionRef:
@@ -404,7 +405,7 @@ class Installing:
             is_first = found is None or (found == mine and found.rank == self._rank)
             if refuses and is_first and not shard.is_alone:
                 with suppress(ClosedError):
-                    shard.busy(partial(shard.refuse, self._text, error), is_member=False)
+                    shard.busy(partial(refuse, shard, self._text, error), is_member=False)
         self._close()
         if raises and found and found.rank != self._rank and isinstance(error, TorchRosError):
             version = found.ref.version

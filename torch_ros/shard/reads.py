@@ -1,7 +1,7 @@
 """Versions that a handle reads without becoming a source of them, until it is told to `serve`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch_ros.protocol.records import Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.checkpoint import Load, LoadRequest, unanimous
+from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
@@ -63,15 +64,19 @@ class Reads:
         request = LoadRequest(
             version, None, given, is_served=False, verb="read", keeps=True, is_partial=is_partial
         )
-        deadline = shard.deadline(request.asked, timeout_s)
-        flow = Load(shard, request, deadline).run
-        return shard.busy(partial(shard.as_one, request.asked, flow))
+
+        def begin() -> Callable[[], ReadReport]:
+            return Load(shard, request, shard.deadline(request.asked, timeout_s)).run
+
+        return collectively(shard, request.asked, begin)
 
     def serve(self, timeout_s: float | None) -> int:
         shard = self._shard
-        deadline = shard.deadline("serve", timeout_s)
-        flow = Serving(shard, deadline).run
-        return shard.busy(lambda: shard.as_one(deadline.what, flow))
+
+        def begin() -> Callable[[], int]:
+            return Serving(shard, shard.deadline("serve", timeout_s)).run
+
+        return collectively(shard, "serve", begin)
 
 
 class Serving:

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Self
@@ -19,6 +19,7 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
+from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.filling import Filling, Wanted
 from torch_ros.store.loops import Done, Step, Wait
@@ -146,20 +147,19 @@ class Streams:
         timeout_s: float | None,
         source: str | None,
     ) -> Stream:
-        shard = self._shard
-        deadline = shard.deadline(f"stream {version}", timeout_s)
-        arguments.optional(arguments.text)("source", source)
+        shard, asked = self._shard, f"stream {version}"
 
         check = partial(_names, fqns, buffer_bytes)
 
-        def decide() -> tuple[VersionRef, list[str]]:
+        def begin() -> Callable[[], tuple[VersionRef, Deadline, list[str] | None]]:
+            deadline = shard.deadline(asked, timeout_s)
             shard.intake.begins(deadline)
-            # The call of a group has ended when one rank finds that its own names are bad.
+            arguments.optional(arguments.text)("source", source)
             names = check() if shard.is_alone else None
-            ref = self._decide(Spec.parse(version), deadline)
-            return ref, check() if names is None else names
+            return lambda: (self._decide(Spec.parse(version), deadline), deadline, names)
 
-        ref, names = shard.busy(lambda: shard.as_one(deadline.what, decide))
+        ref, deadline, names = collectively(shard, asked, begin)
+        names = check() if names is None else names  # bad ones are this rank's own affair
         number = next(self._numbers)
         wanted = Wanted(ref, names, buffer_bytes, deadline.timeout_s, number, source or "")
         filling = Filling(shard, wanted, self._begun, self._ended)

@@ -1,0 +1,171 @@
+"""Scenes of calls that end on one rank between two parts, and of calls that a rank leaves out."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from checks import demand
+from replicas import Process
+from scenes import SCENES, Scene, publish, replicate, unpublish
+
+from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError
+from torch_ros.shard import collective
+
+SOON_S = 20.0  # the world is a slow one
+LONG_S = 200.0
+
+
+class Struck(Exception):
+    """Ctrl-C."""
+
+
+def _train(me: Process) -> None:
+    scene = me.world
+    publish(me, 1, 1)
+    scene.until("r.1/0 has 1", "r.1/1 has 1")
+    unpublish(me)
+    publish(me, 2, 2)
+    scene.reach("2 is there")
+    scene.until("over")
+
+
+def _begin(me: Process) -> None:
+    replicate(me, 1)
+    me.world.reach(f"{me} has 1")
+    me.world.until("2 is there")
+
+
+def _end(me: Process) -> None:
+    """Both are in step: what comes next is one call for both."""
+    scene = me.world
+    scene.reach(f"{me} goes on")
+    scene.until("r.1/0 goes on", "r.1/1 goes on")
+    _go_to_2(me)
+
+
+def _go_to_2(me: Process) -> None:
+    scene = me.world
+    try:
+        me.handle.update("latest", timeout_s=LONG_S)
+    except TorchRosError as error:
+        demand(False, f"I3: {me} is out of step, and is told {error!r}")
+    demand(me.handle.version == 2, f"I3: {me} has {me.handle.version}")
+    scene.checks.returned(me, 2)
+    scene.reach(f"{me} is done")
+    scene.until("r.1/0 is done", "r.1/1 is done")
+    scene.reach("over")
+
+
+def struck_between(scene: Scene) -> None:
+    """I6: what ends a call between two of its parts, on one rank, ends it on all, soon."""
+    whom = scene.seed % 2
+
+    def update(me: Process) -> None:
+        _begin(me)
+        shard, began_s = me.handle._shard, scene.now_s
+        give_up = shard.unpublish
+
+        def struck(*args, **options) -> None:
+            if scene.seed % 4 < 2:  # else after it
+                raise Struck
+            give_up(*args, **options)
+            raise Struck
+
+        if me.rank == whom:
+            shard.unpublish = struck
+        try:
+            me.handle.update("latest", timeout_s=LONG_S)
+            demand(False, f"I3: {me} is told that it has what its peer has not")
+        except Struck:
+            shard.unpublish = give_up
+        except CallAborted:
+            took_s = scene.now_s - began_s
+            demand(took_s < SOON_S, f"I6: its peer was struck, and {me} waited for {took_s:.0f} s")
+        except DeadlineExceeded as error:
+            demand(False, f"I6: its peer was struck, and {me} waited: {error}")
+        _end(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
+def struck_at_the_end(scene: Scene) -> None:
+    """I3: what ends a call on one rank, when it has ended on all, is no part of the next one."""
+
+    def update(me: Process) -> None:
+        _begin(me)
+        shard = me.handle._shard
+        is_new = me.handle.update("latest", timeout_s=LONG_S)
+        demand(is_new, f"I3: {me} has no news")
+        if me.rank == scene.seed % 2:  # as if it came before its update returned
+            first = shard.group.ledger.calls_made
+            end = partial(collective.end_for_all, shard, "update latest", Struck(), first)
+            shard.busy(end)
+        _end(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
+def left_out(scene: Scene) -> None:
+    """I3: a rank that left an update out joins the one in which its peers wait for it."""
+
+    def update(me: Process) -> None:
+        replicate(me, 1)
+        me.world.reach(f"{me} has 0")
+        scene.until("r.1/0 has 0", "r.1/1 has 0")
+        if me.rank == 1:
+            demand(not me.handle.update("latest", timeout_s=LONG_S), "I3: there is nothing newer")
+            scene.reach("left out")
+        scene.until("left out")
+        scene.reach(f"{me} has 1")
+        scene.until("2 is there")
+        if me.rank == 0:
+            scene.when(lambda: _waits(scene), "a peer that waits")
+        _go_to_2(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
+def _waits(scene: Scene) -> bool:
+    calls = [call for (inst, _), call in scene.checks.decided.items() if inst.startswith("r@")]
+    return any(call.asked == "check before update latest" for call in calls)
+
+
+def missing(scene: Scene) -> None:
+    """I3: an update for which a rank does not come gives nothing up."""
+
+    def update(me: Process) -> None:
+        _begin(me)
+        if me.rank == 0:
+            try:
+                me.handle.update("latest", timeout_s=10)
+                demand(False, "I3: it goes without its peer")
+            except DeadlineExceeded:
+                demand(me.handle.version == 1, "I3: a rank gave up what its peer holds")
+            scene.reach("waited")
+        scene.until("waited")
+        demand(me.handle.version == 1, f"I3: {me} has {me.handle.version}")
+        if me.rank == 1:
+            try:
+                me.handle.update("latest", timeout_s=10)
+                demand(False, "I3: it goes without its peer")
+            except DeadlineExceeded:  # as its peer was told
+                pass
+        _end(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
+SCENES |= {
+    "struck between": struck_between,
+    "struck at the end": struck_at_the_end,
+    "left out": left_out,
+    "missing": missing,
+}

@@ -1,0 +1,107 @@
+"""A call of the caller, as one of all ranks: whatever ends it on one of them ends it on all.
+
+docs/PROTOCOL.md#calls-of-a-caller has the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import CallAborted, ClosedError, SeatLost, TorchRosError
+from torch_ros.printable import log_of
+from torch_ros.protocol.call import CLEAN_UP_S, Missed
+from torch_ros.protocol.group import GroupTask
+from torch_ros.shard.beginnings import Beginning
+
+if TYPE_CHECKING:
+    from torch_ros.shard.core import Shard
+
+T = TypeVar("T")
+log: logging.Logger = log_of(__name__)
+
+
+def collectively(
+    shard: Shard,
+    asked: str,
+    begin: Callable[[], Callable[[], T]],
+    begun: Beginning | None = None,
+    *,
+    is_member: bool = True,
+) -> T:
+    """Make a call of the caller, with all of the group's calls that it consists of.
+
+    Args:
+        asked: The call, as all ranks make it.
+        begin: Checks the caller's arguments, and returns what makes the calls.
+        begun: The call's beginning, if it is one of DCP: others that never came are ended.
+        is_member: As for `Shard.busy`.
+    """
+    ledger, first = shard.group.ledger, 0
+
+    def call() -> T:
+        nonlocal first
+        shard.end_beginnings(begun)
+        first = ledger.calls_made + 1
+        ledger.caller, ledger.first = asked, first
+        try:
+            return _as_part_of(asked, begin())
+        finally:
+            first, ledger.caller = ledger.first, ""
+
+    try:
+        come = call if begun is None else partial(begun.come, call)
+        return shard.busy(come, is_member=is_member)
+    except BaseException as error:
+        # Ctrl-C may come before it has begun; an error of ours there says that it may not be.
+        if first or not isinstance(error, TorchRosError):
+            end = partial(end_for_all, shard, asked, error, first or ledger.calls_made + 1)
+            with suppress(ClosedError):  # by another thread, meanwhile
+                shard.busy(end, is_member=False)
+        raise
+
+
+def _as_part_of(asked: str, flow: Callable[[], T]) -> T:
+    """Start `flow` again when this rank finds that its peers have unpublished."""
+    while True:
+        try:
+            return flow()
+        except Missed as missed:
+            log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
+
+
+def end_for_all(shard: Shard, asked: str, error: BaseException, first: int) -> None:
+    """End the parts of the caller's call that the peers still make, or would.
+
+    Args:
+        first: The number of its first part.
+    """
+    seat, ledger = shard.group.seat, shard.group.ledger
+    is_away = shard.group.state != "seated" or ledger.unfinished is not None
+    if shard.is_alone or is_away or isinstance(error, SeatLost | ClosedError):
+        return  # the peers learn of it from the store, or by the next call
+    if ledger.is_told(error, first):
+        return
+    if not isinstance(error, TorchRosError):
+        reason = f"{type(error).__name__}: {error}"
+        error = CallAborted(seat.replica, ledger.calls_made + 1, seat.rank, reason)
+    deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
+    refusal = GroupTask("agree", asked, deadline, lambda call: call.refuse(error))
+    ledger.caller, ledger.first = asked, first
+    try:
+        while True:  # the peers may have made some of them without this rank
+            _as_part_of(asked, lambda: shard.make(refusal))
+            deadline.check("the peers go on")
+    except TorchRosError as ended:
+        log.info("%s: ended for all ranks: %s", asked, ended)
+    finally:
+        ledger.caller = ""
+
+
+def refuse(shard: Shard, asked: str, error: BaseException) -> None:
+    """End `asked` for the peers, of which this rank makes no part."""
+    end_for_all(shard, asked, error, shard.group.ledger.calls_made + 1)
