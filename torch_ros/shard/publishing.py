@@ -58,7 +58,8 @@ def publish(
             if not call.has_ended and (said := call.finish(registered.sharding.digest)):
                 require_equal(shard, call, deadline)
                 call.complete(shard.manifests.together(registered, said, deadline))
-        shard.word.serve(call.mark, registered.lent)
+        if call.ref.uid != call.fresh_uid:
+            shard.word.serve(call.mark, registered.lent)
         watch.lap("commit")
         report(call, registered, is_offered=True)
         log.info("published version %d of %r", version, shard.model)
