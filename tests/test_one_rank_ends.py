@@ -39,8 +39,9 @@ class Struck(BaseException):
 
 
 def leaves_a_block(frame) -> bool:
-    """Whether it may be about to leave a `with`: no signal comes before it has let go of a lock."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+    """Whether it is at the ends of a `with`, between which and its lock no signal is looked at."""
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    return source.startswith(("with ", "try:"))
 
 
 @contextmanager
