@@ -78,7 +78,7 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[bucket,hub,cli,top,web,local,metrics,otel,demo,bench,test,lint]'
+	$(INSTALL) '.[tools,hub,local,otel,demo,bench,test,lint]'
 	@touch $@ $(INSTALLED_DEMO)
 
 # The demo does without what tests and benchmarks need.
