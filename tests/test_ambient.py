@@ -242,7 +242,12 @@ def pair():
         handle.close(linger_s=0)
 
 
+OFTEN = {"device", "default device", "inference"}  # those that have changed bytes
+
+
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=() if m in OFTEN else pytest.mark.long) for m in MODES]
+)
 def test_a_mode_of_torch_changes_no_byte(pair, mode, call):
     CALLS[call](*pair, MODES[mode])

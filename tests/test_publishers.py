@@ -12,7 +12,7 @@ from torch_ros.dcp import ROSWriter
 from torch_ros.errors import VersionConflict
 from torch_ros.transfer.reading import Reading
 
-MIXTURE, SHARED = "is read from two publishers", "a name that nobody chose"
+MIXTURE, SHARED = "is read from two publishers", "is also published by"
 """Beginnings of the two warnings."""
 
 

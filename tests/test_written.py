@@ -95,7 +95,7 @@ def test_nobody_takes_a_withdrawn_version_from_who_has_it(opened, caplog):
     assert rollout.list() == {}
     for _ in range(2):
         assert rollout.update() is False
-    assert caplog.text.count("was withdrawn by its publisher") == 1
+    assert caplog.text.count("was withdrawn: its publisher wrote to it") == 1
     trainer.publish(2)
     assert rollout.update()
     assert newcomer.replicate() == 2

@@ -160,8 +160,8 @@ class VersionConflict(UsageError):
 class ContractBroken(UsageError):
     """Published tensors were written to before they were unpublished.
 
-    Readers may have got a mixture. The version is not offered any more; `unpublish` withdraws it:
-    nobody takes it from those who have it.
+    Readers may have got a mixture. The version is no longer offered. `unpublish` also withdraws it,
+    so that no replica passes it on.
     """
 
     _message = (
@@ -210,15 +210,15 @@ class CallMismatch(UsageError):
         self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
         self.rank, self.behind = rank, behind
 
-    def __str__(self) -> str:
+    def _said(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
         calls = "call" if self.behind == 1 else "calls"
-        behind = f", and is {self.behind} {calls} behind them" if self.behind else ""
+        behind = f", {self.behind} {calls} behind them" if self.behind else ""
         return (
             f"call {self.call} of replica {self.replica!r} is {self.decided!r} for the ranks that "
-            f"came first, but {who} calls {self.asked!r}{behind}; all ranks must make the same "
-            "calls in the same order; look for a call that only some of them make, or in which one "
-            "raised; all count on from the next one, and may close and open their handles anew"
+            f"came first, but {who} calls {self.asked!r}{behind}: all ranks must make the same "
+            "calls in the same order. Look for a call that only some ranks make, or that raised on "
+            "one of them. If this goes on, close and reopen the handles of all ranks"
         )
 
 
@@ -448,7 +448,7 @@ NO_ANSWER = "no answer"
 
 
 class StoreUnavailable(BackendError):
-    """etcd did not do it, in time; a commit sent meanwhile may or may not have applied."""
+    """etcd did not answer, or refused. A commit that was sent may have been applied."""
 
     endpoint: str
     timeout_s: float

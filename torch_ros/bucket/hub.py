@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torch_ros.bucket.objects import READ_S, SHOWN, Listed, ObjectStore, public
+from torch_ros.bucket.objects import READ_S, SHOWN, Listed, ObjectStore, require_public
 from torch_ros.errors import UsageError
 
 SCHEME = "hf://"
@@ -28,7 +28,8 @@ class HubStore(ObjectStore):
     """The objects below hf://buckets/owner/name. Any thread may call it."""
 
     def __init__(self, url: str) -> None:
-        self.url, self._folder = public(url), None
+        require_public(url)
+        self.url, self._folder = url, None
         kind, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
         if kind != "buckets" or len(names) < 2 or not all(names):
             raise UsageError(f"{url!r} names no bucket: expected hf://buckets/owner/name/prefix")

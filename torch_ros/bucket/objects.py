@@ -83,7 +83,8 @@ class ObjectStore:
     _advices = _ADVICE
 
     def __init__(self, url: str) -> None:
-        self.url = public(url)
+        require_public(url)
+        self.url = url
         try:
             import obstore  # noqa: PLC0415  # the extra bucket
             from obstore.exceptions import BaseError  # noqa: PLC0415
@@ -212,8 +213,8 @@ class ObjectStore:
         have written, that it is not there: the list of a page for people has none, either.
         """
         found = self._listed(prefix)
-        if prefix and not all(each.key.startswith(f"{prefix}/") for each in found):
-            other = next(each.key for each in found if not each.key.startswith(f"{prefix}/"))
+        other = next((one.key for one in found if not one.key.startswith(f"{prefix}/")), None)
+        if prefix and other is not None:
             self._doubt(prefix, f"a list of it shows {other!r}, which is not in it")
         if not found:
             self._require_store(prefix)
@@ -320,16 +321,16 @@ class ObjectStore:
             raise made from (None if _LOGIN.search(str(error)) else error)
 
 
-def public(url: str) -> str:
-    """This URL, which has no secret in it, as far as can be told: it ends up in logs and in etcd.
+def require_public(url: str) -> None:
+    """A URL ends up in logs and in etcd.
 
-    Raises: UsageError: It has, or may have; it is not repeated.
+    Raises: UsageError: It has a secret in it, or may have; it is not repeated.
     """
     scheme, is_url, rest = url.partition("://")
     if not is_url:
         if re.match(r"[a-zA-Z0-9]+:/", url):
             raise UsageError(f"a bucket's URL begins with '{scheme.partition(':')[0]}://'")
-        return url
+        return
     first = rest.partition("/")[0]
     if "@" in first or ":" in first or re.search("[?#]", rest):
         raise UsageError(
@@ -338,7 +339,6 @@ def public(url: str) -> str:
             "the store's own variables, such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, "
             "AZURE_STORAGE_SAS_TOKEN or HF_TOKEN"
         )
-    return url
 
 
 def _folder(url: str) -> Path | None:
@@ -351,7 +351,7 @@ def _folder(url: str) -> Path | None:
     parts = urlsplit(url)
     is_folder = parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path
     is_other = parts.scheme in {"memory", "s3", "gs", "az"} and parts.netloc
-    if not (is_folder or is_other) or parts.query or parts.fragment:
+    if not (is_folder or is_other):
         raise UsageError(f"{url!r} names no store: expected {_FORMS}")
     return Path(unquote(parts.path)) if is_folder else None
 

@@ -20,10 +20,10 @@ def withdraw_ranges(keys: Keys, ref: VersionRef) -> Ranges:
 
 
 def withdraw(view: View, keys: Keys, ref: VersionRef) -> Step[None]:
-    """Let the number mean nothing that anybody holds: who reads or holds this content is nobody's
-    source from now on, and a read under way cannot be completed.
+    """Give the version's record a uid that nobody holds: no holder of this content is a source any
+    more, and a read under way cannot complete.
 
-    It counts as done where the number means something else already, or nothing.
+    It is done where the number means something else already, or nothing.
     """
     key = keys.version(ref.run, ref.version)
     record = VersionRecord.at(view, key)

@@ -21,9 +21,9 @@ log = log_of(__name__)
 
 WITHDRAW_S = 5.0  # the tensors are given back by then, and their owner waits for the error
 ADVICE = (
-    "publish it under a new number, and write only after unpublish() has returned: "
-    "handle.guard(optimizer) sees to it for a step, and not for buffers that a forward pass "
-    "writes, such as those of BatchNorm"
+    "publish it under a new number, and write only after unpublish() has returned. "
+    "handle.guard(optimizer) does that for optimizer steps, but not for buffers that a forward "
+    "pass writes, such as those of BatchNorm"
 )
 
 
@@ -58,8 +58,8 @@ def tell_withdrawn(shard: Shard, held: VersionRef) -> None:
     if not shard.tensors.is_news(("withdrawn", held)):
         return
     log.warning(
-        "version %d of %r, which is held here, was withdrawn by its publisher: it was written to "
-        "while it was read, and may be a mixture of two",
+        "version %d of %r, which this handle holds, was withdrawn: its publisher wrote to it while "
+        "it was being read, so it may mix two versions",
         held.version,
         shard.model,
     )

@@ -53,9 +53,9 @@ def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
             raise VersionConflict(shard.model, ref.version, ref.run, reason)
     elif shard.model == DEFAULT_MODEL and shard.tensors.is_news("publishers"):
         log.warning(
-            "version %d of the model %r, a name that nobody chose, is published by %r too, and "
-            "nothing tells whether the bytes are the same: give each job a model of its own "
-            "(TORCH_ROS_MODEL), or open all with digests",
+            "version %d of model %r is also published by %r, and without digests nobody can tell "
+            "whether the bytes are the same: give each job its own model (TORCH_ROS_MODEL), or "
+            "open all handles with digests",
             ref.version,
             shard.model,
             replica_of(inst),

@@ -6,15 +6,12 @@ method of the engine core, by which every update comes, offline and over HTTP, o
 data parallel group. Imports nothing of vLLM.
 """
 
-import logging
 import sys
 from functools import wraps
 from typing import Any
 
 from torch_ros.errors import NotAvailable
 from torch_ros.integrations.vllm.told import heard_of_weights, tell
-
-log: logging.Logger = logging.getLogger("vllm.torch_ros")
 
 CORE = "vllm.v1.engine.core"
 NO_VERSION = "none"  # the weight version of an engine that has no whole version
@@ -70,8 +67,9 @@ def _updated(core: Any, ask: Any) -> None:
     """
     versions = {str(version) for version in ask(installed)}
     core.set_weight_version(versions.pop() if len(versions) == 1 else NO_VERSION)
+    reason = "requests or a connector hold some"
     try:
-        is_reset, reason = core.reset_prefix_cache(True, True), "requests or a connector hold some"  # noqa: FBT003  # vLLM's signature
+        is_reset = core.reset_prefix_cache(True, True)  # noqa: FBT003  # vLLM's signature
     except RuntimeError as error:
         is_reset, reason = False, str(error)
     if not is_reset:
