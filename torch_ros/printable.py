@@ -1,7 +1,9 @@
 """Texts of others, as people get them: anybody may have chosen a name, and no terminal obeys it."""
 
 import logging
+import os
 from contextlib import suppress
+from typing import TextIO
 
 _FALLBACK = logging.Handler()  # says on stderr, if there is one, what went wrong in another
 
@@ -37,3 +39,9 @@ def _on_one_line(record: logging.LogRecord) -> bool:
     if not (text := record.getMessage()).isprintable():
         record.msg, record.args = printable(text), ()
     return True
+
+
+def silence(out: TextIO) -> None:
+    """Drop what it still has: Python writes it once more at the end, and would fail again."""
+    with suppress(OSError, ValueError):  # one that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

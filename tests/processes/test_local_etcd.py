@@ -309,6 +309,19 @@ def test_start_says_where_it_is_and_what_is_wrong(place):
     assert "Traceback" not in output
 
 
+def test_output_that_nobody_reads_or_that_is_full_is_no_traceback(place):
+    nobody, pipe = os.pipe()
+    os.close(nobody)
+    cases = [(pipe, 0, ""), (os.open("/dev/full", os.O_WRONLY), 1, "No space left on device\n")]
+    for out, code, said in cases:
+        asked = [sys.executable, "-m", "torch_ros.store.local", "stop"]
+        ended = subprocess.run(
+            asked, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+        os.close(out)
+        assert (ended.returncode, ended.stderr.rpartition("] ")[2]) == (code, said)
+
+
 class Healthy(http.server.BaseHTTPRequestHandler):
     """Looks like an etcd from afar."""
 

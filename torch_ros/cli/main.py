@@ -2,11 +2,10 @@
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TextIO
@@ -34,6 +33,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.printable import silence
 from torch_ros.store.kv import KV
 
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = COMMANDS[asked.command](asked)
         sys.stdout.flush()
     except BrokenPipeError:  # `torch-ros ls | head`: nobody reads the rest
-        _silence(sys.stdout)
+        silence(sys.stdout)
         return FINE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -74,15 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TorchRosError as error:
         return _say(error, NOT_FINE)
     except OSError as error:  # of the standard output, or of a file
-        _silence(sys.stdout)
+        silence(sys.stdout)
         return _say(error, NOT_FINE)
     return code
-
-
-def _silence(out: TextIO) -> None:
-    """Drop what it still has: Python writes it once more at the end, and would fail again."""
-    with suppress(OSError, ValueError):  # one that is no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> UsageError:

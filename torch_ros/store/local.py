@@ -27,6 +27,7 @@ from pathlib import Path
 
 if __package__:  # the supervisor, run by this file's path, has none and does without
     from torch_ros.errors import StoreUnavailable, TorchRosError, UsageError
+    from torch_ros.printable import silence
 
 log: logging.Logger = logging.getLogger("torch_ros.store.local")
 
@@ -42,6 +43,7 @@ ETCD_PATIENCE_S = 1.0  # between asking etcd to end and killing it
 TRIES = 3  # to start an etcd that never answered; the last one without the old records
 PAUSE_S, PAUSE_S_MAX = 0.1, 10.0  # before etcd is started again; doubles while its lives are short
 SHORT_LIFE_S = 10.0
+USAGE, INTERRUPTED = 2, 130
 GAVE_UP, TAKEN = 1, 3  # exit statuses of the process that starts the supervisor
 QUOTA_BYTES = 1 << 30
 LOG_BYTES_MAX = 16 << 20
@@ -512,41 +514,57 @@ def _is_same(directory: Path, held: os.stat_result) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    """Run a command; returns its exit code."""
     match arguments:
         case ["supervise", directory, binary, version, port]:
             return _supervise(Path(directory), binary, version, int(port))
+    try:
+        code, lines = _answer(arguments)
+        out = sys.stderr if code == USAGE else sys.stdout
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (TorchRosError, OSError) as error:
+        code, lines, out = 1, [str(error)], sys.stderr
+    try:
+        print(*lines, sep="\n", file=out, flush=True)
+    except BrokenPipeError:  # `... | head -1`: nobody reads the rest
+        silence(out)
+    except OSError as error:
+        silence(out)
+        print(error, file=sys.stderr)
+        return 1
+    return code
+
+
+def _answer(arguments: list[str]) -> tuple[int, list[str]]:
+    """The exit code of a command, and its lines."""
+    match arguments:
         case ["start"]:
-            try:
-                ensure()
-            except TorchRosError as error:
-                print(error, file=sys.stderr)
-                return 1
-            return _print_status(find(_place()))
+            ensure()
+            return _status(find(_place()))
         case ["status"]:
-            return _print_status(find(_place()))
+            return _status(find(_place()))
         case ["stop"]:
             stopped = stop(_place())
             what = f"stopped etcd at {stopped.host}" if stopped else "no etcd runs"
-            print(f"{what} in {_place()}")
-            return 0
+            return 0, [f"{what} in {_place()}"]
         case _:
-            print("usage: python -m torch_ros.store.local start|status|stop", file=sys.stderr)
-            return 2
+            return USAGE, ["usage: python -m torch_ros.store.local start|status|stop"]
 
 
-def _print_status(running: Running | None) -> int:
-    """0 if there is one, else 1."""
+def _status(running: Running | None) -> tuple[int, list[str]]:
+    """0 if there is one, else 1; and what is known of it."""
     if running is None:
-        print(f"no etcd runs in {_place()}")
-        return 1
-    print(f"endpoint   etcd://{running.host}")
-    print(f"directory  {_place()}")
-    print(f"version    {running.version}")
+        return 1, [f"no etcd runs in {_place()}"]
     is_supervised = _is_ours(running.supervisor_pid, _place())
     supervisor = running.supervisor_pid if is_supervised else "killed; the next open starts one"
-    print(f"processes  {running.etcd_pid} (supervisor {supervisor})")
-    print(f"started    {running.started}")
-    return 0
+    return 0, [
+        f"endpoint   etcd://{running.host}",
+        f"directory  {_place()}",
+        f"version    {running.version}",
+        f"processes  {running.etcd_pid} (supervisor {supervisor})",
+        f"started    {running.started}",
+    ]
 
 
 if __name__ == "__main__":
