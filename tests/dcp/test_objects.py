@@ -194,6 +194,44 @@ def test_keys_that_are_compared_with_all_others_are_given_up(stream, monkeypatch
         unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
 
 
+NUMBERS = b"".join(long(n) for n in range(20_000))
+LARGE_TEXT = text("a" * (1 << 16)) + text("latin1") + b"\x86"  # arguments that say it
+LARGE_DICT = b"}(%su" % NUMBERS
+AGAIN = {  # a function, and its arguments, which are some 64 KiB
+    "bytes": (b"c_codecs\nencode\n", LARGE_TEXT),
+    "bytearrays": (b"c__builtin__\nbytearray\n", b"c_codecs\nencode\n" + LARGE_TEXT + b"R\x85"),
+    "counters": (b"ccollections\nCounter\n", LARGE_DICT + b"\x85"),
+    "sizes": (b"ctorch\nSize\n", b"(%st\x85" % NUMBERS),
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_what_is_copied_again_and_again_counts_each_time(kind, monkeypatch):
+    monkeypatch.setattr(objects, "BYTES_MAX", 10 << 20)
+    monkeypatch.setattr(objects, "EXPANDED_MAX", 1_000_000)
+    function, arguments = AGAIN[kind]
+    stream = b"](%sq\x01%sq\x02R%se" % (function, arguments, b"h\x01h\x02R" * 400)
+    with pytest.raises(Refused, match="it is called with"):
+        unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
+
+
+def test_attributes_that_are_copied_again_and_again_count_each_time(monkeypatch):
+    monkeypatch.setattr(objects, "EXPANDED_MAX", 1_000_000)
+    named = b"}(%su" % b"".join(text(f"a{n}") + b"N" for n in range(10_000))
+    ordered = b"ccollections\nOrderedDict\nq\x01)q\x02"
+    stream = b"](%sq\x05%s%se" % (named, ordered, b"h\x01h\x02Rh\x05b" * 400)
+    with pytest.raises(Refused, match="it is called with"):
+        unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
+
+
+def test_a_size_as_a_key_counts_as_often_as_it_is_hashed(monkeypatch):
+    monkeypatch.setattr(objects, "EXPANDED_MAX", 1_000_000)
+    size = called("torch Size", b"(%st" % NUMBERS)
+    stream = b"%sq\x01}(%su" % (size, b"h\x01N" * 400)
+    with pytest.raises(Refused, match="it has keys of"):
+        unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
+
+
 def test_the_objects_of_a_load_share_its_limits(monkeypatch):
     content = saved(list(range(900)))
     monkeypatch.setattr(objects, "OPCODES_MAX", 2000)
@@ -205,6 +243,8 @@ def test_the_objects_of_a_load_share_its_limits(monkeypatch):
     monkeypatch.setattr(objects, "BYTES_MAX", 100)
     with pytest.raises(Refused, match="to 101 bytes"):
         costs.add_bytes(101)
+    with pytest.raises(Refused, match="called with 120 bytes"):  # as for a sparse tensor
+        costs.add_copy((torch.sparse_coo, (torch.ones(30), ())))
 
 
 @pytest.fixture

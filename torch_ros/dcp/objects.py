@@ -39,7 +39,7 @@ class Spent:
     """The costs so far of the objects of one load."""
 
     def __init__(self) -> None:
-        self.size_bytes = self.opcodes = self.keys = self.expanded = 0
+        self.size_bytes = self.opcodes = self.keys = self.expanded = self.copied_bytes = 0
         self._began_s = time.thread_time()
 
     @property
@@ -56,17 +56,37 @@ class Spent:
         if self.opcodes > OPCODES_MAX:
             raise Refused(f"the objects of this load have more than {OPCODES_MAX} parts")
 
+    def add_copy(self, given: Any) -> None:
+        """Before something is called with it, which may copy it, or look at all of it.
+
+        A stream names one large argument again and again, for a few bytes each time.
+        """
+        if isinstance(given, torch.Tensor):
+            self.copied_bytes += given.nbytes if given.layout == torch.strided else 0
+        elif isinstance(given, str | bytes | bytearray):
+            self.copied_bytes += len(given)
+        elif isinstance(given, _CONTAINERS):
+            self._expand(len(given), "is called with")
+        if isinstance(given, tuple):
+            for each in given:
+                self.add_copy(each)
+        if self.copied_bytes > BYTES_MAX:
+            raise Refused(f"it is called with {self.copied_bytes} bytes in all")
+
     def add_key(self, values: int) -> None:
         """Before it is hashed: it consists of so many values."""
-        self.expanded += values
         self.keys += 1
-        if self.expanded > self.expanded_max:
-            raise Refused(f"its keys have more than {self.expanded_max} values in them")
+        self._expand(values, "has keys of")
         # Keys can be chosen so that each is compared with all others.
         if self.keys % LOOK == 0:
             time_s = HASH_S + HASH_OPCODE_S * self.opcodes
             if time.thread_time() - self._began_s > time_s:
                 raise Refused(f"its keys take more than {time_s:.0f} s")
+
+    def _expand(self, values: int, what: str) -> None:
+        self.expanded += values
+        if self.expanded > self.expanded_max:
+            raise Refused(f"it {what} more than {self.expanded_max} values in all")
 
 
 def unpickled(content: bytes, spent: Spent) -> Any:
@@ -206,7 +226,7 @@ class _Unpickler:
     def _size_of(self, value: Any) -> tuple[int, int]:
         """The values that its hash would visit, and how deep they lie. Each tuple is ours."""
         if type(value) is not tuple:
-            return 1, 0
+            return 1 + len(value) if type(value) is torch.Size else 1, 0
         return self._tuples.get(id(value), (1 + len(value), 1))
 
     def _key(self, value: Any) -> Any:
@@ -239,6 +259,7 @@ class _Unpickler:
     def _called(self, function: Any, arguments: Any) -> Any:
         if type(arguments) is not tuple:
             raise Refused("it calls something with what is no tuple")
+        self._spent.add_copy(arguments)
         if function is set:
             return self._set_of(*arguments)
         if function is _REBUILD_FROM_TYPE:  # which calls another one
@@ -263,6 +284,7 @@ class _Unpickler:
             raise Refused(f"it calls {function!r:.100}")
 
     def _build(self, target: Any, state: Any) -> None:
+        self._spent.add_copy(state)
         if type(target) is OrderedDict:
             target.__dict__.update(state)
             return
