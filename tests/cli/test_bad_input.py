@@ -294,6 +294,16 @@ def test_a_table_in_a_pipe_has_a_line_for_each_row(ask, fleet, monkeypatch, caps
     assert len(out.getvalue().splitlines()) > len(wide)
 
 
+@each_command
+def test_a_model_whose_name_is_no_utf_8_is_refused(ask, command):
+    """As Python has the byte 0xff of an argument."""
+    code, err = ask("memory://", command, "\udcff")
+    assert (code, err) == (
+        main.USAGE,
+        "torch-ros: name '\\udcff': expected text that UTF-8 can write\n",
+    )
+
+
 @pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]])
 @pytest.mark.parametrize("command", ["ls", "why", "gc", "top"])
 def test_a_command_whose_streams_are_closed_ends_with_its_exit_code(

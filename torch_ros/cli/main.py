@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.prepare()
     try:
         asked = parsing.parser().parse_args(arguments)
+        parsing.check(asked)
         code = COMMANDS[asked.command](asked)
         sys.stdout.flush()
     except BrokenPipeError:  # `torch-ros ls | head`: nobody reads the rest

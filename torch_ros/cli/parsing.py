@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from torch_ros import arguments as checks
 from torch_ros import environment
 from torch_ros.release import RELEASE
 
@@ -14,6 +15,7 @@ VERSION = 'a number, "latest" or "latest-<k>"'
 DEEP = "how far those are that read: asks their memory, over NIXL"
 DELTAS = "at most behind a full version; 0: none, and half the memory"
 GRACE = "for readers of what is collected; by default 1h"
+NAMES = ("model", "models", "links", "replica")  # of all commands
 
 EXAMPLES = {
     "ls": ("ls", "ls policy", "ls policy 42 --deep", "--json ls policy"),
@@ -53,6 +55,14 @@ def parser() -> argparse.ArgumentParser:
     for add in (_add_listing, _add_showing, _add_checking, _add_moving, _add_comparing):
         add(commands)
     return made
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Raises: UsageError: A name has bytes that are no UTF-8, as keys and JSON are."""
+    for name in NAMES:
+        value = getattr(asked, name, None)
+        for each in value if isinstance(value, list) else [value]:
+            checks.maybe_text("name", each)
 
 
 def _add(
