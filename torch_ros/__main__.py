@@ -1,8 +1,19 @@
-"""`python -m torch_ros`: the same as `torch-ros`."""
+"""`python -m torch_ros`, and `torch-ros`: the program, from its first moment on."""
 
 import sys
 
-from torch_ros.cli.main import main
+INTERRUPTED = 130  # as in cli/main.py, which may not be there yet
+
+
+def main() -> int:
+    """Run the command of this process's arguments; returns its exit code."""
+    try:
+        from torch_ros.cli import main as commands  # noqa: PLC0415  # Ctrl-C may come meanwhile
+
+        return commands.main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ import torch
 from crowd import Crowd
 from safetensors.torch import save_file
 
-from torch_ros import cli
+from torch_ros import __main__, cli
 from torch_ros.cli import asking, main, moving, parsing
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
@@ -292,6 +292,18 @@ def test_a_table_in_a_pipe_has_a_line_for_each_row(ask, fleet, monkeypatch, caps
         patch.setenv("COLUMNS", "30")
         assert ask(*fleet[:1], "ls", fleet[1])[0] == 0
     assert len(out.getvalue().splitlines()) > len(wide)
+
+
+def test_ctrl_c_before_the_commands_are_imported_is_an_exit_code(monkeypatch):
+    class CtrlC:
+        def find_spec(self, name, *_):
+            if name == main.__name__:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, main.__name__)
+    monkeypatch.delattr(cli, "main")
+    monkeypatch.setattr(sys, "meta_path", [CtrlC(), *sys.meta_path])
+    assert __main__.main() == main.INTERRUPTED
 
 
 @each_command
