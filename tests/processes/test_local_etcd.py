@@ -407,6 +407,17 @@ def test_a_directory_that_cannot_be_made_is_refused(place):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_user_without_a_home_is_told_to_name_a_directory(place, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(local.DIRECTORY)
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    for ask in (local.ensure, local.running):
+        with pytest.raises(UsageError, match=f"no home directory; set {local.DIRECTORY} to"):
+            ask()
+
+
 def test_a_directory_of_another_user_is_refused(place):
     place.mkdir(mode=0o700)
     os.chown(place, 12345, 12345)

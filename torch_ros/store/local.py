@@ -125,9 +125,15 @@ def stop(directory: Path) -> Running | None:
 
 def _place() -> Path:
     named = os.environ.get(DIRECTORY)
-    default = Path.home() / ".local/state/torch-ros" / f"etcd-{socket.gethostname()}"
     if not named:
-        return default
+        try:
+            home = Path.home()
+        except RuntimeError as error:  # a container's user may have no entry, and no HOME
+            raise UsageError(
+                f"user {os.geteuid()} has no home directory; set {DIRECTORY} to a directory of "
+                "your own on this host"
+            ) from error
+        return home / ".local/state/torch-ros" / f"etcd-{socket.gethostname()}"
     # One directory has one spelling, or its processes do not know each other.
     path = Path(named).absolute()
     return Path(os.path.realpath(path.parent), path.name)
