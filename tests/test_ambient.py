@@ -206,10 +206,11 @@ def bucket(trainer, rollout, mode):
     got = {"large": torch.zeros(20_000)} | targets(source)
     trainer.register(source)
     for version in (1, 2):
+        with mode():
+            trainer.unpublish()
         with torch.no_grad():
             source["large"][version] = -1
         with mode():
-            trainer.unpublish()
             trainer.publish(version)
             archiver.archive(lambda *_: None)
             assert store.load(got) == version

@@ -153,7 +153,7 @@ def test_an_extra_that_is_not_installed_is_named(command, name, extra, ask, crow
         monkeypatch.delattr(cli, module, raising=False)
     code, err = ask(crowd[0], command, "policy")
     assert (code, f"{command} takes {name}, which is not installed" in err) == (2, True)
-    assert err.endswith(f"install torch-ros with the extra {extra}\n")
+    assert err.endswith(f"install torch-ros with the extra {extra}, or tools, which has all\n")
 
 
 @pytest.fixture

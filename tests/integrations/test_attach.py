@@ -151,7 +151,7 @@ KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind)]
 def test_every_error_is_heard_as_it_was_told(kind):
     _, *named = inspect.signature(kind.__init__).parameters.values()
     names = [one.name for one in named if one.name not in {"args", "kwargs"}]
-    numbers = {"version": 7, "timeout_s": 1.5, "is_orderly": True}
+    numbers = {"version": 7, "timeout_s": 1.5, "is_orderly": True, "rank": 1, "behind": 2}
     error = kind(*(numbers.get(name, f"'{name}'\n") for name in names or ["reason"]))
     assert issubclass(kind, TorchRosError)
     heard, active = hear(Exception(f"Worker failed with error '{tell(error, 3)}', see above"))
