@@ -122,7 +122,27 @@ class Gone(Denying):
         self.ask("UserGrantRole", user="ros", role="ros")
 
 
-KINDS = {"full": Full, "corrupt": Corrupt, "denies writes": Denying, "user gone": Gone}
+class Unreadable(Gone):
+    """A user whose token has ended, and whose password is being exchanged."""
+
+    sign = "password cannot be read"
+
+    def strike(self):
+        (self.folder / "password").unlink()
+        super().strike()
+
+    def mend(self):
+        super().mend()
+        (self.folder / "password").write_text(PASSWORD)
+
+
+KINDS = {
+    "full": Full,
+    "corrupt": Corrupt,
+    "denies writes": Denying,
+    "user gone": Gone,
+    "no password": Unreadable,
+}
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ class EtcdKV:
         self._pid = os.getpid()
         self._is_closed = False
         self._token: str | None = None  # "": etcd has no users
+        self._was_in = False  # logged in, once
         self._login = threading.Lock()
         self._aside = Aside(f"torch_ros asks {self.endpoint}")
         # A channel each: grpc would check the certificates of all for the name of one of them,
@@ -392,10 +393,16 @@ class EtcdKV:
             self._login.release()
 
     def _authenticate(self, user: User, deadline: float) -> str:
-        # An error about how it is encoded would have it whole.
-        password = _bytes(user.password_file).decode(errors="replace").rstrip("\r\n")
         try:
-            return self._send(Member.authenticate, (user.name, password), deadline, "")
+            # An error about how it is encoded would have it whole.
+            password = _bytes(user.password_file).decode(errors="replace").rstrip("\r\n")
+        except UsageError as error:
+            if not self._was_in:
+                raise
+            advice = "put it back; it is read anew for each login"  # while it is exchanged, say
+            raise AccessDenied(self.endpoint, "user", str(error), advice) from error
+        try:
+            token = self._send(Member.authenticate, (user.name, password), deadline, "")
         except grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 log.warning(
@@ -408,6 +415,8 @@ class EtcdKV:
             reason = f"user {user.name!r}, or the password in {user.password_file}, is wrong"
             advice = "check TORCH_ROS_ETCD_USER and TORCH_ROS_ETCD_PASSWORD_FILE"
             raise AccessDenied(self.endpoint, "user", reason, advice) from error
+        self._was_in = True
+        return token
 
     # Errors
 
