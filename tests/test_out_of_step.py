@@ -106,6 +106,21 @@ def test_an_update_in_which_a_rank_is_missing_gives_nothing_up(pair, pool, sourc
     assert list(pool.map(lambda h: attempt(h.update), pair)) == [True, True]
 
 
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_rank_that_left_several_out_is_told_once_and_is_in_step(pair, pool, source, more):
+    """The loops of both ranks wait for each other: no try of one overlaps the next of the other."""
+    for _ in range(more):
+        assert pair[1].update() is False
+    go_on(source, 2)
+    for _ in range(more + 2):  # what it left out, and the first of its peer's
+        with pytest.raises(DeadlineExceeded, match="not all 2 ranks"):
+            pair[1].update(timeout_s=0.2)
+        told = attempt(pair[0].update)
+    assert isinstance(told, DeadlineExceeded)
+    assert list(pool.map(lambda h: attempt(h.update), pair)) == [True, True]
+    assert [handle.version for handle in pair] == [2, 2]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_are_out_of_step_by_other_calls_are_in_step_again(pair, pool, source, first):
     """Whoever comes first, both get the same answer, or both are told, call after call."""

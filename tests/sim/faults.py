@@ -948,7 +948,7 @@ fault(
     (meeting, "_is_of_caller"),
     scenario="struck at the end",
 )(lambda rule: lambda call, own: call.caller == own.caller != "")
-fault("who left a call out is taken for late", (meeting, "is_awaited"), scenario="left out")(
+fault("who left a call out is taken for late", (meeting, "is_left_out"), scenario="left out")(
     lambda rule: lambda *_: False
 )
 

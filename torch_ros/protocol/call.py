@@ -503,10 +503,8 @@ def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
     refuses = made._refuses  # noqa: SLF001
     told = ledger.told if is_first_look else ""
     seen, own = made.seen if is_first_look else None, made.fresh(made.at_ms)
-    is_awaited = seen is not None and meeting.is_awaited(seen, seat, own)
-    met = meeting.meet(
-        call, own, refuses=refuses, told=told, block=ledger.block, is_awaited=is_awaited
-    )
+    left_out = seen is not None and meeting.is_left_out(seen, seat, own, told)
+    met = meeting.meet(call, own, refuses=refuses, told=told, block=ledger.block, left_out=left_out)
     if met == "same" and is_first_look:
         has_failed = call.outcome is not None and call.outcome.failure is not None
         ledger.told = (ledger.caller or made.asked) if has_failed and call.by != seat.rank else ""

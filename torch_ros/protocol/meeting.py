@@ -4,6 +4,7 @@ docs/PROTOCOL.md#ranks-that-are-out-of-step has the rules.
 """
 
 import re
+from itertools import takewhile
 from typing import Literal
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded
@@ -19,13 +20,19 @@ Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
 that it has to make too; one that is behind, or ahead of, its own; none of these."""
 
 
-def is_awaited(view: View, seat: Seat, own: Call) -> bool:
-    """Whether peers wait in a later call like its caller's, of which `own` is no part.
+def is_left_out(view: View, seat: Seat, own: Call, told: str) -> bool:
+    """Whether the call that `own` meets is part of one that this rank has left out.
 
-    This rank left one out then: a rank that is late is waited for in the one that it comes to.
+    A rank that is late is waited for in the call that it comes to. So it has, if peers wait in a
+    later call like its caller's, or have waited in a later part of this one, in vain, and this
+    rank was told that of the call before.
     """
     later = [call for call in calls_of(view, seat) if call.number > own.number]
     later.sort(key=lambda call: call.number)
+    if told != "" and told == own.caller:
+        rest = takewhile(lambda call: call.continues and call.caller == own.caller, later)
+        if any(_is_waited_out(call) for call in rest):
+            return True
     begun = [call for call in later if not call.continues]
     is_open = bool(later) and later[-1].outcome is None
     return is_open and bool(begun) and begun[-1].caller == own.caller != ""
@@ -43,7 +50,7 @@ def meet(
     refuses: bool = False,
     told: str = "",
     block: str = "",
-    is_awaited: bool = False,
+    left_out: bool = False,
 ) -> Meeting:
     """The meaning of `call` to a rank that is about to make its own of that number.
 
@@ -52,15 +59,14 @@ def meet(
         told: The call of its caller, or its own, of which it was last told a failure that it had no
             part in. Told again, of one in which its peers waited in vain, it is one try behind.
         block: The text of the call that ends the install that it is in: a peer has given that up.
-        is_awaited: Its peers wait for it in a later call that is like its own.
+        left_out: If `call` has ended, it is one that this rank has left out.
     """
     asked, has_ended = own.asked, call.outcome is not None
     failure = call.outcome.failure if call.outcome is not None else None
-    is_waited_out = failure is not None and failure.kind == DeadlineExceeded.__name__
-    is_told_again = is_waited_out and told != "" and told == (own.caller or asked)
+    is_told_again = _is_waited_out(call) and told != "" and told == (own.caller or asked)
     if refuses and not _is_of_caller(call, own) and asked != block:
         return "ahead"
-    if not refuses and (is_told_again or (is_awaited and has_ended and not own.continues)):
+    if not refuses and (is_told_again or (left_out and has_ended and not own.continues)):
         return "missed"
     if failure is not None:
         return "same" if _is_told(call, failure, own, block) else "missed"
@@ -73,6 +79,11 @@ def meet(
         behind = int(here["version"]) - int(there["version"])
         return "late" if behind > 0 else "ahead" if behind < 0 else "other"
     return "other"
+
+
+def _is_waited_out(call: Call) -> bool:
+    failure = call.outcome.failure if call.outcome is not None else None
+    return failure is not None and failure.kind == DeadlineExceeded.__name__
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:
