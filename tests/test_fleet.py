@@ -83,7 +83,9 @@ def test_a_reader_that_comes_back_knows_when_its_version_was_published(opened):
     [there] = trainer.fleet().versions
     kept = rollout._shard.group.ledger.held
     assert kept.at_ms == there.at_ms
-    assert kept.record(None).at_ms == there.at_ms
+    assert kept.record(None, "rollout").at_ms == there.at_ms
+    original = trainer._shard.group.ledger.held
+    assert (original.record(None, "trainer").by, kept.record(None, "rollout").by) == ("trainer", "")
 
 
 def test_ranks_that_come_back_agree_whatever_their_clocks_said():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from torch_ros.cli.doctor import Examined, Facts, Surroundings, findings
 from torch_ros.p2p import trial
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import Holding, SchemaRecord
+from torch_ros.protocol.waits import Blamed
 from torch_ros.store.endpoint import connect
 from torch_ros.store.health import EtcdHealth, MemberHealth, health, within_s
-from torch_ros.store.txn import Delete, Put, Read, Txn, under
+from torch_ros.store.txn import Delete, Put, Read, Txn, Watch, one, under
 
 NOBODY = 65534
 AS_NOBODY = """
@@ -103,6 +105,11 @@ CONDITIONS = {
     ),
     "two hosts": (shell("local", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"), "FAIL", "8 ranks are not"),
     "memlock": (shell(rdma=["mlx5_0"], memlock=8 << 20), "warn", "locked: 8.0 MiB"),
+    "a lost seat": (
+        Facts(models=[Examined("m", lost=[Blamed("r2", 1, "h", 123, False, 0, "stopped")])]),
+        "warn",
+        r"process 123 of rank 1 of 'r2' has lost its seat; it is stopped \(state T\)",
+    ),
 }
 
 
@@ -210,6 +217,31 @@ def test_a_healthy_fleet_of_two_processes_has_no_warning(started, surroundings):
         found = subprocess.run(command, env=here, capture_output=True, text=True, timeout=60)
         assert "Traceback" not in found.stderr, found.stderr
         assert named(json.loads(found.stdout)["findings"], "another user's") == ["warn"]
+
+
+@pytest.mark.long
+def test_a_stopped_process_is_told_of_after_its_lease(started, surroundings):
+    subprocess.run(
+        [sys.executable, "-m", "torch_ros.store.local", "start"], env=surroundings, check=True
+    )
+    options = {"model": "policy", "tensors": 1, "elements": 1 << 10, "ttl_s": 2}
+    here = surroundings | {"TORCH_ROS_ENDPOINT": endpoint_of(surroundings)}
+    endpoint = {"TORCH_ROS_ENDPOINT": here["TORCH_ROS_ENDPOINT"]}
+    trainer = Actor(started, "trainer", endpoint, **options)
+    assert trainer.hear() == {"answer": "here"}
+    trainer.ask("publish", version=1)
+    group = one(Keys("policy").group("trainer"))
+    with contextlib.closing(connect(here["TORCH_ROS_ENDPOINT"], timeout_s=10)) as kv:
+        seen = kv.read(Read((group,)), timeout_s=10)
+        trainer.process.signal(signal.SIGSTOP)
+        assert kv.wait(Watch((group,), seen.rev, "its end"), timeout_s=20)
+    *_, said = run("doctor", "--model", "policy", env=here)
+    [lost] = [each for each in said if "has lost its seat" in each["found"]]
+    assert (lost["level"], "is stopped (state T)" in lost["found"]) == ("warn", True)
+    command = [sys.executable, "-m", "torch_ros", "why", "policy", "trainer"]
+    found = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    assert (found.returncode, "it is stopped (state T)" in found.stdout) == (1, True), found.stderr
+    trainer.resume()
 
 
 def endpoint_of(surroundings):

@@ -1,17 +1,26 @@
 """`torch-ros gc`: what is left behind by nobody alive goes, and nothing that somebody uses."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
 from test_ls import published
 
 from torch_ros.cli import clearing, main
+from torch_ros.p2p import life
 from torch_ros.protocol import schema
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.leftovers import clearing as first_of
 from torch_ros.protocol.leftovers import leftover_ranges, leftovers
-from torch_ros.protocol.records import GroupRecord, RunRecord, SchemaRecord, VersionRecord
+from torch_ros.protocol.records import (
+    GroupRecord,
+    RunRecord,
+    SchemaRecord,
+    SeenRecord,
+    VersionRecord,
+)
 from torch_ros.store.txn import Created, Delete, Put, Read, Txn, under
 
 
@@ -201,3 +210,35 @@ def test_many_go_in_several_transactions(opened, store):
         put(store, *((keys.version(run, n), VersionRecord(str(n), "x/1/1")) for n in several))
     assert len(clearing.clear(store, trainer.model)) == 200
     assert look(store, trainer.model) == []
+
+
+def test_who_lost_a_seat_stays_named_while_somebody_may_look_for_it(opened, asked, store):
+    trainer = opened("trainer")
+    published(trainer, 7)
+    keys, own, now_ms = Keys(trainer.model), life.own(), int(1000 * time.time())
+    elsewhere = own._replace(boot="another")._asdict()
+    week_ms = clearing.FORGOTTEN_MS
+    put(
+        store,
+        (keys.seen_at("lives", 0), SeenRecord("h", os.getpid(), 1, **own._asdict())),
+        (keys.seen_at("ended", 0), SeenRecord("h", 2**62, now_ms, **own._asdict())),
+        (keys.seen_at("elsewhere", 3), SeenRecord("h", 1, now_ms, **elsewhere)),
+        (keys.seen_at("forgotten", 0), SeenRecord("h", 1, now_ms - week_ms - 1, **elsewhere)),
+    )
+    gone = {keys.seen_at("ended", 0), keys.seen_at("forgotten", 0)}
+    before = keys_of(store, trainer.model)
+    code, said, _ = asked("gc", trainer.model, "--yes")
+    assert (code, {each["key"] for each in said["leftovers"]}) == (0, gone)
+    assert keys_of(store, trainer.model) == before - gone
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_who_takes_a_lost_seat_meanwhile_stays_named(opened, store):
+    trainer = opened("trainer")
+    keys = Keys(trainer.model)
+    put(store, (keys.seen_at("r", 0), SeenRecord("h", 2**62)))
+    view = store.read(Read((keys.all(),)), timeout_s=5)
+    seen = first_of(leftovers(view, keys, lambda _: True))
+    assert [op.range.start for op in seen.ops] == [keys.seen_at("r", 0)]
+    opened("r")
+    assert not store.commit(seen, timeout_s=5).applied

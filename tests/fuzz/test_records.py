@@ -28,6 +28,7 @@ from torch_ros.protocol.records import (
     Ready,
     Record,
     RunRecord,
+    SeenRecord,
     ShardRecord,
     Suspect,
     VersionRecord,
@@ -74,6 +75,7 @@ OTHERS = {
     MODEL.reader("run", 1, "z@1", OWN, 0): Reader(1),
     MODEL.reader_group("run", 1, OWN, "z@1"): Reader(1),
     MODEL.suspect("t@1", "z@1"): Suspect("x"),
+    MODEL.seen_at("z", 0): SeenRecord("h", 1, 5, "boot", 1, 2),
     MODEL.ready("z@1", 1, 0): Ready("L"),
     MODEL.ready(OWN, 1, 7): Ready("L"),
 }
@@ -148,7 +150,14 @@ def test_a_key_that_parses_is_one_that_we_write(raw):
         made[MODEL.holding(held.run, held.version, held.datacenter, held.inst)] = True
     tails = {made_.split("/", 3)[-1] for made_ in made}
     assert len(tails) == 1
-    for parse in (k.parse_reader, k.parse_suspect, k.parse_rank, k.parse_group, k.parse_retain):
+    for parse in (
+        k.parse_reader,
+        k.parse_suspect,
+        k.parse_rank,
+        k.parse_group,
+        k.parse_retain,
+        k.parse_seen,
+    ):
         parse(key)
 
 

@@ -100,6 +100,13 @@ def blames(replica: str) -> Callable[[Why], bool]:
     return lambda found: found.culprit == replica and found.kind in {"process", "gone"}
 
 
+def was_here(found: Why) -> bool:
+    """Each process that is blamed had its seat, and lost it."""
+    return bool(found.processes) and all(
+        each.host and each.pid and not each.is_seated for each in found.processes
+    )
+
+
 def only(replica: str, rank: int) -> Callable[[Why], bool]:
     return lambda found: (
         found.culprit == replica and [each.rank for each in found.processes] == [rank]
@@ -142,7 +149,11 @@ def rank_dies(scene: Blamed) -> Question:
     trainer(scene)
     start = scene.start("r", lambda me: calmly(me, quickly), size=size)
     scene.at(scene.now_s + 1.0, partial(scene.kill_process, start.processes[dies]))
-    return Question("r", only("r", dies), look_s=scene.dice.choice([25.0, 40.0]))
+
+    def is_right(found: Why) -> bool:
+        return only("r", dies)(found) and was_here(found)
+
+    return Question("r", is_right, look_s=scene.dice.choice([25.0, 40.0]))
 
 
 def other_call(scene: Blamed) -> Question:
@@ -324,6 +335,46 @@ def install_not_entered(scene: Blamed) -> Question:
     return Question("t", right, look_s=4.0)
 
 
+def lease_ends(scene: Blamed) -> Question:
+    """All processes of a replica stop; its lease is over, and nothing but its name is known."""
+    trainer(scene)
+    start = scene.start("r", lambda me: calmly(me, quickly), size=scene.ranks())
+    for process in start.processes:
+        scene.at(scene.now_s + 1.0, partial(scene.kill_process, process))
+
+    def is_right(found: Why) -> bool:
+        ranks = [each.rank for each in found.processes]
+        return blames("r")(found) and ranks == list(range(start.size)) and was_here(found)
+
+    return Question("r", is_right, look_s=scene.dice.choice([25.0, 40.0]))
+
+
+def trainer_stops(scene: Blamed) -> Question:
+    """Its rollout has all that there is, and waits for what does not come."""
+    trainer(scene)
+    scene.start("r", lambda me: calmly(me, quickly), size=scene.ranks())
+    for process in scene.start_named("t").processes:
+        scene.at(scene.now_s + 2.0, partial(scene.kill_process, process))
+
+    def is_right(found: Why) -> bool:
+        return blames("t")(found) and was_here(found)
+
+    return Question("r", is_right, look_s=scene.dice.choice([25.0, 40.0]))
+
+
+def trainer_is_silent(scene: Blamed) -> Question:
+    """It has its seat, and publishes nothing more; nobody but itself knows why."""
+    size = scene.ranks()
+    trainer(scene, size=size)
+    scene.start("r", lambda me: calmly(me, quickly), size=scene.ranks())
+
+    def is_right(found: Why) -> bool:
+        ranks = [each.rank for each in found.processes if each.is_seated and each.replica == "t"]
+        return (found.kind, found.culprit, ranks) == ("nothing", "t", list(range(size)))
+
+    return Question("r", is_right)
+
+
 KINDS: dict[str, Kind] = {
     "a rank never comes": rank_never_comes,
     "a rank is not in the call": rank_not_in_the_call,
@@ -338,6 +389,9 @@ KINDS: dict[str, Kind] = {
     "a part of a copy is missing": part_of_a_copy,
     "a retained copy that waits": copy_waits,
     "an install that is not entered": install_not_entered,
+    "a lease that ends": lease_ends,
+    "a trainer that stops": trainer_stops,
+    "a trainer that is silent": trainer_is_silent,
 }
 
 

@@ -28,6 +28,7 @@ from torch_ros.protocol.records import (
     Holding,
     Install,
     RunRecord,
+    SeenRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
@@ -459,6 +460,7 @@ class Checks:
             ("runs", self._changed_run),
             ("versions", self._changed_version),
             ("groups", self._changed_group),
+            ("shards", self._changed_shard),
             ("decisions", self._changed_decisions),
             ("holdings", self._changed_holding),
             ("readers", self._changed_reader),
@@ -503,6 +505,9 @@ class Checks:
         if entry is None:
             return
         group = self.groups[key] = GroupRecord.decode(entry.value, key)
+        seen = self.world.keys.seen_of(k.parse_group(key))
+        is_left = group.left is not None and any(each in seen for each in self.world.store._entries)
+        demand(not is_left, f"{key} is left in good order, and somebody looks for who was there")
         inst = k.instance(k.replica_of(key.rpartition("/")[2]), group.nonce)
         if inst not in self.starts:
             start = self.world.start_of(k.replica_of(inst), group.nonce)
@@ -511,6 +516,16 @@ class Checks:
                 self.world.saw("seats taken again")
         if old is None or old.nonce != group.nonce:
             self.world.saw("group created")
+
+    def _changed_shard(self, key: str, entry) -> None:
+        inst, rank = k.parse_shard(key), k.parse_rank(key)
+        if entry is None or "+" in inst:  # a copy, or what lingers
+            return
+        at = self.world.keys.seen_at(k.replica_of(inst), rank)
+        seen = self.world.store._entries.get(at)
+        pid = ShardRecord.decode(entry.value, key).pid
+        is_seen = seen is not None and SeenRecord.decode(seen.value, at).pid == pid
+        demand(is_seen and not seen.lease_id, f"{key} is there, and {at} does not say whose")
 
     def _changed_install(self, key: str, entry) -> None:
         inst = k.parse_install(key)
@@ -949,7 +964,7 @@ class Checks:
         left = [
             key
             for key in self.world.store._entries
-            if key.split("/")[3] not in {"runs", "schema", "versions"}
+            if key.split("/")[3] not in {"runs", "schema", "versions", "seen"}
         ]
         demand(not left, f"I6: everybody has gone, and this is left: {left}")
 

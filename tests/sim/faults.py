@@ -1616,6 +1616,12 @@ fault(
 fault("closing leaves the holdings", (membership, "leave"), scenario="closed meanwhile")(
     edited(ops=spare("holdings"))
 )
+fault("a seat is taken unseen", (membership, "_sit_down"))(
+    edited(ops=lambda op: None if isinstance(op, Put) and "/seen/" in op.key else op)
+)
+fault("who left in good order is looked for", (membership, "leave"), scenario="closed meanwhile")(
+    edited(ops=spare("seen"))
+)
 fault("closing does not guard the decisions", (membership, "leave"), scenario="closed meanwhile")(
     edited(guards=not_on("decisions"))
 )

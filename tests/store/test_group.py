@@ -25,6 +25,8 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.protocol import calls, membership, versions
+from torch_ros.protocol import keys as keys_module
+from torch_ros.protocol import seen as seen_
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources
@@ -702,6 +704,44 @@ def test_close_makes_everything_vanish_at_once(store):
     assert listing(other) == {}
     assert not [key for key in store.there() if "trainer" in key]
     assert isinstance(attempt(partial(publish, trainer, 8)), ClosedError)
+
+
+def seen(store):
+    view = store.kv.read(Read((store.keys.all(),)), timeout_s=5)
+    return {where: each.pid for where, each in seen_.all_of(view, store.keys).items()}
+
+
+def test_who_took_a_seat_is_seen_until_its_replica_is_closed(store):
+    store.replica("r", 2)
+    store.join("alone")
+    assert seen(store) == {("r", 0): 0, ("r", 1): 1, ("alone", 0): 0}
+    alone, ranks = store.groups[-1], store.groups[:-1]
+    ranks[1].close()
+    assert seen(store) == {("alone", 0): 0}
+    ranks[0].close()
+    alone.close()
+    assert seen(store) == {}
+
+
+def test_who_lost_its_lease_is_seen_and_nobody_has_its_seat(store):
+    group = store.join("r")
+    kill(group)
+    store.kv.revoke(group.session.lease_id, timeout_s=5)
+    view = store.kv.read(Read((store.keys.all(),)), timeout_s=5)
+    assert [*seen_.lost(view, store.keys)] == [("r", 0)]
+    store.join("r", 0, 1)
+    view = store.kv.read(Read((store.keys.all(),)), timeout_s=5)
+    assert [*seen_.lost(view, store.keys)] == []
+
+
+def test_those_who_are_seen_are_no_more_than_there_are_slots(store, monkeypatch):
+    monkeypatch.setattr(keys_module, "SEEN_SLOTS", 1)
+    for number in range(3):
+        store.replica(f"r{number}", 2)
+    assert seen(store) == {("r2", 0): 0, ("r2", 1): 1}
+    expire(store, "shards/r2@")
+    until(lambda: sum("." in key for key in store.there("shards/r2@")) == 2)
+    assert seen(store) == {("r2", 0): 0, ("r2", 1): 1}, "who comes back keeps its own"
 
 
 def test_a_restarted_replica_replaces_its_predecessor(store, caplog):

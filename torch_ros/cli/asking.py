@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from difflib import get_close_matches
 
 from torch_ros.cli.ls import some
-from torch_ros.deadline import Deadline
+from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, UsageError
-from torch_ros.protocol import waits
+from torch_ros.p2p.life import Life, State, look
+from torch_ros.protocol import seen, waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (
     EVERY_MODEL,
@@ -19,9 +21,9 @@ from torch_ros.protocol.keys import (
     replica_of,
 )
 from torch_ros.protocol.legible import readable
-from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.records import SeenRecord, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
-from torch_ros.protocol.waits import Why, wait_ranges
+from torch_ros.protocol.waits import Blamed, Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Wait, follow
@@ -29,6 +31,7 @@ from torch_ros.store.run import run
 from torch_ros.store.txn import Count, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
+ENDS = {"stopped", "traced", "gone", "replaced"}  # states of a process that does nothing more
 WATCH_S = 60.0  # a stream of etcd, then another
 
 
@@ -128,13 +131,30 @@ def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
     Raises:
         UsageError: There is no such model or replica; names the one that may be meant.
     """
-    names, keys = list(fleet_of(kv, model).replicas), Keys(model)
+    there, keys = fleet_of(kv, model).replicas, Keys(model)
+    view = kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S)
+    sat = seen.all_of(view, keys)
+    names = sorted({*there, *(name for name, _ in sat)})
     if replica not in names:
         near = get_close_matches(replica, names, 1) or names
         found = some(list(map(repr, near))) or "none"
         raise UsageError(f"no replica {replica!r} of model {model!r}; there is {found}")
-    view = kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S)
-    return waits.why(view, keys, replica, version)
+    why = waits.why(view, keys, replica, version, now_ms=wall_ms())
+    looked = tuple(_looked_at(each, sat.get((each.replica, each.rank))) for each in why.processes)
+    is_held_up = why.kind == "nothing" and any(each.state in ENDS for each in looked)
+    return replace(why, processes=looked, kind="process" if is_held_up else why.kind)
+
+
+def _looked_at(process: Blamed, record: SeenRecord | None) -> Blamed:
+    """With what it does now, if it can be seen from this host."""
+    if record is None or (record.host, record.pid) != (process.host, process.pid):
+        return process
+    return replace(process, state=state_of(record))
+
+
+def state_of(record: SeenRecord) -> State:
+    """The process as this host sees it now."""
+    return look(record.pid, Life(record.boot, record.namespace, record.started))
 
 
 def fleet_of(kv: KV, model: str) -> Fleet:

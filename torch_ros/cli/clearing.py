@@ -3,18 +3,28 @@
 from collections.abc import Sequence
 
 from torch_ros.cli import asking
+from torch_ros.deadline import wall_ms
 from torch_ros.errors import Contention
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.leftovers import Leftover, clearing, leftover_ranges, leftovers
+from torch_ros.protocol.records import SeenRecord
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Read
 
+FORGOTTEN_MS = 7 * 86_400_000  # since a process of another host took its seat
 LOST_MAX = 64  # races with those who are alive
 
 
 def found(kv: KV, model: str) -> Sequence[Leftover]:
     keys = Keys(model)
-    return leftovers(kv.read(Read(leftover_ranges(keys)), timeout_s=asking.ANSWER_S), keys)
+    view = kv.read(Read(leftover_ranges(keys)), timeout_s=asking.ANSWER_S)
+    return leftovers(view, keys, _may_go)
+
+
+def _may_go(record: SeenRecord) -> bool:
+    state = asking.state_of(record)
+    is_old = wall_ms() - record.at_ms > FORGOTTEN_MS
+    return state in {"gone", "replaced"} or (state.startswith("other") and is_old)
 
 
 def clear(kv: KV, model: str) -> Sequence[Leftover]:

@@ -10,7 +10,9 @@ from itertools import chain
 from typing import Literal
 
 from torch_ros import environment
+from torch_ros.cli import waiting
 from torch_ros.cli.ls import size, some
+from torch_ros.protocol.waits import Blamed
 from torch_ros.store.health import EtcdHealth, MemberHealth
 
 Level = Literal["ok", "warn", "FAIL"]
@@ -61,6 +63,7 @@ class Examined:
     closed: Mapping[str, str] | None = None
     hosts: Mapping[str, str] = field(default_factory=dict)  # by replica
     ahead_s: Mapping[str, float] = field(default_factory=dict)  # of this clock, by host
+    lost: Sequence[Blamed] = ()  # processes of this host that live, and have lost their seats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +227,14 @@ def _models(facts: Facts) -> Iterator[Finding]:
             if ahead_s > AHEAD_S:
                 found = f"the clock of {host} is at least {ahead_s:.0f} s ahead of the one here"
                 yield Finding("warn", found, f"{AHEAD_S:g} s", "timedatectl at both; NTP")
+        for each in model.lost:
+            yield Finding(
+                "warn",
+                f"model {model.name!r}: process {each.pid} of rank {each.rank} of "
+                f"{each.replica!r} has lost its seat; it {waiting.DOES[each.state]}",
+                "a seat, or no process",
+                waiting.to_type(each.state, each.pid),
+            )
 
 
 # This host

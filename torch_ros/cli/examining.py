@@ -17,14 +17,16 @@ from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
 from torch_ros.p2p import rdma, trial
 from torch_ros.p2p.ucx import has_gpu
+from torch_ros.protocol import seen
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.schema import require_own
+from torch_ros.protocol.waits import Blamed
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.health import EtcdHealth, health
 from torch_ros.store.kv import KV
-from torch_ros.store.txn import Read, one
+from torch_ros.store.txn import Read, View, one
 from torch_ros.transfer.card import Card
 
 ANSWER_S = 2.0  # for one question to etcd
@@ -86,7 +88,7 @@ def _models(kv: KV, model: str | None) -> Sequence[str]:
 def _examine(kv: KV, model: str) -> tuple[Examined, Sequence[Surroundings]]:
     keys, closed, there = Keys(model), dict[str, str](), list[Surroundings]()
     try:
-        wanted = (one(keys.schema()), keys.every_shard())
+        wanted = (one(keys.schema()), keys.every_shard(), keys.seen())
         view = kv.read(Read(wanted), timeout_s=asking.ANSWER_S)
         require_own(view, keys)
     except BackendError as error:
@@ -110,7 +112,16 @@ def _examine(kv: KV, model: str) -> tuple[Examined, Sequence[Surroundings]]:
             ahead = ((held.since_ms or 0) - wall_ms()) / 1e3
             ahead_s[host] = max(ahead, ahead_s.get(host, 0.0))
     of = {replica: some(sorted(names)) for replica, names in hosts.items()}
-    return Examined(model, "", closed, of, ahead_s), there
+    return Examined(model, "", closed, of, ahead_s, [*_lost(view, keys)]), there
+
+
+def _lost(view: View, keys: Keys) -> Iterator[Blamed]:
+    """The processes of this host that live, and have lost their seats."""
+    for (replica, rank), record in sorted(seen.lost(view, keys).items()):
+        state = asking.state_of(record)
+        if state in {"running", "stopped", "traced"}:
+            where = (record.host, record.pid)
+            yield Blamed(replica, rank, *where, is_seated=False, since_ms=record.at_ms, state=state)
 
 
 def _closed_to(shard: ShardRecord) -> str | None:

@@ -67,7 +67,7 @@ class Voucher:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             raise OSError("/proc is of another pid namespace than this process")
         self._agent, self._fd = agent, -1
-        self._started = _started(Path("/proc/self/stat").read_text())
+        self._started = started_at(Path("/proc/self/stat").read_text())
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         self._fd = self._written(())
         self._files = {_file(os.fstat(self._fd))}  # one of them is under that number
@@ -206,7 +206,7 @@ class Neighbour:
             said = msgspec.msgpack.decode(content, type=_Content)
         except (msgspec.DecodeError, ValueError) as error:
             raise Unproven(f"the voucher of process {pid} is none of this release") from error
-        started = _started(self.read("stat"))
+        started = started_at(self.read("stat"))
         found_is, should_be = (said.agent, said.pid, said.started), (self.agent, pid, started)
         if found_is != should_be:
             raise Unproven(
@@ -242,6 +242,6 @@ def _file(found: os.stat_result) -> _File:
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def _started(text: str) -> int:
+def started_at(text: str) -> int:
     """The 22nd field of a process's `stat`; the second, in brackets, may have spaces in it."""
     return int(text.rpartition(")")[2].split()[19])

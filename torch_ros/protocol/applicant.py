@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import ShardRecord
+from torch_ros.protocol.records import SeenRecord, ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Applicant:
     shared_nonce: str = ""  # given to all ranks alike; "": they find each other by the name
     ttl_s: int = 10
     drain_s: float = 60.0
+    seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     newest_stored: Callable[[], tuple[int, str]] | None = None  # asks a bucket; may take a while
     # For each try to take a seat:
     lease_id: int = 0

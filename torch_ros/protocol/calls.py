@@ -178,7 +178,7 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     there = VersionRecord.at(view, key)
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
-    fresh = VersionRecord(fresh_uid, at_ms=call.at_ms, traceparent=call.traceparent)
+    fresh = VersionRecord(fresh_uid, "", call.at_ms, call.traceparent, seat.replica)
     record = there if there is not None and (is_again or fellow) else fresh
     records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
     forgotten = {

@@ -235,6 +235,7 @@ def _moved(
     own = (seat.group, seat.decisions, *records_of(view, keys, seat.inst))
     ops += [Delete(one(key)) for key in own]
     ops.append(Delete(keys.readies(seat.inst, CLOSING)))
+    ops.append(Delete(keys.seen_of(seat.replica)))
     same = (seat.group, seat.decisions, *(each.held for each in there))
     return Act(Txn(tuple(map(view.unchanged, same)), tuple(ops)), lambda _: Moved())
 

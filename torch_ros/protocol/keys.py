@@ -5,6 +5,7 @@ Anybody may have written a key that is found: the parsers give None for one that
 """
 
 import re
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote, unquote
@@ -20,6 +21,7 @@ LINGERS = "linger"
 STREAMS = "stream"
 AHEAD = "+host"
 DEFAULT_DATACENTER = "default"
+SEEN_SLOTS = 1 << 16  # of what is on no lease, so that its number is bounded
 BUCKET = "bucket"  # the run of what comes from a bucket, below all others
 
 
@@ -158,6 +160,25 @@ class Keys:
 
     def shard(self, inst: str, rank: int) -> str:
         return f"{self.root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
+
+    # The processes that took seats, on no lease
+
+    def seen(self) -> Range:
+        return under(f"{self.root}/seen/")
+
+    def seen_of(self, replica: str) -> Range:
+        return under(f"{self._slot(replica)}{_name(replica)}/")
+
+    def seen_at(self, replica: str, rank: int) -> str:
+        return f"{self._slot(replica)}{_name(replica)}/{rank:0{RANK_DIGITS}d}"
+
+    def seen_beside(self, replica: str) -> tuple[Range, Range]:
+        """The ranges of the other replicas that have the same slot."""
+        slot, own = under(self._slot(replica)), self.seen_of(replica)
+        return Range(slot.start, own.start), Range(own.end, slot.end)
+
+    def _slot(self, replica: str) -> str:
+        return f"{self.root}/seen/{_slot_of(replica)}/"
 
     # Group calls
 
@@ -363,6 +384,20 @@ def parse_shard(key: str) -> str | None:
         case ["", _, _, "shards", inst, rank] if _is_inst(inst):
             return inst if _number(rank, RANK_DIGITS) is not None else None
     return None
+
+
+def parse_seen(key: str) -> tuple[str, int] | None:
+    """(replica, rank) of a `seen/` key."""
+    match key.split("/"):
+        case ["", _, _, "seen", slot, replica, rank]:
+            name, number = _unquoted(replica), _number(rank, RANK_DIGITS)
+            if name is not None and number is not None and slot == _slot_of(name):
+                return name, number
+    return None
+
+
+def _slot_of(replica: str) -> str:
+    return f"{zlib.crc32(_name(replica).encode()) % SEEN_SLOTS:04x}"
 
 
 def _version(run: str, version: str) -> tuple[str, int] | None:

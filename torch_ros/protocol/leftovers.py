@@ -1,13 +1,14 @@
 """Records that nobody alive has left behind, and that may go: docs/PROTOCOL.md#leftovers. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ros.errors import BackendError
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import seen
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import nobody
-from torch_ros.protocol.records import GroupRecord, RunRecord, VersionRecord
+from torch_ros.protocol.records import GroupRecord, RunRecord, SeenRecord, VersionRecord
 from torch_ros.protocol.schema import require_own
 from torch_ros.store.txn import Delete, Empty, Guard, NoneNewer, Ranges, Txn, View, one
 
@@ -27,8 +28,13 @@ def leftover_ranges(keys: Keys) -> Ranges:
     return (keys.all(),)
 
 
-def leftovers(view: View, keys: Keys) -> Sequence[Leftover]:
+def leftovers(
+    view: View, keys: Keys, may_go: Callable[[SeenRecord], bool] = lambda _: False
+) -> Sequence[Leftover]:
     """From a view of `leftover_ranges`.
+
+    Args:
+        may_go: Whether nobody needs to look for a process any more that has lost its seat.
 
     Raises:
         BackendError: Another release has written the model's records.
@@ -42,9 +48,15 @@ def leftovers(view: View, keys: Keys) -> Sequence[Leftover]:
     odd = [
         Leftover(key, "it hangs on no lease, so nobody alive keeps it", (view.unchanged(key),))
         for key in sorted(lasting)
-        if key != keys.schema() and key not in keys.runs() and key not in keys.versions()
+        if key != keys.schema()
+        and not any(key in each for each in (keys.runs(), keys.versions(), keys.seen()))
     ]
-    held = _held(view, keys)
+    held, lost = _held(view, keys), seen.lost(view, keys)
+    reason = "its process lost this seat, and is gone, or has been for long"
+    for (replica, rank), record in lost.items():
+        key = keys.seen_at(replica, rank)
+        if may_go(record):  # whoever takes the seat puts it anew
+            odd.append(Leftover(key, reason, (view.unchanged(key),)))
     return [*odd, *_dead_runs(view, keys, held), *_old_versions(view, keys, held)]
 
 

@@ -22,6 +22,7 @@ from torch_ros.protocol.records import (
     Kept,
     Outcome,
     RetainRecord,
+    SeenRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
@@ -151,6 +152,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     )
     numbered, is_new = schema.put_own(view, who.keys)
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *numbered]
+    ops += map(Delete, who.keys.seen_beside(who.replica))
     if here := [str(wish.spec) for wish in map(Wish.parse, who.retain) if wish.is_here]:
         own = who.keys.retain(who.datacenter, who.replica)
         ops.append(Put(own, RetainRecord(here).encode(), who.lease_id))
@@ -258,9 +260,16 @@ def _sit_down(
         return Done(None)  # the seat of a rank that died, in a group that has made calls
     inst = k.instance(who.replica, group.nonce)
     own = who.keys.shard(inst, who.rank)
+    seen = msgspec.structs.replace(
+        who.seen or SeenRecord(who.shard.host, who.shard.pid), at_ms=who.at_ms
+    )
     txn = Txn(
         (view.unchanged(who.group), view.unchanged(own)),
-        (Put(own, who.shard.encode(), who.lease_id), Count(who.keys.shards(inst))),
+        (
+            Put(own, who.shard.encode(), who.lease_id),
+            Put(who.keys.seen_at(who.replica, who.rank), seen.encode()),
+            Count(who.keys.shards(inst)),
+        ),
     )
     return Act(txn, lambda _: seated)
 
@@ -370,7 +379,7 @@ def _adopt(
         guards = (*guards, NoneNewer(who.keys.versions(ref.run), view.rev))
     run_ops, run_guards = restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
-    run_ops.append(Put(key, kept.record(record).encode()))
+    run_ops.append(Put(key, kept.record(record, who.replica).encode()))
     held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
     put = Put(held, _brought(who, group, kept).encode(), entry.lease_id)
     return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
@@ -473,10 +482,16 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
         (view.unchanged(seat.group), view.unchanged(seat.keys.decisions(inst))),
         (
             Put(seat.group, left.encode(), note_lease_id),
+            Delete(seat.keys.seen_of(seat.replica)),
             *(Delete(one(key)) for key in records_of(view, seat.keys, inst)),
         ),
     )
     return Act(txn, lambda _: None)
+
+
+def leave_alone(seat: Seat) -> Txn:
+    """As `leave`, of a replica of one rank: the end of its lease does the rest."""
+    return Txn(ops=(Delete(seat.keys.seen_of(seat.replica)),))
 
 
 def records_of(view: View, keys: Keys, inst: str) -> list[str]:

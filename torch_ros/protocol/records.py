@@ -150,6 +150,7 @@ class VersionRecord(Record, frozen=True):
     layout: str = ""  # digest of the sharding-free content; empty until it was published once
     at_ms: Moment = 0  # when its first publication began
     traceparent: Traceparent = ""  # the span of that
+    by: str = ""  # the replica that published it first; "": nobody knows. For people
 
     @property
     def sizes(self) -> tuple[int, int] | None:
@@ -370,10 +371,11 @@ class Kept(Record, frozen=True):
         alike = msgspec.structs.replace(other, at_ms=self.at_ms, traceparent=self.traceparent)
         return alike == self
 
-    def record(self, there: VersionRecord | None) -> VersionRecord:
-        """The record of the version that is kept; `there`: the store's, of the same content."""
+    def record(self, there: VersionRecord | None, replica: str) -> VersionRecord:
+        """The record of the version that `replica` keeps; `there`: the store's, of this content."""
         known = there or VersionRecord(self.ref.uid, at_ms=self.at_ms, traceparent=self.traceparent)
-        return msgspec.structs.replace(known, layout=self.layout)
+        by = known.by or (replica if self.is_original else "")
+        return msgspec.structs.replace(known, layout=self.layout, by=by)
 
 
 class ShardRecord(Record, frozen=True):
@@ -389,3 +391,17 @@ class ShardRecord(Record, frozen=True):
     ready: Call | None = None  # a publication that it did not wait for, as it would end
     answer: str = ""  # what it would have said to be ready for that
     install: Install | None = None  # None: its replica says nothing of installs
+
+
+class SeenRecord(Record, frozen=True):
+    """`seen/<slot>/<replica>/<rank>`: the process that took this seat last. For people.
+
+    On no lease: it outlives the seat, until another process takes that, or the handle is closed.
+    """
+
+    host: str
+    pid: Number
+    at_ms: Moment = 0  # when it took the seat
+    boot: str = ""  # with the next two, what tells it from others that have its number
+    namespace: Number = 0
+    started: Number = 0

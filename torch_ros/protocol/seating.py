@@ -372,7 +372,7 @@ class Seating:
             try:
                 has_left = last()
             finally:
-                if self.seat.world_size > 1 and not (has_left or self.state == "gone"):
+                if not (has_left or self.state == "gone"):
                     self._leave()
         except TorchRosError as error:
             log.info("replica %r: its peers were not told: %s", self.seat.replica, error)
@@ -386,6 +386,10 @@ class Seating:
                 thread.join(max(0.0, until_s - time.monotonic()))
 
     def _leave(self) -> None:
+        if self.seat.world_size == 1:
+            if self.store_answers:  # else nothing of this is worth a wait
+                self.kv.commit(membership.leave_alone(self.seat), timeout_s=LEAVE_S)
+            return
         # The note outlives this rank's lease, which may be the one that the group's records have.
         lease_id, _ = self.kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
         rule = partial(membership.leave, seat=self.seat, note_lease_id=lease_id)

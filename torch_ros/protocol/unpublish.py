@@ -224,7 +224,7 @@ def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
     # The decisions too: who takes this incarnation's holdings away must have seen this one.
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
-        Put(version, kept.record(VersionRecord.at(view, version)).encode()),
+        Put(version, kept.record(VersionRecord.at(view, version), seat.replica).encode()),
         Put(seat.decisions, Decisions([*calls_of(view, seat)]).encode(), anchor),
     ]
     run = keys.run(ref.run)

@@ -12,16 +12,18 @@ from typing import Literal
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded, SourceLost
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import seen
 from torch_ros.protocol.fleet import Fleet, Held
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
-from torch_ros.protocol.records import Call, GroupRecord, ShardRecord, VersionRef
+from torch_ros.protocol.records import Call, GroupRecord, ShardRecord, VersionRecord, VersionRef
 from torch_ros.protocol.seat import calls_at
 from torch_ros.protocol.sources import suspects
 from torch_ros.store.txn import Ranges, View, under
 
 Kind = Literal["process", "gone", "version", "cycle", "nothing"]
 NAMED_MAX = 3  # ranks and replicas in a sentence
+TIMES = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def wait_ranges(keys: Keys) -> Ranges:
@@ -39,10 +41,22 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
+    """A process.
+
+    Attributes:
+        host: "": it has not come, or has closed its handle.
+        is_seated: False: it had the seat last, and its lease has ended.
+        since_ms: When it took the seat, by its clock; 0: nobody knows.
+        state: As `torch_ros why` sees it from its own host; "": nobody has looked.
+    """
+
     replica: str
     rank: int
-    host: str  # "": it has not come, or has gone
+    host: str
     pid: int
+    is_seated: bool = True
+    since_ms: int = 0
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Why:
         kind: "process": `processes` hold it up. "gone": the last replica has closed or died.
             "version": nobody has what it wants. "cycle": the last hop is there before.
             "nothing": it has the newest version, and nobody to wait for.
-        processes: To look at, of the last replica.
+        processes: To look at, of the last replica. Of "nothing": the publisher's.
     """
 
     hops: tuple[Hop, ...]
@@ -79,21 +93,25 @@ class _Found:
     reader: str = ""  # the incarnation of that one, if it reads
 
 
-def why(view: View, keys: Keys, replica: str, version: int | None = None) -> Why:
+def why(
+    view: View, keys: Keys, replica: str, version: int | None = None, *, now_ms: int = 0
+) -> Why:
     """The reason for which a replica does not get on.
 
     Args:
         view: A view of `wait_ranges`.
         version: The one that it should have; None: the newest that can be read.
+        now_ms: The wall clock; 0: no age is told.
     """
-    there = _Records(view, keys)
+    there = _Records(view, keys, now_ms)
     hops: list[Hop] = []
     found = _of_replica(there, replica, version)
     while True:
         hops.append(Hop(replica, found.text))
         if not found.onto:
             inst = found.source or found.reader or there.inst_of(replica)
-            return Why(tuple(hops), found.kind, there.processes(replica, inst, found.ranks))
+            ranks = found.ranks or (there.lost_ranks(replica) if found.kind == "gone" else ())
+            return Why(tuple(hops), found.kind, there.processes(replica, inst, ranks))
         replica = found.onto
         if replica in {hop.replica for hop in hops}:
             return Why((*hops, Hop(replica, "waits for that itself")), "cycle")
@@ -108,8 +126,9 @@ def why(view: View, keys: Keys, replica: str, version: int | None = None) -> Why
 class _Records:
     """The records of one view, as far as they can be read."""
 
-    def __init__(self, view: View, keys: Keys) -> None:
+    def __init__(self, view: View, keys: Keys, now_ms: int) -> None:
         self.view, self.keys, self.fleet = view, keys, Fleet.of(view, keys)
+        self.now_ms, self.seen, self.lost = now_ms, seen.all_of(view, keys), seen.lost(view, keys)
         groups = readable(view.within(keys.groups()), k.parse_group, GroupRecord)
         self.groups: Mapping[str, GroupRecord] = {name: group for _, name, group, _ in groups}
         self.suspected = suspects(view, keys)
@@ -148,14 +167,39 @@ class _Records:
     def processes(self, replica: str, inst: str, ranks: Sequence[int]) -> tuple[Blamed, ...]:
         # A stream's shards, and those of a reader that is a copy, are its owner's.
         shards = self.shards(inst) or (self.shards(k.owner_of(inst)) if inst else {})
-        nobody = ShardRecord("", 0, b"")
-        found = ((rank, shards.get(rank, nobody)) for rank in ranks)
-        return tuple(Blamed(replica, rank, shard.host, shard.pid) for rank, shard in found)
+        return tuple(self._process(replica, rank, shards.get(rank)) for rank in ranks)
+
+    def _process(self, replica: str, rank: int, shard: ShardRecord | None) -> Blamed:
+        where = (replica, rank)
+        last, is_seated = self.seen.get(where), where not in self.lost
+        there = shard or last
+        if there is None:
+            return Blamed(replica, rank, "", 0)
+        since_ms = last.at_ms if last else 0
+        return Blamed(replica, rank, there.host, there.pid, bool(shard) or is_seated, since_ms)
+
+    def lost_ranks(self, replica: str) -> list[int]:
+        """The ranks whose leases ended, and that closed no handle."""
+        return sorted(rank for name, rank in self.lost if name == replica)
+
+    def published(self, ref: VersionRef) -> VersionRecord:
+        """The version's record, which may say of its publication nothing."""
+        record = VersionRecord.at(self.view, self.keys.version(ref.run, ref.version))
+        return record or VersionRecord(ref.uid)
+
+    def ago(self, at_ms: int) -> str:
+        if not (at_ms and self.now_ms):
+            return ""
+        passed_s = max(0, self.now_ms - at_ms) // 1000
+        unit, length_s = next((each for each in TIMES if passed_s >= 2 * each[1]), TIMES[-1])
+        return f" {passed_s // length_s} {unit} ago"
 
 
 def _of_replica(there: _Records, name: str, version: int | None) -> _Found:
     group = there.groups.get(name)
     if group is None:
+        if lost := there.lost_ranks(name):
+            return _Found(_seat_lost(lost), "gone", lost)
         return _Found("has closed, or died", "gone")
     if group.left is not None:
         return _Found(f"rank {group.left} has closed its handle", "gone", [group.left])
@@ -239,7 +283,9 @@ def _reading(
         return _from(f"{what}: has claimed a source", sources[0])
     assert call.ref is not None
     if (other := _has_it(there, call.ref, inst)) is None:
-        return _Found(f"{what}: nobody has version {call.ref.version} any more", "version")
+        lost = _publisher_lost(there, k.replica_of(inst), call.ref.version)
+        text = f"{what}: nobody has version {call.ref.version} any more"
+        return _Found(text, onto=lost) if lost else _Found(text, "version")
     return _from(f"{what}: looks for a source", other.inst)
 
 
@@ -296,7 +342,23 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
         if replica.name != name and using is not None and using.active != ref:
             text = f"has version {ref.version}; {replica.name} does not use it yet"
             return _Found(text, onto=replica.name)
-    return _Found(f"has version {held.ref.version}, and waits for nobody", "nothing")
+    return _up_to_date(there, name, held.ref, everyone)
+
+
+def _up_to_date(there: _Records, name: str, ref: VersionRef, everyone: Sequence[int]) -> _Found:
+    """Follow a replica that waits for nobody but the one who publishes."""
+    record, what = there.published(ref), f"has version {ref.version}"
+    ago = there.ago(record.at_ms)
+    if record.by == name:
+        told = f"{what}, which it published{ago}, and waits for nobody"
+        return _Found(told, "nothing", everyone)
+    if record.by and (record.by in there.groups or there.lost_ranks(record.by)):
+        told = f"{what}, the newest, which {record.by} published{ago}"
+        # Who waits for this one to be told of it, or to use it, is not what holds it up.
+        if _of_replica(there, record.by, None).onto != name:
+            return _Found(told, onto=record.by)
+        return _Found(f"{told}, and waits for nobody", "nothing")
+    return _Found(f"{what}, and waits for nobody", "nothing")
 
 
 def _keeping(there: _Records, name: str) -> _Found | None:
@@ -355,7 +417,24 @@ def _nobody_has(there: _Records, name: str, version: int | None) -> _Found:
         is_coming = not group.is_complete or group.refusal is not None
         if other != name and (is_publishing or is_coming):
             return _Found(f"nobody has {what} yet", onto=other)
+    if by := _publisher_lost(there, name, version):
+        return _Found(f"nobody has {what}; its publisher has no seat", onto=by)
     return _Found(f"nobody has {what}, and nobody publishes it", "version")
+
+
+def _publisher_lost(there: _Records, name: str, version: int | None) -> str:
+    """Who published it, or the last one, and has lost its seat; "": nobody did."""
+    known = [each for each in there.fleet.versions if version in {None, each.ref.version}]
+    by = there.published(known[0].ref).by if known else ""
+    if not by and there.groups.keys() <= {name}:  # nobody is left who might publish
+        others = {where: seen for where, seen in there.lost.items() if where[0] != name}
+        by = max(others, key=lambda where: others[where].at_ms, default=("", 0))[0]
+    return by if there.lost_ranks(by) and by != name else ""
+
+
+def _seat_lost(ranks: Sequence[int]) -> str:
+    handles = "its handle was" if len(ranks) == 1 else "their handles were"
+    return f"lost its seat: the lease of {_ranks(ranks)} has ended, and {handles} not closed"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from torch_ros.shard.falling_back import newest_run
 from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.handle import ShardHandle
-from torch_ros.shard.host_copies import shard_of
+from torch_ros.shard.host_copies import seen_here, shard_of
 from torch_ros.shard.identity import Identity, identify
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
@@ -329,7 +329,9 @@ class _Means:
             reading = Reading(ways, self.staging_bytes, self.costs, pages)
             mailbox = Mailbox(ways, reading.forget)
             group = Group.join(
-                kv, applicant(replica=name, shard=shard_of(mailbox, install)), deadline
+                kv,
+                applicant(replica=name, shard=shard_of(mailbox, install), seen=seen_here()),
+                deadline,
             )
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
