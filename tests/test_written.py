@@ -130,6 +130,36 @@ def test_digests_that_differ_withdraw_a_version_too(opened):
     assert newcomer.replicate(missing_ok=True) is None
 
 
+FREED = {
+    "resize_": lambda model: model.weight.untyped_storage().resize_(0),
+    "share_memory": lambda model: model.share_memory(),
+}
+
+
+@pytest.mark.parametrize("how", FREED)
+@pytest.mark.parametrize("given", GIVEN)
+def test_memory_that_is_freed_while_it_is_published_is_an_error(opened, how, given):
+    trainer, model = opened("trainer"), nn.Linear(4, 4)
+    trainer.register(GIVEN[given](model))
+    trainer.publish(1)
+    FREED[how](model)
+    with pytest.raises(ContractBroken, match="the memory of tensor '(weight|bias)' was freed"):
+        trainer.unpublish()
+    assert trainer.version is None
+    assert trainer.list() == {}
+
+
+def test_a_retained_version_is_not_copied_from_memory_that_was_freed(opened, caplog):
+    trainer, model = opened("trainer", retain=("latest",)), nn.Linear(4, 4)
+    trainer.register(model)
+    trainer.publish(1)
+    model.weight.untyped_storage().resize_(0)
+    with pytest.raises(ContractBroken, match="was freed"):
+        trainer.unpublish()
+    assert trainer.list() == {}
+    assert "cannot be copied: the memory of tensor 'weight' was freed" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["dcp", "view", "DTensor"])
 def test_a_write_that_is_likely_is_a_warning_and_given_once(opened, mesh, kind, caplog):
     trainer, storage = opened("trainer"), torch.zeros(8)

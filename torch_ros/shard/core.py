@@ -351,8 +351,9 @@ class Shard:
         """Copy this rank's part of the held version to host memory.
 
         Raises:
-            MemoryError: There is too little of it.
+            MemoryError: There is too little of it, or what is held is not there.
         """
+        self.tensors.require_there()
         registered = self.tensors.registered
         assert registered is not None
         is_optional = call.is_optional
@@ -364,6 +365,7 @@ class Shard:
         if number is None or self.tensors.registered is None:
             return
         try:
+            self.tensors.require_there()
             self.copies.make(number, self.tensors.registered, self.digests)
         except (BackendError, RuntimeError, MemoryError) as error:
             version = held.version if held else None

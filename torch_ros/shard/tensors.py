@@ -200,16 +200,21 @@ class Tensors:
         if self._counts is None and self.registered is not None and not self._is_copy:
             names = {address: fqn for fqn, address in self.registered.firsts.items()}
             if self._shown is not None:
-                self._counts = Counts(self._shown.own, names, is_own=True)
+                own, is_own = self._shown.own, True
             else:
-                plain = self.registered.phases[-1].memory
-                self._counts = Counts([*plain, *self._sharded], names, is_own=False)
+                own, is_own = [*self.registered.phases[-1].memory, *self._sharded], False
+            self._counts = Counts(own, self.registered.memory, names, is_own=is_own)
         if self._counts is not None:
             self._counts.note()
 
     def written(self) -> Write | None:
         """A tensor that torch counts as written to since all of them were offered."""
         return self._counts.since() if self._counts is not None else None
+
+    def require_there(self) -> None:
+        """Raises: MemoryError: Memory of what is offered was freed."""
+        if self._counts is not None and self._counts.is_freed:
+            raise MemoryError(f"{self._counts.since()}")
 
     def check_unchanged(self, version: int, digests: Digests) -> None:
         """Compare the tensors with the digests that they had as `version`.

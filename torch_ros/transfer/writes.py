@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, ne
+from operator import attrgetter, eq, ne
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,9 +14,10 @@ _count = attrgetter("_version")
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A tensor that was written to.
+    """A tensor that was written to, or whose memory was freed, so that others write there.
 
     Attributes:
+        times: 0: it was freed.
         is_certain: The write was to this very memory. It may not be: a DTensor and its local tensor
             are counted apart, views of one storage and aliases (`detach()`) together.
     """
@@ -26,6 +27,9 @@ class Write:
     is_certain: bool
 
     def __str__(self) -> str:
+        if not self.times:
+            how = "untyped_storage().resize_(), share_memory()"
+            return f"the memory of tensor {self.fqn!r} was freed, its storage is elsewhere ({how})"
         return f"torch has counted {self.times} writes to tensor {self.fqn!r}"
 
 
@@ -37,22 +41,38 @@ class Counts:
 
     Args:
         tensors: The user's own where `is_own`; else others that are the same memory.
+        memory: All that is offered; it stays where it is, unless its storage gets other memory.
         names: By the address of a tensor's first element.
     """
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], names: Mapping[int, str], *, is_own: bool
+        self,
+        tensors: Iterable[torch.Tensor],
+        memory: Sequence[torch.Tensor],
+        names: Mapping[int, str],
+        *,
+        is_own: bool,
     ) -> None:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._names, self._is_own = names, is_own
+        self._memory, self._names, self._is_own = memory, names, is_own
         self._before: Sequence[int] = []
+        self._places = list(map(torch.Tensor.data_ptr, memory))
 
     def note(self) -> None:
         """They are offered from now on."""
         self._before = list(map(_count, self._tensors))
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether some of the memory is not theirs any more, and may not be there."""
+        return not all(map(eq, self._places, map(torch.Tensor.data_ptr, self._memory)))
+
     def since(self) -> Write | None:
-        """The first tensor that was written to since; None: none, as far as that is counted."""
+        """The first tensor that was written to since, or freed; None: none that is counted."""
+        if self.is_freed:
+            here = zip(self._places, self._memory, strict=True)
+            freed = next(place for place, tensor in here if tensor.data_ptr() != place)
+            return Write(self._names.get(freed, "?"), 0, is_certain=True)
         if not self._before or not any(map(ne, self._before, map(_count, self._tensors))):
             return None
         found = [
