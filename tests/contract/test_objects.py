@@ -423,6 +423,10 @@ ANSWERS = {  # to a list, and to a get
         (404, b"<Error><Code>NoSuchKey</Code></Error>", {}),
     ),
     "no right to get": ((200, b"<ListBucketResult/>", {}), (403, b"<Error/>", {})),
+    "no bucket": (
+        (200, b"<ListBucketResult/>", {}),
+        (404, b"<Error><Code>NoSuchBucket</Code></Error>", {}),
+    ),
     "another bucket": ((200, CUT, {}), (404, b"<Error><Code>NoSuchKey</Code></Error>", {})),
     "half a list": ((200, CUT[:90], {}), (404, b"<Error><Code>NoSuchKey</Code></Error>", {})),
 }

@@ -49,6 +49,7 @@ _ADVICE = {
     "UnauthenticatedError": "give this process credentials for it, by the store's own variables",
     "InvalidPathError": "use another prefix",
 }
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # what S3, GCS and Azure call that
 _LOGIN = re.compile(r"://[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
 # Who has no credentials asks the machine's cloud for some, under these paths.
@@ -259,7 +260,8 @@ class ObjectStore:
             except FileNotFoundError as error:
                 # S3, GCS and Azure say it in XML, all with this element.
                 said = str(error)
-                return None if self._is_in_memory or "<Code>" in said else said.encode()[-SHOWN:]
+                is_own = "<Code>" in said and not any(each in said for each in _NO_BUCKET)
+                return None if self._is_in_memory or is_own else said.encode()[-SHOWN:]
 
     def _doubt(self, key: str, reason: str) -> NoReturn:
         advice = "check its URL and endpoint: a console, a login page or a proxy is no store"
