@@ -182,6 +182,16 @@ def test_a_module_is_filled_where_it_is_by_then(opened, move):
     assert all(torch.equal(got[fqn], tensor) for fqn, tensor in sent.state_dict().items())
 
 
+def test_a_module_is_published_by_the_names_that_it_has_by_then(opened):
+    model, trainer = Net(), opened("trainer")
+    trainer.register(model)
+    trainer.publish(1)
+    trainer.unpublish()
+    model.add_module("renamed", model._modules.pop("tied"))  # the last one, in the same place
+    trainer.publish(2)
+    require_newest(opened, model)
+
+
 def test_a_module_that_stays_is_registered_once(opened):
     model, trainer = Net(), opened("trainer")
     trainer.register(model)

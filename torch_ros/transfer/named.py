@@ -143,6 +143,7 @@ class _Owners:
         for three in map(has, self._modules):
             for each in three:
                 yield from each.values()
+                yield from each  # a module may be renamed
 
     def are_same(self) -> bool:
         now = list(self._now())
