@@ -39,6 +39,8 @@ def test_a_replica_that_has_not_asked_is_named_with_its_process(opened, asked):
         f"  trainer, rank 0: host .*, process {os.getpid()}; it runs; its stack: py-spy .*\n",
         out,
     )
+    code, out, _ = asked("why", trainer.model, "rollout", "--version", "7")
+    assert (code, out) == (0, "rollout: has version 7, and waits for nobody\n")
     code, out, _ = asked("--json", "why", trainer.model, "rollout", "--version", "9")
     found = json.loads(out)
     assert (code, found["schema"], found["kind"]) == (1, 1, "version")

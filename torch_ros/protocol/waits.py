@@ -65,8 +65,8 @@ class Why:
 
     Attributes:
         hops: The replica that was asked about, then whom each waits for.
-        kind: "process": `processes` hold it up. "gone": the last replica has closed or died.
-            "version": nobody has what it wants. "cycle": the last hop is there before.
+        kind: "process": `processes` hold it up. "gone": the last replica has closed, or lost
+            its seat. "version": nobody has what it wants. "cycle": the last hop is there before.
             "nothing": it has the newest version, and nobody to wait for.
         processes: To look at, of the last replica. Of "nothing": the publisher's.
     """
@@ -342,6 +342,8 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
         if replica.name != name and using is not None and using.active != ref:
             text = f"has version {ref.version}; {replica.name} does not use it yet"
             return _Found(text, onto=replica.name)
+    if version is not None:
+        return _Found(f"has version {held.ref.version}, and waits for nobody", "nothing")
     return _up_to_date(there, name, held.ref, everyone)
 
 
