@@ -214,7 +214,7 @@ def _of_replica(there: _Records, name: str, version: int | None) -> _Found:
         found = _in_call(there, inst, group.world_size, open_)
         before = next((call for call in calls if call.number == open_.number - 1), None)
         # Ranks that were told of different calls do not come; one that was not goes on alone.
-        differed = _differed(before) if before is not None and not found.onto else None
+        differed = _differed(before, calls) if before is not None and not found.onto else None
         return differed or found
     return _at_rest(there, name, calls, version)
 
@@ -324,7 +324,7 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
     if begun := _begun(there, inst, len(everyone)):
         return begun
     last = max(calls, key=lambda call: call.number, default=None)
-    if last is not None and (failed := _failed(there, last)):
+    if last is not None and (failed := _failed(there, last, calls)):
         return failed
     wanted = next((each for each in fleet.versions if each.ref.version == version), None)
     ref = fleet.latest if version is None else wanted.ref if wanted and wanted.is_offered else None
@@ -389,21 +389,23 @@ def _begun(there: _Records, inst: str, world_size: int) -> _Found | None:
     return _Found(f"not there yet for the save or load of the peers: {_ranks(away)}", ranks=away)
 
 
-def _differed(call: Call) -> _Found | None:
+def _differed(call: Call, calls: Sequence[Call]) -> _Found | None:
     failure = call.outcome.failure if call.outcome else None
     if failure is None or not isinstance(error := failure.error(), CallMismatch):
         return None
-    ranks = sorted({call.by, failure.rank})
-    return _Found(f"call {call.number}: different calls of {_ranks(ranks)}: {error}", ranks=ranks)
+    # A rank that was told of the difference in an earlier call decides the next one itself.
+    first = next((each for each in calls if each.number == error.call), call)
+    ranks = sorted({first.by, failure.rank})
+    return _Found(f"call {error.call}: different calls of {_ranks(ranks)}: {error}", ranks=ranks)
 
 
-def _failed(there: _Records, call: Call) -> _Found | None:
+def _failed(there: _Records, call: Call, calls: Sequence[Call]) -> _Found | None:
     failure = call.outcome.failure if call.outcome else None
     error = failure.error() if failure else None
     if failure is None or isinstance(error, DeadlineExceeded):  # what it waited for is looked at
         return None
     what = f"call {call.number}, {call.asked!r}, failed: {error}"
-    if differed := _differed(call):
+    if differed := _differed(call, calls):
         return differed
     if isinstance(error, SourceLost):
         return _Found(what, onto=error.replica, source=there.inst_of(error.replica))
