@@ -2358,6 +2358,19 @@ def _(until_one_lends):
     return lambda keys, ref: Wait(until_one_lends(keys, ref).reason, (keys.versions(),))
 
 
+@fault(
+    "a call without etcd is a part of the one in which it is ended",
+    (call_module.GroupCall, "fresh"),
+    scenario="given up before",
+)
+def _(_fresh):
+    def faulty(self, at_ms):
+        made = self._ledger.part(self._part)
+        return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
+
+    return faulty
+
+
 # Installs
 
 fault(

@@ -98,6 +98,8 @@ class GroupCall(Attempt):
         self.seating: Seating = seating
         self._ledger, self.deadline = seating.ledger, deadline
         self.start(seating.seat, seating.session)
+        # As of now: without etcd it is ended within a later call of the caller's.
+        self._part = self._ledger.part(Call(number, kind, asked, self.seat.rank))
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
@@ -139,8 +141,7 @@ class GroupCall(Attempt):
 
     def fresh(self, at_ms: int) -> Call:
         """The call as this rank makes it."""
-        call = self._ledger.part(Call(self.number, self.kind, self.asked, self.seat.rank))
-        return replace(call, at_ms=at_ms, traceparent=self.traceparent)
+        return replace(self._part, at_ms=at_ms, traceparent=self.traceparent)
 
     @property
     def mark(self) -> int:
