@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torch_ros.p2p import near
-from torch_ros.p2p.lending import Closed, LentMemory, Loan, NotLent
+from torch_ros.p2p.lending import Closed, LentMemory, Loan, NotLent, NotYet
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven
@@ -75,6 +75,16 @@ def test_a_closed_buffer_is_not_lent(lent, process):
         Loan(process, WORD)
     with pytest.raises(NotLent):
         Loan(process, WORD + 1)
+
+
+def test_a_content_whose_word_is_about_to_come_is_told_from_one_that_is_not_lent(lent, process):
+    lent.name(WORD - 1)
+    with pytest.raises(NotYet):
+        Loan(process, WORD, WORD - 1)
+    with pytest.raises(NotLent):
+        Loan(process, WORD)
+    lent.name(WORD)
+    Loan(process, WORD, WORD - 1).end()
 
 
 def test_a_buffer_that_is_filled_again_has_another_content(lent, process):

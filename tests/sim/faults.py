@@ -2371,6 +2371,15 @@ def _(_fresh):
     return faulty
 
 
+@fault(
+    "a copy has no name until its rank knows the end",
+    (word.OwnWord, "show_nothing"),
+    scenario="lends late",
+)
+def _(show_nothing):
+    return lambda self, mark, *_: show_nothing(self, mark)
+
+
 # Installs
 
 fault(

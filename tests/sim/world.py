@@ -741,8 +741,8 @@ class World(Scheduler):
             world.checks.filled(lent)
             lend(lent)
 
-        def loan(self, process, word):
-            borrowed(self, process, word)
+        def loan(self, process, word, *before):
+            borrowed(self, process, word, *before)
             world.loans.setdefault(world.current.process, []).append(self)
 
         def identify(_model, replica, rank, world_size, *, timeout_s):

@@ -36,6 +36,10 @@ class NotLent(Exception):
     """The process has no buffer with that content that may be lent."""
 
 
+class NotYet(Exception):
+    """The buffer is there, and its process has yet to learn whether it is what is looked for."""
+
+
 class Closed(Exception):
     """The buffer is there, and its process lends no more now."""
 
@@ -126,14 +130,18 @@ class Loan:
     `memory` is for reading: a write to it ends the process with SIGSEGV. It stays mapped for as
     long as anything refers to it, and is locked until `end`.
 
+    Args:
+        before: The word that it has before: see `NotYet`.
+
     Raises:
         NotLent: There is none.
+        NotYet: It has the word `before`.
         Closed: It is not lent now.
         OSError: The process has ended, or the kernel does not allow it.
     """
 
-    def __init__(self, process: Neighbour, word: int) -> None:
-        self._fd = _found(process, word)
+    def __init__(self, process: Neighbour, word: int, before: int | None = None) -> None:
+        self._fd = _found(process, word, before)
         self._end = weakref.finalize(self, _let_go, self._fd, _file(self._fd), os.getpid())
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -181,7 +189,7 @@ def _let_go(fd: int, file: _File, owner: int = -1) -> None:
             os.close(fd)
 
 
-def _found(process: Neighbour, word: int) -> int:
+def _found(process: Neighbour, word: int, before: int | None) -> int:
     """Open the file of that process whose content has this word, for reading only."""
     link = f"/memfd:{_name(process.agent)} (deleted)"  # as the kernel shows it
     folder = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=process.folder)
@@ -191,9 +199,11 @@ def _found(process: Neighbour, word: int) -> int:
                 if os.readlink(number, dir_fd=folder) != link:
                     continue
                 fd = _opened(process, folder, number)
-                if _word(fd) == word:
+                if (found := _word(fd)) == word:
                     return fd
                 os.close(fd)
+                if found == before:
+                    raise NotYet
     finally:
         os.close(folder)
     raise NotLent

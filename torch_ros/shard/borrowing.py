@@ -14,7 +14,7 @@ import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import LoanBroken, LoanRefused, NotSupported, PeerError, SourceLost
-from torch_ros.p2p.lending import Closed, Loan, NotLent
+from torch_ros.p2p.lending import Closed, Loan, NotLent, NotYet
 from torch_ros.p2p.voucher import LetGo, Unproven
 from torch_ros.printable import log_of
 from torch_ros.protocol.keys import Keys, replica_of
@@ -179,12 +179,11 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
         reason = f"{len(records)} of its {holding.world_size} processes are alive"
         raise SourceLost(replica, reason, 0, 0)
     what = f"borrowing version {ref.version} from replica {replica!r}"
-    word = Word(holding.mark, ALL_BLOCKS).pack()
     with ExitStack() as undo:
         loans = list[Loan]()
         for rank, record in enumerate(records):
             try:
-                loans.append(_loan(shard, record.card, word))
+                loans.append(_loan(shard, record.card, holding.mark))
                 undo.callback(loans[-1].end)
             except Closed as error:
                 reason = "it lends as much already as its borrow_bytes allow"
@@ -192,6 +191,9 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
                 raise LoanRefused(model, ref.version, replica, reason, advice) from error
             except LetGo as error:
                 raise SourceLost(replica, f"rank {rank}: {error}", 0, 0) from error
+            except NotYet as error:  # in a moment, if it lives
+                reason = f"rank {rank} has yet to learn that all have published"
+                raise SourceLost(replica, reason, 0, 0) from error
             except (Unproven, NotLent, OSError) as error:
                 raise NotSupported(f"{what} (rank {rank}: {str(error) or _LIVE})", _COPY) from error
         manifests = [Manifest.decode(loan.manifest) for loan in loans]
@@ -206,10 +208,10 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
     return Loans(model, borrowed, loans)
 
 
-def _loan(shard: Shard, card: bytes, word: int) -> Loan:
+def _loan(shard: Shard, card: bytes, mark: int) -> Loan:
     where = Card.decode(card)
     with closing(shard.transport.prove(where.agent, where.mailbox)) as process:
-        return Loan(process, word)
+        return Loan(process, Word(mark, ALL_BLOCKS).pack(), Word(mark, 0).pack())
 
 
 def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, torch.Tensor]:

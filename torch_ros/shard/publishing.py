@@ -110,4 +110,4 @@ def _offer(
     if call.ref.uid == call.fresh_uid:
         shard.word.serve(call.mark, registered.lent)
     else:  # it may have other bytes than who published it first
-        shard.word.show_nothing(call.mark)
+        shard.word.show_nothing(call.mark, registered.lent)

@@ -26,9 +26,11 @@ class OwnWord:
         if lent is not None:
             lent.name(Word(mark, ALL_BLOCKS).pack())
 
-    def show_nothing(self, mark: int) -> None:
+    def show_nothing(self, mark: int, lent: LentMemory | None = None) -> None:
         """What is there may not be the call's content: that is known when the call has ended."""
         self._mailbox.serve(mark, 0)
+        if lent is not None:  # the store may say that the call has ended before this rank knows
+            lent.name(Word(mark, 0).pack())
 
     def void(self) -> None:
         """Clear it: tensors are written to, or taken back, next."""
