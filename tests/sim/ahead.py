@@ -290,6 +290,8 @@ def passed_by(scene: Scene) -> None:
         scene.until("3")
         demand(not me.handle.update(timeout_s=100), f"{me} goes to what is only coming")
         demand(me.handle.version == 1, f"{me} has given up what it had")
+        scene.reach(f"{me} has passed by")  # else who comes late goes with its peer at once
+        scene.until(*(f"{each} has passed by" for each in scene.start_named("r1").processes))
         demand(me.handle.update(timeout_s=100), f"{me} is told to wait for ever")
         scene.checks.returned(me, me.handle.version)
         demand(me.handle.version == 2, f"{me} passes by what is here for what is far")

@@ -202,6 +202,7 @@ def by_deltas(scene: Scene) -> None:
             scene.until(*(f"t.0/{rank} made {version}" for rank in range(2)))
             update(me, "delta", version)
             scene.reach(f"{me} has {version}")
+        scene.until(*has(scene, "r", order[-1]))  # a rank that closes ends what its peers hold
 
     train(scene, script)
     scene.start("r", read, size=scene.rng.choice([1, 2, 3]), digests="full")
