@@ -122,6 +122,16 @@ def test_a_dtype_without_a_name_is_refused_and_nothing_is_left(opened, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_in_the_place_of_what_a_pull_left_leads_nowhere(tmp_path):
+    other, folder = tmp_path / "other", tmp_path / "folder"
+    other.mkdir()
+    folder.mkdir()
+    (folder / ".out.aa.part").symlink_to(other)
+    with written.made_whole(folder / "out"):
+        pass
+    assert list(other.iterdir()) == []
+
+
 def test_a_folder_is_never_half_written_nor_overwritten(tmp_path):
     (tmp_path / ".out.0.part").mkdir()  # of a process that was killed
     (tmp_path / ".out.b.0.part").mkdir()  # of one that writes to another place

@@ -125,7 +125,7 @@ def _place(folder: Path) -> Path:
 def _remove_left(place: Path) -> None:
     hidden = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]+\.part")
     for left in place.parent.iterdir():
-        if hidden.fullmatch(left.name):
+        if hidden.fullmatch(left.name) and not left.is_symlink():  # to a folder of others
             with suppress(OSError):  # another user's; or files cannot be locked here
                 if (lock := _locked(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
