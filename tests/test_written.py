@@ -77,6 +77,20 @@ def test_a_write_to_what_is_published_is_an_error_of_unpublish(opened, change, g
     assert TOLD not in caplog.text
 
 
+def test_a_copy_takes_the_place_of_what_was_written_to_and_that_is_told(opened, caplog):
+    model, trainer, rollout = nn.Linear(4, 4), opened("trainer"), opened("rollout")
+    trainer.register(model)
+    trainer.publish(1)
+    write(model)
+    trainer.publish_copy(2, model)
+    assert "version 1 was overwritten while it was published" in caplog.text
+    assert trainer.list() == {2: {"trainer"}}
+    mine = nn.Linear(4, 4)
+    rollout.register(mine)
+    assert rollout.replicate() == 2
+    assert torch.equal(mine.weight, model.weight)
+
+
 def test_nobody_takes_a_withdrawn_version_from_who_has_it(opened, caplog):
     model, trainer, rollout = nn.Linear(4, 4), opened("trainer"), opened("rollout")
     mine = nn.Linear(4, 4)

@@ -313,7 +313,13 @@ class _Save:
         except CallAborted as error:  # a rank that is cut off has looked for itself
             if store_wait_s is None or error.reason != DOES_NOT_WAIT:
                 raise
-        shard.unpublish(self._deadline, counted=counted)
+        try:
+            shard.unpublish(self._deadline, counted=counted)
+        except ContractBroken as broken:
+            if self._request.copying is None:
+                raise
+            # The copy was whole before, and what the trainer goes on with is not lost for this.
+            log.warning("%s: %s", asked, broken)
 
     @property
     def _answer(self) -> str:
