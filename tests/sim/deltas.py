@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from checks import demand
 from replicas import Process
-from scenes import SCENES, Scene
+from scenes import SCENES, Scene, puts
 from world import few_change
 
 from torch_ros.errors import ClosedError, SourceLost, TorchRosError
@@ -325,8 +325,9 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
             goes_on = lambda: fails or "r2.2/0 has 2" in scene.reached
             cut_off = lambda: fails and scene._cut(me, 9.0)
             scene.hold("late", me, waits, goes_on, meanwhile=cut_off)
-        else:
-            scene.until("late")  # the last one knows the end at once
+        else:  # the last one knows the end at once
+            comes = lambda what: puts("/ready/")(what) and has_applied(me)
+            scene.hold("last", me, comes, lambda: "late" in scene.reached)
         with suppress(TorchRosError) if fails and me.rank == 0 else nullcontext():
             me.handle.update(timeout_s=2 if fails and me.rank == 0 else 100)
         if fails:
@@ -361,8 +362,13 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
 
 def awaits_end(me: Process, what: object) -> bool:
     """Whether it waits for the end of a call in which it has applied deltas."""
+    return isinstance(what, Watch) and has_applied(me)
+
+
+def has_applied(me: Process) -> bool:
+    """Whether it has applied deltas, in a call whose end it has not learned."""
     word = me.handle._shard.mailbox.word
-    return isinstance(what, Watch) and word.mark > 0 and word.position == 0
+    return word.mark > 0 and word.position == 0
 
 
 def base_once(scene: Scene) -> None:
