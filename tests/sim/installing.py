@@ -163,20 +163,23 @@ def rejected_since(scene: Scene) -> None:
     def follow(me: Process) -> None:
         if me.rank == 0:
             with suppress(TorchRosError):
-                me.installed(1, timeout_s=3)
+                me.installed(1, timeout_s=1)  # it gives up while it is cut off
                 raise Broken("it has heard of the end")
             scene.when(lambda: "r.1/1 leaves" in scene.reached, "its peer at the end of a block")
         else:
             me.installed(1, pause_s=0.5)  # its peer is ready before, and does not hear the end
             scene.hold("r.1/1 leaves", me, puts("/ready/"), lambda: True)
-        refused = 0
+        refused, told = 0, set[type]()
         while me.engine is None or not refused:
             try:
                 me.installed(1, timeout_s=20)
             except (TorchRosError, CallMismatch) as error:  # perhaps they are out of step, too
                 me.engine = None
                 refused += 1
+                told.add(type(error))
                 demand(refused < 5, f"I10: it is not installed any more: {error}")
+        is_told = me.rank == 1 or InstallRejected in told
+        demand(is_told, f"I10: {me} has rejected it, and is told {told}")
         scene.reach(f"{me} has it")
         scene.until("over")
 

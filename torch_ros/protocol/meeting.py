@@ -64,7 +64,8 @@ def meet(
     asked, has_ended = own.asked, call.outcome is not None
     failure = call.outcome.failure if call.outcome is not None else None
     is_told_again = _is_waited_out(call) and told != "" and told == (own.caller or asked)
-    if refuses and not _is_of_caller(call, own) and asked != block:
+    is_in_block = asked == block and not own.continues  # else all have come to its end
+    if refuses and not _is_of_caller(call, own) and not is_in_block:
         return "ahead"
     if not refuses and (is_told_again or (left_out and has_ended and not own.continues)):
         return "missed"
