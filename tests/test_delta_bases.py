@@ -70,6 +70,7 @@ def test_tensors_that_overlap_are_read_in_full(pair):
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.long
 def test_a_reader_follows_a_trainer_that_does_not_wait_for_it(pair):
     trainer, rollout = pair
     tensors, found = first(trainer, rollout)

@@ -127,6 +127,7 @@ def elsewhere(rng, tensor):
     st.sampled_from(DTYPES),
     st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]),
 )
+@pytest.mark.long
 def test_any_sharding_follows_any_other_by_deltas_in_any_dtype(seed, dtype, sizes):
     rng = np.random.default_rng(seed)
     dtypes = [dtype, *(DTYPES[n] for n in rng.integers(len(DTYPES), size=4))]

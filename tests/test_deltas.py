@@ -180,6 +180,7 @@ def test_an_update_to_what_has_not_changed_brings_nothing(pair):
     assert_same(found, tensors)
 
 
+@pytest.mark.long
 def test_heads_that_are_large_beside_the_tensors_are_not_read(pair, monkeypatch):
     trainer, rollout = pair
     tensors = {f"t{number}": torch.zeros(()) for number in range(1000)}
@@ -583,6 +584,7 @@ def test_a_prefetch_that_will_look_again_ends_where_that_is_of_no_use(pair, monk
             assert ended.result(10) is None
 
 
+@pytest.mark.long
 def test_prefetches_and_updates_beside_each_other_are_exact(pair):
     trainer, rollout = pair
     tensors, found = first(trainer, rollout)
@@ -613,6 +615,7 @@ def test_prefetches_and_updates_beside_each_other_are_exact(pair):
     assert any(staged)
 
 
+@pytest.mark.long
 def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_from(options):
     model = "m-" + uuid.uuid4().hex[:8]
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:

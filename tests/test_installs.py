@@ -477,6 +477,7 @@ def struck(line, block):
 
 @only_memory
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.long
 def test_ctrl_c_at_any_line_of_an_install_leaves_nobody_active(opened, trainer, fails):
     rollout, line = engine(opened), 1
 
@@ -560,6 +561,7 @@ def test_peers_of_a_rank_that_rejected_late_enter_the_next_attempt(ranks, pool, 
 
 
 @only_memory
+@pytest.mark.long
 def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
     ranks, pool, trainer, monkeypatch
 ):

@@ -50,6 +50,7 @@ choose_transport("ucx", replica="r", rank=0, in_process=False, reason="").close(
 """
 
 
+@pytest.mark.long
 def test_nixl_is_loaded_where_ctrl_c_does_not_come():
     loading = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True)
     assert loading.stdout == "False\n", loading.stderr

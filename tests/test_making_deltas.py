@@ -455,6 +455,7 @@ print(time.time(), flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_script_that_ends_does_not_wait_for_the_whole_delta():
     run = [sys.executable, "-c", ENDS]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)

@@ -170,6 +170,7 @@ def test_a_clock_that_stands_still_makes_no_rate_of_nothing():
     assert landings.told > GB
 
 
+@pytest.mark.long
 def test_a_relay_over_tcp_tells_its_readers_how_fast_bytes_land(etcd_endpoint, monkeypatch):
     """It stops after a few windows, until its reader has asked it."""
     model, told, asked = "m-" + uuid.uuid4().hex[:8], {}, []

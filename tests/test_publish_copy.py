@@ -155,6 +155,7 @@ STRUCK = ("shard/checkpoint.py", "transfer/copy_buffers.py", "transfer/turns.py"
 
 # A generator that Ctrl-C ends where it is let go of says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.long
 def test_ctrl_c_at_any_moment_brings_no_copy_into_what_is_published(monkeypatch):
     """Where a signal handler may run: at the beginning of a function, or behind one in C."""
     moments = itertools.count()

@@ -382,6 +382,7 @@ def test_time_in_which_the_consumer_does_other_things_is_no_waiting(opened):
 # Ends
 
 
+@pytest.mark.long
 def test_a_stream_that_is_dropped_closed_or_left_leaves_nothing(opened):
     tensors = rows(9)
     trainer, engine = publisher(opened, tensors), opened("engine")

@@ -637,6 +637,7 @@ def asked(endpoint, capsys):
     return ask
 
 
+@pytest.mark.long
 def test_the_command_archives_once(opened, asked, url):
     trainer = opened("trainer")
     code, _, err = asked("archive", trainer.model, url, "--once")
@@ -656,6 +657,7 @@ def test_the_command_archives_once(opened, asked, url):
     assert asked("archive", trainer.model, "ftp://x", "--once")[0] == 2
 
 
+@pytest.mark.long
 def test_the_room_needs_no_etcd():
     code = "import sys, torch_ros.bucket; print({'grpc', 'nixl', 'pyetcd'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

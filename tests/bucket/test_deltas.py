@@ -118,6 +118,7 @@ def fetched(bucket, tensors, version, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["gaps", "coo"])
 @pytest.mark.parametrize("file_bytes", [1000, 10**9])
+@pytest.mark.long
 def test_each_version_comes_back_from_nothing_and_from_the_one_before(line, encoding, file_bytes):
     made = line(encoding=encoding, file_bytes=file_bytes)
     small = everything()

@@ -429,6 +429,7 @@ def test_a_gib_from_disk_is_published_in_a_second_and_takes_no_memory(opened, en
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 @pytest.mark.parametrize("ends_by", ["enough", "Ctrl-C"])
+@pytest.mark.long
 def test_a_process_that_pushes_stays_until_it_is_told_or_enough_have_it(
     opened, endpoint, tmp_path, ends_by
 ):

@@ -260,6 +260,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("name", ["nixl", "torch"])
+@pytest.mark.long
 def test_what_is_not_installed_is_named(name, etcd_endpoint):
     with closing(connect(etcd_endpoint, timeout_s=5)) as kv:
         crowd = Crowd(kv, "m-" + uuid.uuid4().hex[:8])

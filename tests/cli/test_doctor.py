@@ -251,6 +251,7 @@ def endpoint_of(surroundings):
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+@pytest.mark.long
 def test_an_old_etcd_and_another_release_are_named(endpoint):
     model, kv = "m-" + uuid.uuid4().hex[:8], connect(endpoint, timeout_s=5)
     with contextlib.closing(kv):
@@ -280,6 +281,7 @@ def test_a_clock_that_is_ahead_is_named(opened, endpoint, capsys):
         assert named(found, f"the clock of {socket.gethostname()} is at least ") == level
 
 
+@pytest.mark.long
 def test_an_etcd_without_room_has_an_alarm(running_etcd, tmp_path):
     with running_etcd(tmp_path / "etcd", "--quota-backend-bytes", str(1 << 20)) as server:
         kv = connect(f"etcd://{server.host}", timeout_s=5)

@@ -274,6 +274,7 @@ def start(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
+@pytest.mark.long
 def test_an_etcd_that_is_not_there_is_an_exit_code(tmp_path):
     found = start("ls", env=os.environ | {"TORCH_ROS_LOCAL_DIR": str(tmp_path / "none")})
     assert (found.returncode, found.stdout) == (3, "")
@@ -326,6 +327,7 @@ def test_a_list_of_a_thousand_replicas_of_eight_ranks_is_little_work(etcd_server
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+@pytest.mark.long
 def test_a_process_imports_no_torch_and_survives_pipes_and_ctrl_c(opened, endpoint):
     published(opened("trainer"), 7)
     heard = start("--endpoint", endpoint, "ls", env=os.environ | {"COLUMNS": "40"})

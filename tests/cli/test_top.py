@@ -196,6 +196,7 @@ def test_a_name_cannot_move_the_cursor():
     piloted(script, (200, 20))
 
 
+@pytest.mark.long
 def test_of_ten_thousand_the_chosen_one_is_on_the_screen():
     many = fleet(*(held(f"r{number}") for number in range(10_000)), versions=[TWO])
 
@@ -211,6 +212,7 @@ def test_of_ten_thousand_the_chosen_one_is_on_the_screen():
     piloted(script)
 
 
+@pytest.mark.long
 def test_a_frame_of_ten_thousand_is_little_work():
     """Work, not time, which other tests take too: some 50 ms of a processor."""
     many = fleet(*(held(f"r{number}") for number in range(10_000)), versions=[TWO])
@@ -276,6 +278,7 @@ def test_it_is_for_terminals(opened, endpoint, capsys):
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+@pytest.mark.long
 def test_a_process_draws_on_a_terminal_and_quits(opened, endpoint):
     trainer = opened("trainer")
     published(trainer)

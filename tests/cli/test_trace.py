@@ -77,6 +77,7 @@ def test_time_that_no_stage_has_is_a_slice_of_its_own():
     ]
 
 
+@pytest.mark.long
 def test_a_hundred_replicas_and_fifty_versions_are_below_20_mb():
     story = spread(Story(), 100, 50)
     text = msgspec.json.encode(merged(story)[0])

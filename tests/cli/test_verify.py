@@ -75,6 +75,7 @@ def test_one_flipped_bit_is_found_in_100_of_100(three, endpoint):
         assert (found.name, found.replica) == (name, replica)
 
 
+@pytest.mark.long
 def test_the_tensor_and_the_replica_are_named(three, asked):
     trainer, held = three
     code, said, err = asked("verify", trainer.model, "latest", "--full")

@@ -184,6 +184,7 @@ def test_so_does_one_with_collectives(replicas, monkeypatch):
 
 
 @both_planners
+@pytest.mark.long
 def test_a_load_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(
     replicas, is_own, monkeypatch
 ):

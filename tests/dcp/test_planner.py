@@ -355,6 +355,7 @@ TREES = st.recursive(
 
 @settings(PATIENT)
 @given(st.dictionaries(st.sampled_from("abc"), TREES, max_size=3))
+@pytest.mark.long
 def test_an_outline_has_the_leaves_that_dcp_flattens_to(tree):
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 

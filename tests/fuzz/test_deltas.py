@@ -141,6 +141,7 @@ long = settings(
 @example(("table", [0, 0, 2]), 2**64 - 16, False)
 @example(("table", [0, 0, 4]), 2**62, False)
 @example(("index", [0, 0, 2]), 2**32 - 1, False)
+@pytest.mark.long
 def test_a_reader_believes_no_delta_that_is_none(where, other, has_another):
     update_from("auto", where, other, has_another=has_another)
 

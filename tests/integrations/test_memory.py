@@ -93,6 +93,7 @@ def test_what_is_read_in_place_takes_no_memory(grown):
 
 
 @pytest.mark.parametrize("buffer_bytes", [8 * MIB, 1 * MIB, COUNT * TENSOR_BYTES])
+@pytest.mark.long
 def test_staged_tensors_take_two_buffers_or_the_largest_ones(grown, buffer_bytes):
     """With buffers as large as the model, all of it: so the bound of the others is a bound."""
     bound = 2 * max(buffer_bytes, TENSOR_BYTES) + SLACK_BYTES

@@ -45,6 +45,7 @@ def figures(handle):
     return found
 
 
+@pytest.mark.long
 def test_a_handle_tells_what_it_holds(opened):
     trainer, rollout = opened("trainer"), opened("rollout")
     assert figures(trainer)["held_version", "trainer", "0", trainer.run] == -1
@@ -67,6 +68,7 @@ def test_a_handle_tells_what_it_holds(opened):
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.long
 def test_reads_publications_and_drains_are_counted_with_their_durations(opened):
     trainer, rollout = opened("trainer"), opened("rollout")
     reports = REPORTS_KEPT + 6  # more than are kept between two scrapes
@@ -103,6 +105,7 @@ def test_readers_that_are_left_behind_are_counted():
     assert sum(summed.read_s["read"].counts) == 1
 
 
+@pytest.mark.long
 def test_staged_bytes_are_those_beside_the_tensors(opened):
     trainer = opened("trainer", retain=("latest",))
     trainer.publish_copy(1, {"w": torch.zeros(1 << 16)})
@@ -114,6 +117,7 @@ def test_staged_bytes_are_those_beside_the_tensors(opened):
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)  # one lends to itself there only
+@pytest.mark.long
 def test_who_streams_and_who_borrows_is_told_while_it_does(opened, monkeypatch):
     monkeypatch.setattr(filling, "IDLE_S", 60.0)  # for which a source waits for this consumer
     trainer, rollout = opened("trainer", borrow_bytes=1 << 20), opened("rollout")
@@ -137,6 +141,7 @@ def test_who_streams_and_who_borrows_is_told_while_it_does(opened, monkeypatch):
     assert shown() == [(0, 0), (0, 0)]
 
 
+@pytest.mark.long
 def test_reads_that_fail_are_counted_by_their_error(opened):
     rollout = opened("rollout")
     rollout.register({"w": torch.empty(4)})
@@ -146,6 +151,7 @@ def test_reads_that_fail_are_counted_by_their_error(opened):
     assert figures(rollout)["reads_total", "rollout", "0", "DeadlineExceeded", ""] == 2
 
 
+@pytest.mark.long
 def test_a_lost_seat_is_counted_and_shown(opened):
     trainer = opened("trainer")
     published(trainer, 1)
@@ -182,6 +188,7 @@ def until(is_so):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_counters_outlive_a_handle(opened):
     rollout = opened("rollout")
     rollout._shard.observed.tally.corrupt += 3
@@ -201,6 +208,7 @@ def test_a_name_that_nobody_chose_has_no_pid(opened):
 
 
 @pytest.mark.parametrize("name", ['"', "\\", 'a"} 1\n# b', "é"])
+@pytest.mark.long
 def test_any_name_of_a_replica_is_a_label(opened, name):
     assert figures(opened(name))["seated", name, "0"] == 1
 
@@ -225,6 +233,7 @@ def test_tallies_of_many_names_are_bounded_and_none_counts_twice():
     assert {tally.corrupt for tally in found.values()} == {1}
 
 
+@pytest.mark.long
 def test_a_process_serves_its_figures(opened):
     handle = opened("one")
     port = serve()

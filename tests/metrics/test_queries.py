@@ -91,6 +91,7 @@ def there(served):
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
+@pytest.mark.long
 def test_each_figure_of_a_query_is_there_with_its_labels(there):
     queries = [*of_board(), *((query, set()) for query in of_alerts())]
     for query, legend in queries:

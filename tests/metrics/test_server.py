@@ -42,6 +42,7 @@ def test_a_port_for_other_hosts_is_asked_by_any_name():
         assert answer(f"http://127.0.0.1:{port}/", Host="trainer-0.jobs.svc:9464")[0] == 200
 
 
+@pytest.mark.long
 def test_connections_that_send_nothing_take_a_few_threads_and_no_scrape():
     before = threading.active_count()
     with server.serving(One(), "127.0.0.1", 0) as url, ExitStack() as stack:

@@ -326,6 +326,7 @@ def test_memory_that_is_asked_for_is_huge_at_its_first_touch():
 
 
 @real
+@pytest.mark.long
 def test_tensors_may_be_written_resized_freed_forked_and_shared_meanwhile():
     pages = HugePages()
     for _ in range(3):

@@ -188,6 +188,7 @@ def test_a_reader_killed_during_a_read_does_not_harm_its_source(spawn, environme
     assert source.ask("close") == ["closed"]
 
 
+@pytest.mark.long
 def test_nothing_lands_once_a_read_from_a_stuck_source_was_closed(spawn):
     source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
     reader.tell("linger", 0.2)

@@ -143,6 +143,7 @@ def test_tcp_carries_the_bytes_between_fabrics_and_not_within_one(spawn):
 
 
 @pytest.mark.parametrize("fabric", ["west", "east"])
+@pytest.mark.long
 def test_no_byte_of_a_source_that_was_left_lands_over_those_of_another_way(spawn, fabric):
     """The source that goes on is read in the other way, into the same memory."""
     ucx = {"UCX_TLS": "tcp"}  # a read within the host would be over at once

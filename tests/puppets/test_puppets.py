@@ -73,6 +73,7 @@ def test_a_rank_knows_which_it_is(started):
     assert [rank.end_of_log() for rank in ranks] == ["0 of 2\n", "1 of 2\n"]
 
 
+@pytest.mark.long
 def test_a_puppet_ends_with_the_tests_that_started_it(started):
     tests = started.start(STARTER, Path(__file__).parents[1], started.folder, talks=True)
     puppet = os.pidfd_open(int(tests.hear()))

@@ -335,6 +335,7 @@ def test_a_burst_with_steps_of_another_size_passes_them_on_sooner():
     assert scenarios.burst(0, n=30)["last_x"] < altered["last_x"] - 0.02
 
 
+@pytest.mark.long
 def test_who_dies_ends_and_everybody_else_has_it_all():
     found = scenarios.deaths(0, n=20, share=0.1)
     assert (found["died"], found["failed"]) == (2, 0)
@@ -405,6 +406,7 @@ def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
     assert found["crossings"] == 1.0
 
 
+@pytest.mark.long
 def test_nobody_starves_who_polls_seldom():
     assert scenarios.fast_versions(0, lasts_s=30.0)["lag"] <= 8
 
@@ -475,6 +477,7 @@ def test_the_same_figures_come_twice():
     assert scale.encoded(scale.played(jobs, 2)) == scale.encoded(again)
 
 
+@pytest.mark.long
 def test_figures_do_not_tell_which_process_of_which_host_has_played(monkeypatch):
     jobs = [scale.job("burst", n=3)]
     here = scale.encoded(scale.played(jobs, 1))
@@ -486,6 +489,7 @@ def test_figures_do_not_tell_which_process_of_which_host_has_played(monkeypatch)
 # The page
 
 
+@pytest.mark.long
 def test_the_page_is_what_the_figures_make(tmp_path):
     docs = ROOT / "docs" / "scale"
     rows = page.rows_in(docs)

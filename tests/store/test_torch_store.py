@@ -636,6 +636,7 @@ ROUNDS = 40
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_barriers_go_on_when_the_leader_is_killed_and_count_everybody_once(etcd_cluster, opened):
     name, hosts = unique(), etcd_cluster.hosts
     # Each begins with another member, so that one of them loses its connection as well.

@@ -205,6 +205,7 @@ seeds = st.integers(0, 2**63)
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seeds, st.sampled_from(all_dtypes()))
+@pytest.mark.long
 def test_any_chain_reaches_any_other_sharding(seed, dtype):
     case(seed, dtype)
 

@@ -182,6 +182,7 @@ def changes(delta):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32 - 1))
+@pytest.mark.long
 def test_a_reader_finds_the_segments_of_any_part_of_any_chunk(seed):
     rng = np.random.default_rng(seed)
     tensors = tensors_of(rng, int(rng.integers(0, 6)))
@@ -298,6 +299,7 @@ def test_a_row_of_the_index_that_is_wrong_is_refused_where_it_is_used():
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.long
 def test_bytes_of_any_kind_are_a_head_that_can_be_used_or_are_refused(data):
     listed, payload, body = one_delta()
     place = data.draw(st.integers(0, len(payload) - 1))
