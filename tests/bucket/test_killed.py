@@ -107,7 +107,6 @@ def test_archivers_that_are_killed_leave_whole_versions_and_nothing_that_stays(
         return set((root / trainer.model).glob("*/data/*"))
 
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read)
         for killed in range(KILLS + 1):  # nobody kills the first one: it tells how long they write
             version = publish()
             before = folders()
@@ -120,6 +119,7 @@ def test_archivers_that_are_killed_leave_whole_versions_and_nothing_that_stays(
             if write_s is None:
                 wait_until(bucket.list, archiver)
                 write_s = time.monotonic() - began_s
+                reading = pool.submit(reader.read)  # before, there is no bucket
                 archiver.signal(signal.SIGTERM)
                 archiver.finish()
             else:
