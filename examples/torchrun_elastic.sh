@@ -55,5 +55,7 @@ while read -r line <&3; do
   fi
 done
 
-wait "$rollout" && wait %1 && wait "$three"
+wait "$rollout" # each ends the script if it failed
+wait %1
+wait "$three"
 echo "version $steps was reached, from what the rollout kept"
