@@ -111,6 +111,18 @@ def opened(endpoint):
         handle.close(linger_s=0)
 
 
+@pytest.fixture(scope="module")
+def mesh():
+    """A device mesh of this process alone."""
+    import torch.distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def pool():
     """Threads that are ranks."""

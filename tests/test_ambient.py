@@ -1,4 +1,4 @@
-"""What a program has set for torch as a whole, or around a call, changes nothing of ours."""
+"""Modes that a program sets for torch as a whole, or around a call, change nothing of ours."""
 
 import contextlib
 import tempfile
@@ -114,7 +114,7 @@ def made_within(trainer, rollout, mode):
 
 
 def first_within(trainer, rollout, mode):
-    """What was made in the first call is used in a second one, outside of the mode."""
+    """Buffers that the first call made are used in a second one, outside of the mode."""
     modes = [mode, *[contextlib.nullcontext] * 2]
     in_place(trainer, rollout, modes[:2])
     deltas(trainer, rollout, modes)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torch_ros
@@ -42,14 +41,6 @@ def opened():
     yield open_
     for handle in handles:
         handle.close()
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 def whole(tensor):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
@@ -183,14 +182,6 @@ def test_joined_spans_are_the_same_bytes_and_as_few_as_can_be():
 def test_spans_that_touch_on_one_side_only_stay_apart_and_in_order():
     spans = np.array([(50, 10, 5), (55, 20, 5), (0, 25, 5), (5, 31, 5)], np.uint64)
     assert joined(spans).tolist() == spans.tolist()
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "DTensor"])

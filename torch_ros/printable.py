@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -13,6 +14,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Log(logging.Logger):

@@ -79,7 +79,7 @@ def piece(tensor, of, rank):
 
 
 def published(sources):
-    """What a reader gets of these sources, each of one rank."""
+    """The tensors that a reader gets of these sources, each of one rank."""
     options = {"endpoint": f"memory://{uuid.uuid4().hex}", "linger_s": 0}
 
     def publish(rank):

@@ -1,4 +1,4 @@
-"""What a process that was once told of does now, as this host shows it."""
+"""The state of a process that was once told of, as this host shows it."""
 
 import os
 import signal

@@ -15,7 +15,7 @@ import torch_ros.bucket
 from torch_ros.bucket.archive import Archived, Archiver, Form
 from torch_ros.bucket.files import PROBES
 from torch_ros.cli.ending import told_to_end
-from torch_ros.cli.ls import size, some
+from torch_ros.cli.ls import size
 from torch_ros.cli.moving import bar, opened
 from torch_ros.cli.output import say
 from torch_ros.errors import (
@@ -27,7 +27,7 @@ from torch_ros.errors import (
     SeatLost,
     UsageError,
 )
-from torch_ros.printable import log_of
+from torch_ros.printable import log_of, some
 
 LOOK_S = 5.0  # of a wait for another version: so much later it hears that it is told to end
 FLEET_S = 30.0  # between two looks at the fleet: the same number may be published anew, in a moment

@@ -6,10 +6,10 @@ from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 
-from torch_ros.cli.ls import some
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, UsageError
 from torch_ros.p2p.life import Life, State, look
+from torch_ros.printable import some
 from torch_ros.protocol import seen, waits
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch_ros.cli import headway
 from torch_ros.cli.headway import Headway
 from torch_ros.deadline import wall_ms
+from torch_ros.printable import some
 from torch_ros.protocol.fleet import Fleet, Held
 
 
@@ -25,7 +26,6 @@ class Differs(Protocol):
 Rows = list[Sequence[str]]
 MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "LAST PUBLISH", "")
 VERSIONS = ("VERSION", "STATE", "SIZE", "REPLICA", "RANKS", "WHERE", "HOW", "SINCE", "READS FROM")
-NAMES_MAX = 3  # in one cell
 DIFFERENCES = ("TENSOR", "CHANGED", "OF", "")
 UNVERIFIED = ("TENSOR", "REPLICA", "")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -129,12 +129,6 @@ def unverified(found: Iterable[Deviates], odd: Iterable[Differs]) -> Rows:
     """A line for each tensor of each replica that is not what others have."""
     rows: Rows = [(each.name, each.replica, f"unlike {some(each.others)}") for each in found]
     return [*rows, *((each.name, "all", each.why) for each in odd)]
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - NAMES_MAX
-    return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def age(at_ms: int | None) -> str:

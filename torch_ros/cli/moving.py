@@ -33,10 +33,10 @@ from torch_ros.checkpoints.written import (
 )
 from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
-from torch_ros.cli.ls import size, some
+from torch_ros.cli.ls import size
 from torch_ros.cli.output import complain, say
 from torch_ros.errors import BackendError, StoreUnavailable, UsageError
-from torch_ros.printable import log_of, printable
+from torch_ros.printable import log_of, printable, some
 from torch_ros.protocol.records import VersionRef
 from torch_ros.store.endpoint import located
 from torch_ros.transfer.meter import Bar

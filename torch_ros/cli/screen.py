@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from torch_ros.cli import headway, ls
 from torch_ros.cli.lines import Line, Spread
+from torch_ros.printable import some
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.records import VersionRef
 
@@ -39,8 +40,8 @@ def state(line: Line) -> str:
 
 def reads(line: Line) -> str:
     if line.sources:
-        return ls.some(line.sources)
-    return f"(read by {ls.some(line.readers)})" if line.readers else ""
+        return some(line.sources)
+    return f"(read by {some(line.readers)})" if line.readers else ""
 
 
 def number(ref: VersionRef | None) -> str:

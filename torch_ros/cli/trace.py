@@ -16,11 +16,11 @@ import msgspec
 
 from torch_ros.cli import asking, merging, timeline, watching
 from torch_ros.cli.ending import told_to_end
-from torch_ros.cli.ls import some
 from torch_ros.cli.output import complain, say_raw
 from torch_ros.cli.recording import NOBODY, FleetRecording, is_everywhere
 from torch_ros.cli.timeline import Timeline
 from torch_ros.errors import BackendError, ClosedError, UsageError
+from torch_ros.printable import some
 from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.journal import SUFFIX, Journal, parsed
 from torch_ros.store.kv import KV

@@ -14,9 +14,9 @@ from torch_ros.checkpoints.compared import Difference, unlike
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.checkpoints.verified import Deviation, Digests, deviations, digests_of
 from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S, require_same
-from torch_ros.cli.ls import some
 from torch_ros.cli.moving import as_version, opened
 from torch_ros.errors import NotAvailable, SourceLost, UsageError, VersionNotFound
+from torch_ros.printable import some
 
 PUBLISHED = "(as published)"
 SAMPLED_OF = 64  # one tensor of so many is looked at, unless all are

@@ -20,6 +20,7 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.printable import some
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible, resting
 from torch_ros.protocol.legible import keyed, readable
@@ -410,9 +411,7 @@ def lacking(view: View, seat: Seat, call: Call) -> str:
     there = keyed(view.within(seat.keys.readies(seat.inst, call.number)), k.parse_rank)
     ready = {rank for _, rank, _ in there} | seat.done_by(call).keys()
     left = [str(rank) for rank in range(seat.world_size) if rank not in ready]
-    more = f" and {len(left) - NAMED_MAX} more" if len(left) > NAMED_MAX else ""
-    ranks = f"rank{'s' if len(left) > 1 else ''} {', '.join(left[:NAMED_MAX])}{more}"
-    return f"; missing: {ranks}" if left else ""
+    return f"; missing: rank{'s' if len(left) > 1 else ''} {some(left)}" if left else ""
 
 
 def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
@@ -430,9 +429,6 @@ def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
     said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
     has_delta = any(answer.is_delta for answer in answers.values())
     return Done(Said(said, has_delta) if len(said) == seat.world_size else None)
-
-
-NAMED_MAX = 3  # ranks in a sentence
 
 
 @dataclass(frozen=True, slots=True)

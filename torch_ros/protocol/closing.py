@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from torch_ros.printable import some
 from torch_ros.protocol import archives
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
@@ -20,7 +21,6 @@ from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import Delete, Guard, NoneNewer, Op, Put, Range, Ranges, Txn, View, one
 
 CLOSING = 0  # the number of a group's last call; others count from 1
-NAMED_MAX = 3  # replicas that a log line names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -366,6 +366,4 @@ def _numbers(needed: Sequence[Leaving]) -> str:
 
 
 def _names(replicas: Iterable[str]) -> str:
-    names = sorted(set(replicas))
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return ", ".join(names[:NAMED_MAX]) + more
+    return some(sorted(set(replicas)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded, SourceLost
+from torch_ros.printable import some
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import seen
 from torch_ros.protocol.fleet import Fleet, Held
@@ -22,7 +23,6 @@ from torch_ros.protocol.sources import suspects
 from torch_ros.store.txn import Ranges, View, under
 
 Kind = Literal["process", "gone", "version", "cycle", "nothing"]
-NAMED_MAX = 3  # ranks and replicas in a sentence
 TIMES = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -251,7 +251,7 @@ def _draining(there: _Records, inst: str, what: str, call: Call, everyone: Seque
     names = sorted({k.replica_of(k.owner_of(each)) for each, _ in readers})
     onto = k.replica_of(k.owner_of(reader))
     return _Found(
-        f"{what}: waits until {_some(names)} have read", "process", ranks, onto, "", reader
+        f"{what}: waits until {some(names)} have read", "process", ranks, onto, "", reader
     )
 
 
@@ -442,9 +442,4 @@ def _seat_lost(ranks: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_some([*map(str, ranks)])}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMED_MAX
-    return ", ".join(names[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {some([*map(str, ranks)])}"

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from weakref import ReferenceType, ref
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from torch_ros.errors import UsageError
+from torch_ros.transfer.named import local_of
 
 
 class Guarded:
@@ -40,7 +40,7 @@ class Guarded:
         return bool(self._known)
 
     def _compare(self, addresses: Mapping[str, int]) -> None:
-        own = ((_local(parameter), parameter) for parameter in self._parameters())
+        own = ((local_of(parameter), parameter) for parameter in self._parameters())
         there = {local.data_ptr(): parameter for local, parameter in own if local.numel()}
         for fqn, known in self._known.items():
             if addresses.get(fqn) == known[1] and known[1] not in there and _has_left(known):
@@ -71,8 +71,4 @@ class Guarded:
 
 def _has_left(known: tuple[ReferenceType[torch.Tensor], int]) -> bool:
     parameter, address = known[0](), known[1]
-    return parameter is not None and _local(parameter).data_ptr() != address
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    return parameter is not None and local_of(parameter).data_ptr() != address

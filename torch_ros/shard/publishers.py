@@ -14,8 +14,9 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.originals import elder, elder_ranges
 from torch_ros.protocol.sources import Source
+from torch_ros.shard.verification import summed
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.weights.digest import first_difference, totals
+from torch_ros.weights.digest import first_difference
 from torch_ros.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -64,15 +65,10 @@ def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
 
 def _content(manifests: list[Manifest]) -> Digests:
     """The digests of whole tensors; none, if a rank has none, or of another depth."""
-    depth = manifests[0].depth
-    is_known = depth != "off" and all(
-        each.depth == depth and len(each.digests) == len(each.layout.chunks) for each in manifests
-    )
-    if not is_known:
+    if manifests[0].depth == "off":
         return Digests()
-    layouts, chunks = [each.layout for each in manifests], [each.digests for each in manifests]
     try:
-        return Digests(depth, (), totals(layouts, chunks, depth=depth))
+        return summed(manifests) or Digests()
     except NotSupported:  # overlapping parts: their digests do not add up
         return Digests()
 

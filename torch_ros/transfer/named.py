@@ -17,6 +17,11 @@ Named = Mapping[str, torch.Tensor] | torch.nn.Module | Callable[[], Mapping[str,
 EXTRA_STATE = "_extra_state"  # what torch calls a module's own objects in its state_dict()
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, the very object; `to_local` makes another each time."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+
+
 def tensors_of(given: Named) -> Mapping[str, torch.Tensor]:
     """The tensors that `given` has now.
 

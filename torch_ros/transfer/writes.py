@@ -9,6 +9,8 @@ from operator import attrgetter, eq, ne
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_ros.transfer.named import local_of
+
 _count = attrgetter("_version")
 
 
@@ -83,8 +85,7 @@ class Counts:
         return next((write for write in found if write.is_certain), found[0])
 
     def _write(self, tensor: torch.Tensor, times: int) -> Write:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-        fqn = self._names.get(local.data_ptr(), "")
+        fqn = self._names.get(local_of(tensor).data_ptr(), "")
         is_all = not isinstance(tensor, DTensor) and (
             tensor.untyped_storage().nbytes() == tensor.nbytes
         )

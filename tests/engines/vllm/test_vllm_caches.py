@@ -1,4 +1,4 @@
-"""What old weights have computed is never answered with, whatever runs when an update begins."""
+"""Results of old weights are never answered with, whatever runs when an update begins."""
 
 import random
 import threading
