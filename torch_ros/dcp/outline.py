@@ -28,6 +28,7 @@ class Outline:
     locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by leaf, of those on this rank
     addresses: list[int] = field(default_factory=list)  # of `locals`
     is_known: bool = True  # nothing in it of a kind that only dcp understands
+    sharded: list[torch.Tensor] = field(default_factory=list)  # the DTensors
     meshes: dict[int, Any] = field(default_factory=dict)  # of the DTensors, by identity
 
 
@@ -51,10 +52,13 @@ def _visit(value: Any, found: Outline) -> None:
         spec = value._spec  # noqa: SLF001  # has the global shape too
         found.tokens += (_DTENSOR, spec)
         found.meshes[id(spec.mesh)] = spec.mesh
+        found.sharded.append(value)
         _visit_memory(value, value._local_tensor, found)  # noqa: SLF001  # as above
     elif isinstance(value, torch.Tensor):
         found.is_known = False
         found.leaves.append(value)
+        if isinstance(value, DTensor):
+            found.sharded.append(value)
     elif kind is dict or isinstance(value, Mapping):
         found.tokens += (_DICT, len(value))
         for name, inner in value.items():

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle
@@ -185,9 +184,8 @@ class ROSWriter(StorageWriter):
         with self._begun.hook() if self._begun else nullcontext():
             try:
                 state = self._collect(planner, may_be_known=may_be_known)
-                leaves = self._seen.leaves if self._seen is not None else ()
-                sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-                return dataclasses.replace(state, sharded=sharded)
+                sharded = self._seen.sharded if self._seen is not None else ()
+                return dataclasses.replace(state, sharded=sharded) if sharded else state
             except BaseException as error:  # noqa: BLE001  # Ctrl-C too
                 return error
 

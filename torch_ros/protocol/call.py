@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -133,7 +133,7 @@ class GroupCall(Attempt):
         """Of the version of a bucket that is read; "": it is decided to read none."""
         return self._call.manifest if self._call is not None else ""
 
-    @property
+    @cached_property
     def fresh_uid(self) -> str:
         """For content that this call publishes; the same on all ranks, and if it is made again."""
         who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
@@ -504,12 +504,14 @@ def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
     refuses = made._refuses  # noqa: SLF001
     told = ledger.told if is_first_look else ""
     seen, own = made.seen if is_first_look else None, made.fresh(made.at_ms)
-    left_out = seen is not None and meeting.is_left_out(seen, seat, own, told)
+    left_out = (
+        seen is not None and call.outcome is not None and meeting.is_left_out(seen, seat, own, told)
+    )
     met = meeting.meet(call, own, refuses=refuses, told=told, block=ledger.block, left_out=left_out)
     if met == "same" and is_first_look:
         has_failed = call.outcome is not None and call.outcome.failure is not None
         ledger.told = (ledger.caller or made.asked) if has_failed and call.by != seat.rank else ""
-    behind = meeting.behind(seen, seat, call.number) if seen else 0
+    behind = meeting.behind(seen, seat, call.number) if seen and met != "same" else 0
     error = CallMismatch(seat.replica, call.number, made.asked, call.asked, seat.rank, behind)
     return met, error
 
