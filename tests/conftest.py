@@ -9,6 +9,7 @@ import pytest
 
 import puppets
 import torch_ros
+from torch_ros.store import run
 
 
 @pytest.fixture(scope="session")
@@ -88,12 +89,21 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(params=["memory", "etcd"])
+STORES = [pytest.param("memory", marks=pytest.mark.long), "etcd"]
+
+
+@pytest.fixture(params=STORES)
 def endpoint(request):
     """Where a store is: in memory, and in a real etcd."""
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
     return request.getfixturevalue("etcd_endpoint")
+
+
+@pytest.fixture
+def quick_looks(monkeypatch):
+    """A wait asks ten times as often whether to go on."""
+    monkeypatch.setattr(run, "LOOK_S", run.LOOK_S / 10)
 
 
 @pytest.fixture

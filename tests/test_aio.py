@@ -17,7 +17,9 @@ from torch_ros.errors import (
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.shard import following
 
-SOON_S = 10  # a wait looks every 2 s
+SOON_S = 10
+
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 def rollout_of(opened, name="rollout", **options):

@@ -31,11 +31,8 @@ from torch_ros.transfer.delta_reading import DeltaRead
 FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
 
 
-@pytest.fixture(params=["memory", "etcd"])
-def options(request):
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    if request.param == "etcd":
-        endpoint = request.getfixturevalue("etcd_endpoint")
+@pytest.fixture
+def options(endpoint):
     return {"endpoint": endpoint, "digests": "full", "timeout_s": 20}
 
 

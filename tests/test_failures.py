@@ -36,14 +36,6 @@ from torch_ros.transfer.registered import LocalState
 from torch_ros.weights import manifest
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
-
-@pytest.fixture(params=["memory", "etcd"])
-def endpoint(request):
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
-    return request.getfixturevalue("etcd_endpoint")
-
-
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 
 

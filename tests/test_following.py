@@ -27,6 +27,8 @@ from torch_ros.store.txn import whole
 
 WAIT_S = 20
 
+pytestmark = pytest.mark.usefixtures("quick_looks")
+
 
 def publisher(opened, version=1, name="trainer", **options):
     handle = opened(name, **options)

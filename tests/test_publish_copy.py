@@ -3,7 +3,6 @@
 import gc
 import itertools
 import sys
-import uuid
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,23 +15,6 @@ from torch_ros import Cast, Chunked, Float8
 from torch_ros.errors import CallMismatch, ManifestMismatch, UsageError, VersionConflict
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.turns import Turns
-
-
-@pytest.fixture(params=["memory", "etcd"])
-def opened(request):
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    if request.param == "etcd":
-        endpoint = request.getfixturevalue("etcd_endpoint")
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica, **options):
-        options |= {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def test_the_tensors_may_change_as_soon_as_it_returns(opened):

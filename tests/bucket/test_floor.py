@@ -270,6 +270,7 @@ def test_a_version_that_does_not_fit_is_passed_over_and_if_none_fits_there_is_no
     assert other.replicate("latest", missing_ok=True) is None
 
 
+@pytest.mark.long
 @memory_only
 def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun, patient):
     reader, mine = begun()
@@ -367,6 +368,7 @@ def test_where_nothing_can_be_read_that_is_there_none_is_not_said(archived, begu
         reader.replicate("latest", missing_ok=True)
 
 
+@pytest.mark.long
 @memory_only
 def test_who_holds_what_cannot_be_read_from_is_waited_for_as_long_as_the_dead_are(archived, begun):
     archived(7)

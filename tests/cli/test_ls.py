@@ -154,6 +154,7 @@ def test_a_watch_prints_again_at_each_change(opened, endpoint, monkeypatch, caps
     assert ["full" in text for text in seen] == [True, False]
 
 
+@pytest.mark.long
 def test_a_watch_goes_on_after_etcd_was_away(etcd_server, monkeypatch, capsys):
     endpoint, seen, told = f"etcd://{etcd_server.host}", [], []
 

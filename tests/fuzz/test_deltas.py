@@ -146,6 +146,7 @@ def test_a_reader_believes_no_delta_that_is_none(where, other, has_another):
     update_from("auto", where, other, has_another=has_another)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 30 * TIMES)
 @settings(long, max_examples=2 * TIMES)
 @given(places, wrong, st.booleans())

@@ -31,9 +31,9 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN = [
     "README.md",
     "docs/QUICKSTART.md",
-    "docs/API.md",
-    "docs/DISTRIBUTED.md",
-    "docs/INTEGRATIONS.md",
+    pytest.param("docs/API.md", marks=pytest.mark.long),
+    pytest.param("docs/DISTRIBUTED.md", marks=pytest.mark.long),
+    pytest.param("docs/INTEGRATIONS.md", marks=pytest.mark.long),
 ]
 
 

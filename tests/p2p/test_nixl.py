@@ -206,6 +206,7 @@ def test_nothing_lands_once_a_read_from_a_stuck_source_was_closed(spawn):
     assert source.ask("close") == ["closed"]
 
 
+@pytest.mark.long
 def test_a_read_that_cannot_be_ended_ends_its_transport(spawn):
     source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
     reader.tell("linger", 0.2)
@@ -228,6 +229,7 @@ def test_ctrl_c_between_nixls_call_and_its_answer_leaves_the_read_in_flight(spaw
     assert reader.ask("wait")[::2] == ["done", "True"]
 
 
+@pytest.mark.long
 def test_a_read_that_is_slow_to_end_is_waited_for_by_close(spawn):
     source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
     assert reader.ask("connect", *source.hear()) == ["connected"]

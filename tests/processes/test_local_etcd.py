@@ -338,7 +338,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 def test_a_state_that_says_nothing_true_is_not_trusted(place, content):
     """Its pids were used again, by a process of ours, and something healthy has its port."""
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         pid, port = os.getpid(), server.server_port
         place.mkdir(mode=0o700)
         state = json.dumps(

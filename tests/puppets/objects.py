@@ -32,7 +32,7 @@ class ObjectServer:
         self.keeps_creates, self.page, self.lock = keeps_creates, page, threading.Lock()
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def environment(self):

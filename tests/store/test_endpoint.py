@@ -171,7 +171,7 @@ def test_the_name_is_not_known():
 def test_something_else_listens():
     other = "something answered, but it is not etcd v3"
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         assert unavailable(f"etcd://127.0.0.1:{server.server_port}") == other
         server.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as silent:

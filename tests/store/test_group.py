@@ -97,10 +97,8 @@ class Store:
         self.kv.close()
 
 
-@pytest.fixture(params=["memory", "etcd"])
-def store(request):
-    memory = f"memory://{uuid.uuid4().hex}"
-    endpoint = memory if request.param == "memory" else request.getfixturevalue("etcd_endpoint")
+@pytest.fixture
+def store(endpoint):
     made = Store(endpoint)
     yield made
     made.close()
