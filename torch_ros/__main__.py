@@ -1,5 +1,6 @@
 """`python -m torch_ros`, and `torch-ros`: the program, from its first moment on."""
 
+import os
 import sys
 
 INTERRUPTED = 130  # as in cli/main.py, which may not be there yet
@@ -8,6 +9,10 @@ INTERRUPTED = 130  # as in cli/main.py, which may not be there yet
 def main() -> int:
     """Run the command of this process's arguments; returns its exit code."""
     try:
+        if "_ARGCOMPLETE" in os.environ:
+            from torch_ros.cli import completing  # noqa: PLC0415
+
+            return completing.complete()
         from torch_ros.cli import main as commands  # noqa: PLC0415  # Ctrl-C may come meanwhile
 
         return commands.main()

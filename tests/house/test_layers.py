@@ -52,6 +52,7 @@ LAZY = {  # what a file starts when it is asked to, and does not stand on
     "shard/opening.py": ("torch_ros.metrics", "torch_ros.bucket.floor"),
 }
 DOORS = {
+    "argcomplete": "cli/completing.py",
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
     "huggingface_hub": "bucket/hub.py",

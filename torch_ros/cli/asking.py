@@ -35,9 +35,9 @@ ENDS = {"stopped", "traced", "gone", "replaced"}  # states of a process that doe
 WATCH_S = 60.0  # a stream of etcd, then another
 
 
-def connected(endpoint: str) -> KV:
+def connected(endpoint: str, timeout_s: float = ANSWER_S) -> KV:
     """The store, which is not started for this; the caller closes it."""
-    return connect(located(endpoint), timeout_s=ANSWER_S)
+    return connect(located(endpoint), timeout_s=timeout_s)
 
 
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
