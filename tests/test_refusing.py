@@ -21,7 +21,8 @@ from torch_ros.errors import (
     StoreUnavailable,
     TorchRosError,
 )
-from torch_ros.store.etcd import EtcdKV, User
+from torch_ros.store.credentials import User
+from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.txn import Put, Read, Txn, one
 
 TTL_S = 2

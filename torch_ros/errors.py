@@ -445,6 +445,7 @@ class InstallRejected(PeerError):
 
 REFUSED = "connection refused"
 NO_ANSWER = "no answer"
+NO_LEADER = "no leader"
 
 
 class StoreUnavailable(BackendError):
@@ -458,6 +459,11 @@ class StoreUnavailable(BackendError):
         self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
     def _said(self) -> str:
+        if self.reason == NO_LEADER:
+            return (
+                f"etcd at {self.endpoint} has no leader: more than half of its members have to "
+                "run and to reach one another"
+            )
         found = f"did not answer ({self.reason})"
         if self.reason == NO_ANSWER:
             found = f"did not answer within {self.timeout_s:g} s"

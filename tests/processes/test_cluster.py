@@ -1,6 +1,8 @@
 """Three etcds that are one store: members die, and those who use it hardly notice."""
 
 import contextlib
+import signal
+import subprocess
 import threading
 import time
 import uuid
@@ -13,10 +15,10 @@ import torch
 
 import torch_ros
 from torch_ros.deadline import Deadline
-from torch_ros.errors import StoreUnavailable
+from torch_ros.errors import SeatLost, StoreUnavailable
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.loops import Act, Done, settle
-from torch_ros.store.run import run
+from torch_ros.store.run import REQUEST_TIMEOUT_S, run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Put, Read, Txn, Unchanged, Watch, one, under
 
@@ -299,6 +301,105 @@ def test_without_a_majority_nothing_is_answered_and_calls_wait_for_it(kv, etcd_c
     assert read(kv).entries["t/a"].mod_rev == rev
     etcd_cluster.restart(others[1])
     assert count_up(kv) == 2
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_lost_majority_is_told_in_words(kv, etcd_cluster, how):
+    """The one that is left answers: it serves its past, and knows that it has no leader."""
+    rev, lonely = put(kv), 0
+    kv._current = lonely
+    lose_majority(etcd_cluster, lonely, how)
+    for request in (
+        lambda: read(kv, timeout_s=1),
+        lambda: put(kv, timeout_s=1),
+        lambda: kv.grant(60, timeout_s=1),
+        lambda: kv.keep_alive(1, timeout_s=1),
+    ):
+        kv._current = lonely
+        with pytest.raises(StoreUnavailable, match="no leader: more than half of its members"):
+            request()
+    kv._current = lonely
+    assert not kv.status(timeout_s=5).has_leader
+    regain_majority(etcd_cluster, lonely, how)
+    assert read(kv, timeout_s=10).entries["t/a"].mod_rev == rev
+
+
+@pytest.mark.parametrize("which", ["leader", "follower"])
+def test_a_member_that_is_removed_is_left_within_a_request(kv, etcd_cluster, etcd_programs, which):
+    rev, leader = put(kv), etcd_cluster.leader()
+    removed = leader if which == "leader" else (leader + 1) % 3
+    kv._current = removed
+    read(kv)
+    other = etcd_cluster.hosts[(removed + 1) % 3]
+    ctl = [etcd_programs / "etcdctl", "--endpoints", other, "member"]
+    listed = subprocess.run([*ctl, "list"], check=True, capture_output=True, text=True).stdout
+    name = etcd_cluster.members[removed].name
+    identity = next(line.split(", ")[0] for line in listed.splitlines() if f", {name}, " in line)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, kv, rev)
+        # For its first seconds a cluster refuses that.
+        asked = [*ctl, "remove", identity]
+        wait_until(lambda: subprocess.run(asked, capture_output=True).returncode == 0)
+        wait_until(lambda: is_answering(kv), timeout_s=REQUEST_TIMEOUT_S)
+        put(kv)
+        assert waiting.result(timeout=20)
+    assert etcd_cluster.members[removed].process.wait(20) is not None
+    assert kv._current != removed
+    alone = EtcdKV([etcd_cluster.hosts[removed]])
+    with pytest.raises(StoreUnavailable, match="refused the connection"):
+        read(alone)
+    alone.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_trainer_steps_on_without_a_majority(etcd_cluster, how):
+    ttl_s, lonely = 2, etcd_cluster.leader()
+    options = {"endpoint": etcd_cluster.endpoint, "timeout_s": 60, "ttl_s": ttl_s}
+    weights, got = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with (
+        etcd_cluster.excused(),
+        torch_ros.open("m", replica="trainer", **options) as trainer,
+        torch_ros.open("m", replica="rollout", **options) as rollout,
+    ):
+        trainer.register(weights)
+        rollout.register(got)
+        trainer.publish(1)
+        assert rollout.update("latest")
+        lose_majority(etcd_cluster, lonely, how)
+        for version in (2, 3):
+            started = time.monotonic()
+            trainer.unpublish()
+            assert time.monotonic() - started < ttl_s + REQUEST_TIMEOUT_S + 1
+            weights["w"].fill_(version)
+            started = time.monotonic()
+            assert not trainer.publish(version, store_wait_s=0)
+            assert time.monotonic() - started < 1
+        regain_majority(etcd_cluster, lonely, how)
+        wait_until(rollout_can(rollout, version))
+        assert got["w"].unique().tolist() == [version]
+
+
+def rollout_can(rollout, version):
+    def can():
+        try:
+            return rollout.update("latest", timeout_s=30) and rollout.version == version
+        except SeatLost:
+            return False
+
+    return can
+
+
+def lose_majority(cluster, lonely, how):
+    for index, member in enumerate(cluster.members):
+        if index != lonely:
+            member.kill() if how == "killed" else member.suspend()
+    wait_until(lambda: not cluster.members[lonely].metric("etcd_server_has_leader"))
+
+
+def regain_majority(cluster, lonely, how):
+    for index, member in enumerate(cluster.members):
+        if index != lonely:
+            member.spawn() if how == "killed" else member.process.send_signal(signal.SIGCONT)
 
 
 # The whole of it

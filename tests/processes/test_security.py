@@ -30,10 +30,11 @@ from pyetcd import etcdrpc as rpc
 import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import AccessDenied, StoreUnavailable, UsageError
+from torch_ros.store.credentials import User
 from torch_ros.store.distributed import rendezvous
 from torch_ros.store.distributed.lease import SharedLease
 from torch_ros.store.endpoint import OPTIONS, connect
-from torch_ros.store.etcd import EtcdKV, User
+from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Put, Read, Txn, Unchanged, Watch, under
 

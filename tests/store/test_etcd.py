@@ -157,6 +157,37 @@ def test_who_waits_wakes_when_the_past_was_compacted(kv, etcd_server):
     assert kv.wait(elsewhere, timeout_s=5)
 
 
+STOPPED = """
+import sys
+from torch_ros.store.etcd import EtcdKV
+from torch_ros.store.txn import Read, Watch, one
+kv = EtcdKV(sys.argv[1:])
+rev = kv.read(Read((one("t"),)), timeout_s=5).rev
+print("waiting", flush=True)
+while not kv.read(Read((one("t"),)), timeout_s=5).entries:
+    kv.wait(Watch((one("t"),), rev, ""), timeout_s=60)
+print("told", flush=True)
+kv.close()
+"""
+
+
+def test_a_process_that_was_stopped_while_its_past_was_compacted_is_told(kv, etcd_server):
+    """Its connection breaks while it is stopped: it has to watch anew, from one that is gone."""
+    process = python(STOPPED, etcd_server.host)
+    assert process.stdout.readline() == "waiting\n"
+    wait_until(lambda: etcd_server.metric("etcd_debugging_mvcc_watcher_total") == 2, timeout_s=10)
+    process.send_signal(signal.SIGSTOP)
+    kv.commit(Txn(ops=(Put("t", b""),)), timeout_s=5)
+    last = max(put(kv, name="elsewhere") for _ in range(5))
+    with grpc.insecure_channel(etcd_server.host) as channel:
+        etcdrpc.KVStub(channel).Compact(etcdrpc.CompactionRequest(revision=last, physical=True))
+    etcd_server.kill()
+    etcd_server.start()
+    process.send_signal(signal.SIGCONT)
+    output, errors = process.communicate(timeout=20)
+    assert (output, process.returncode) == ("told\n", 0), errors
+
+
 def test_a_watch_that_etcd_refuses_does_not_sleep(kv):
     backwards = Watch((Range("b", "a"),), put(kv), "a test waits")
     assert kv.wait(backwards, timeout_s=5)

@@ -10,19 +10,18 @@ import logging
 import os
 import re
 import shlex
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import count
 from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
 
 from torch_ros.errors import (
     NO_ANSWER,
+    NO_LEADER,
     REFUSED,
     AccessDenied,
     ClosedError,
@@ -34,7 +33,9 @@ from torch_ros.errors import (
 from torch_ros.printable import log_of
 from torch_ros.store import forking
 from torch_ros.store.aside import Aside
+from torch_ros.store.credentials import Tls, User, bytes_of, pem_of
 from torch_ros.store.member import (
+    HAS_LEADER,
     A,
     Member,
     Metadata,
@@ -83,14 +84,19 @@ CHANNEL_OPTIONS = (
 WATCH_SLACK_S = 0.05
 WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
 
+ELECTION_S = (
+    0.1  # between two looks whether there is a leader: it takes a second or two to elect one
+)
+
 CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threads
 
 LOGINS_MAX = 3  # in one call: tokens end by themselves, and with some changes of users and roles
 # What etcd says when it wants a token, or another one. Nothing was applied then.
 TOKEN_REFUSED = ("invalid auth token", "user name is empty", "revision of auth store is old")
 # What is said of a request that nobody has applied: no member could be connected to, or only one
-# that does not vote yet. Another member may do it.
+# that does not vote yet, or has lost the others. Another member may do it.
 NOT_SENT = (
+    NO_LEADER,
     "failed to connect to all addresses",
     "DNS resolution failed",
     "errors resolving",
@@ -107,6 +113,7 @@ ANSWERS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
+SILENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REASONS = (
     ("Connection refused", REFUSED),
     ("errors resolving|DNS resolution failed", "the host name is not known"),
@@ -120,6 +127,7 @@ REASONS = (
     ("Connection reset", "connection reset"),
     ("for learner", "a learner, which takes no requests; name a voting member"),
     ("context deadline exceeded", NO_ANSWER),
+    (NO_LEADER, NO_LEADER),
     ("too many requests", "it has too many requests under way"),
     ("ping timeout", "no answer"),
     # Its host connects for a program that is stopped, too.
@@ -130,23 +138,6 @@ REASONS = (
 
 SERVER, CLIENT = "server certificate", "client certificate"
 NOW = 0  # as the start of a watch
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM files, by their paths; "" is none. Read once, when an `EtcdKV` is made."""
-
-    ca: str = ""  # who may have signed etcd's certificate; none: the authorities that grpc brings
-    cert: str = ""  # ours, if etcd asks for one; with those that lead from it to the CA
-    key: str = ""  # of `cert`, not encrypted
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """A user of etcd. The password stays in its file, and is read for each login."""
-
-    name: str
-    password_file: str
 
 
 class EtcdKV:
@@ -340,17 +331,20 @@ class EtcdKV:
                 return self._send(method, request, deadline, token)
             except grpc.RpcError as error:
                 logins_left -= 1
-                if logins_left < 0 or not _is_token_refused(error):
+                if logins_left < 0 or not _says(error, *TOKEN_REFUSED):
                     raise
                 if self._token == token:  # else another thread has a new one already
                     self._token = None
 
     def _send(self, method: Method[A, T], request: A, deadline: float, token: str) -> T:
-        """The answer of one member. The next one is asked only if the request never left."""
+        """The answer of one member. The next one is asked only if the request never left.
+
+        While none has a leader, all are asked again.
+        """
         failures: list[grpc.RpcError] = []
-        start = self._current
-        for step in range(len(self._members)):
-            index = (start + step) % len(self._members)
+        start, everyone = self._current, len(self._members)
+        for step in count():
+            index = (start + step) % everyone
             left_s = deadline - time.monotonic()
             if failures and left_s <= 0:
                 break
@@ -361,11 +355,14 @@ class EtcdKV:
                     )
             except grpc.RpcError as error:
                 self._note(index, error)
-                if not any(sign in (error.details() or "") for sign in NOT_SENT):
-                    raise
-                failures.append(error)
-        # A certificate that is refused says more than a member that is away.
-        raise next((error for error in failures if _denial(error)), failures[-1])
+                failures = [*failures, error][-everyone:]
+                if not _says(error, *NOT_SENT):
+                    break
+            if index == (start - 1) % everyone:
+                if not any(_says(error, NO_LEADER) for error in failures):
+                    break
+                time.sleep(max(0.0, min(ELECTION_S, deadline - time.monotonic())))
+        raise _telling(failures)
 
     def _note(self, index: int, error: Any) -> None:
         """Turn to the next member after `error` from this one, if that may help."""
@@ -395,7 +392,7 @@ class EtcdKV:
     def _authenticate(self, user: User, deadline: float) -> str:
         try:
             # An error about how it is encoded would have it whole.
-            password = _bytes(user.password_file).decode(errors="replace").rstrip("\r\n")
+            password = bytes_of(user.password_file).decode(errors="replace").rstrip("\r\n")
         except UsageError as error:
             if not self._was_in:
                 raise
@@ -404,7 +401,7 @@ class EtcdKV:
         try:
             token = self._send(Member.authenticate, (user.name, password), deadline, "")
         except grpc.RpcError as error:
-            if "authentication is not enabled" in (error.details() or ""):
+            if _says(error, "authentication is not enabled"):
                 log.warning(
                     "%s has no users, so that everybody may write to it; user %r was not needed",
                     *(self.endpoint, user.name),
@@ -429,9 +426,9 @@ class EtcdKV:
                 raise self._role_denied(request) from error
             case _ if alarm := next((name for sign, name in ALARMS if sign in details), ""):
                 raise StoreAlarm(self.endpoint, alarm) from error
-            case _ if any(sign in details for sign in TOO_LARGE):
+            case _ if _says(error, *TOO_LARGE):
                 raise RequestTooLarge(self.endpoint, *largest(request)) from error
-            case _ if _is_token_refused(error):
+            case _ if _says(error, *TOKEN_REFUSED):
                 raise self._user_denied(error) from error
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise UsageError(f"{self.endpoint} refused a request: {details}") from error
@@ -505,7 +502,8 @@ class _Watching:
 
 def _members(hosts: Sequence[str], tls: Tls | None) -> list[Member]:
     if tls:
-        make = partial(grpc.secure_channel, credentials=_credentials(tls))
+        credentials = grpc.ssl_channel_credentials(*pem_of(tls))
+        make = partial(grpc.secure_channel, credentials=credentials)
     else:
         make = grpc.insecure_channel
     # Channels of the same options share connections, also one that a child has from its parent.
@@ -516,41 +514,20 @@ def _members(hosts: Sequence[str], tls: Tls | None) -> list[Member]:
 
 
 def _metadata(token: str) -> Metadata:
-    return (("token", token),) if token else ()
+    return (*HAS_LEADER, ("token", token)) if token else HAS_LEADER
 
 
-def _credentials(tls: Tls) -> Any:
-    if bool(tls.cert) != bool(tls.key):
-        raise UsageError(
-            "a client certificate and its key belong together, and only one of them was named; "
-            "set both of TORCH_ROS_ETCD_CERT and TORCH_ROS_ETCD_KEY, or neither"
-        )
-    ca, cert, key = (_bytes(path) if path else None for path in (tls.ca, tls.cert, tls.key))
-    # grpc would only say, at the first call, that it could not make a handshaker.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        if ca:
-            context.load_verify_locations(tls.ca)
-        if cert:
-            context.load_cert_chain(tls.cert, tls.key, password="")  # or it asks at the terminal
-    except (ssl.SSLError, ValueError) as error:
-        named = ", ".join(path for path in (tls.ca, tls.cert, tls.key) if path)
-        raise UsageError(
-            f"one of {named} cannot be used: {error}; expected certificates and an unencrypted "
-            "key in PEM, and the key that belongs to the certificate"
-        ) from error
-    return grpc.ssl_channel_credentials(ca, key, cert)
+def _says(error: Any, *signs: str) -> bool:
+    return any(sign in (error.details() or "") for sign in signs)
 
 
-def _bytes(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _is_token_refused(error: Any) -> bool:
-    return any(sign in (error.details() or "") for sign in TOKEN_REFUSED)
+def _telling(failures: Sequence[Any]) -> Any:
+    """The last one, unless that is silence: then a refused certificate, or want of a leader."""
+    last = failures[-1]
+    if last.code() not in SILENCES:
+        return last
+    lonely = (error for error in failures if _says(error, NO_LEADER))
+    return next(filter(_denial, failures), None) or next(lonely, last)
 
 
 def _denial(error: Any) -> str:

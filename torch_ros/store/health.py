@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from http.client import HTTPException
 
 from torch_ros.errors import TorchRosError
+from torch_ros.store.credentials import Tls
 from torch_ros.store.endpoint import members
-from torch_ros.store.etcd import EtcdKV, Tls
+from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.kv import KV
 
 QUOTA = "etcd_server_quota_backend_bytes"

@@ -36,8 +36,8 @@ from torch_ros.store.txn import (
 A = TypeVar("A")
 Metadata = tuple[tuple[str, str], ...]
 
-# etcd ends the stream of a member that has no leader, where it would otherwise stay silent.
-WATCH_METADATA = (("hasleader", "true"),)
+# A member that has no leader says so, where it would otherwise stay silent; it does nothing then.
+HAS_LEADER: Metadata = (("hasleader", "true"),)
 ALARMS = {1: "NOSPACE", 2: "CORRUPT"}  # by etcd's numbers; the stubs know the first one only
 
 
@@ -94,9 +94,10 @@ class Member:
         finally:
             replies.cancel()
 
-    def status(self, _: None, **call: Any) -> Status:
-        """Its own word: no other member is asked."""
-        reply = self._upkeep.Status(rpc.StatusRequest(), **call)
+    def status(self, _: None, *, metadata: Metadata, **call: Any) -> Status:
+        """Its own word: no other member is asked, and no leader."""
+        alone = tuple(each for each in metadata if each not in HAS_LEADER)
+        reply = self._upkeep.Status(rpc.StatusRequest(), metadata=alone, **call)
         return Status(reply.version, reply.dbSize, has_leader=bool(reply.leader))
 
     def alarms(self, _: None, **call: Any) -> tuple[str, ...]:
@@ -112,7 +113,6 @@ class Member:
         create = rpc.WatchCreateRequest
         created = (create(**_bounds(range_), start_revision=rev) for range_, rev in starts)
         requests = [rpc.WatchRequest(create_request=each) for each in created]
-        metadata = (*WATCH_METADATA, *metadata)
         return self._watches.Watch(iter(requests), timeout=timeout, metadata=metadata)
 
 
