@@ -409,10 +409,11 @@ class _Taking:
     ) -> None:
         self.lost: SeatLost | None = None
         self.fence, self._kv, self._deadline = fence, kv, deadline
-        self._replica = applicant.replica
-        self.session = Session(
-            kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
-        )
+        self._replica, self._granting = applicant.replica, threading.Lock()
+        with self._granting:
+            self.session = Session(
+                kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
+            )
 
     def check(self) -> None:
         """Raises: ClosedError, SeatLost: The handle was closed, or the lease ended."""
@@ -421,7 +422,8 @@ class _Taking:
             raise self.lost
 
     def _on_lost(self, reason: str) -> None:
-        self.lost = SeatLost(self._replica, reason)
+        with self._granting:  # a lease that was granted late may have ended before it is here
+            self.lost = SeatLost(self._replica, reason)
         self.fence(self.lost, self.session)
 
     def take(self, applicant: Applicant, left_behind: str = "") -> Seat:
