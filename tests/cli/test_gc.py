@@ -221,11 +221,12 @@ def test_who_lost_a_seat_stays_named_while_somebody_may_look_for_it(opened, aske
     put(
         store,
         (keys.seen_at("lives", 0), SeenRecord("h", os.getpid(), 1, **own._asdict())),
+        (keys.seen_at("closed", 0), SeenRecord("h", os.getpid(), 1, *own._replace(sign="0bad"))),
         (keys.seen_at("ended", 0), SeenRecord("h", 2**62, now_ms, **own._asdict())),
         (keys.seen_at("elsewhere", 3), SeenRecord("h", 1, now_ms, **elsewhere)),
         (keys.seen_at("forgotten", 0), SeenRecord("h", 1, now_ms - week_ms - 1, **elsewhere)),
     )
-    gone = {keys.seen_at("ended", 0), keys.seen_at("forgotten", 0)}
+    gone = {keys.seen_at(name, 0) for name in ("closed", "ended", "forgotten")}
     before = keys_of(store, trainer.model)
     code, said, _ = asked("gc", trainer.model, "--yes")
     assert (code, {each["key"] for each in said["leftovers"]}) == (0, gone)

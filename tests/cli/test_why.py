@@ -1,5 +1,6 @@
 """`torch-ros why`, over a store in memory and over a real etcd."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,13 +13,15 @@ import pytest
 import torch
 from test_ls import published
 
-from torch_ros.cli import waiting
+import torch_ros
+from torch_ros.cli import main, waiting
 from torch_ros.p2p import life
 from torch_ros.printable import printable
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import GroupRecord, SeenRecord, ShardRecord, VersionRecord
 from torch_ros.protocol.waits import Blamed, Hop, Why
-from torch_ros.store.txn import Put, Read, Txn, one
+from torch_ros.store.endpoint import connect
+from torch_ros.store.txn import Put, Read, Txn, Watch, one
 
 
 def test_a_replica_that_has_not_asked_is_named_with_its_process(opened, asked):
@@ -108,7 +111,7 @@ def test_a_stopped_rollout_whose_lease_has_ended_is_found_and_said_to_be_stopped
     code, out, err = asked("why", trainer.model, "r2")
     assert (code, err) == (1, "")
     assert re.fullmatch(
-        "r2: lost its seat: the lease of rank 0 has ended, and its handle was not closed\n"
+        "r2: lost its seat: the lease of rank 0 has ended, and etcd was told of no close\n"
         f"  r2, rank 0: was here: host {re.escape(socket.gethostname())}, process {child.pid}, "
         r"seated since \d\d:\d\d:\d\d; it is stopped \(state T\); "
         f"it goes on after: kill -CONT {child.pid}\n",
@@ -199,6 +202,30 @@ def test_who_has_closed_its_handle_is_not_looked_for(opened, asked):
         "rollout: has version 7, and waits for nobody\n",
     )
     assert asked("why", trainer.model, "trainer")[0] == 2
+
+
+@pytest.mark.long
+def test_who_has_closed_its_handle_while_etcd_was_away_is_not_looked_for(etcd_server, capsys):
+    endpoint = f"etcd://{etcd_server.host}"
+    options = {"endpoint": endpoint, "ttl_s": 2, "timeout_s": 20}
+    with torch_ros.open("m", replica="trainer", **options) as trainer:
+        rollout = torch_ros.open("m", replica="rollout", **options)
+        published(trainer, 7)
+        etcd_server.kill()
+        rollout.close(linger_s=0)
+        etcd_server.start()
+        keys = Keys("m")
+        with contextlib.closing(connect(endpoint, timeout_s=10)) as kv:
+            shards = (keys.shards_of("rollout"),)
+            while (view := kv.read(Read(shards), timeout_s=10)).entries:
+                assert kv.wait(Watch(shards, view.rev, "the end of its lease"), timeout_s=20)
+            assert kv.read(Read((keys.seen_of("rollout"),)), timeout_s=10).entries
+        assert main.main(["--endpoint", endpoint, "why", "m", "rollout"]) == 2
+        assert "no replica 'rollout'" in capsys.readouterr().err
+        assert main.main(["--endpoint", endpoint, "doctor", "--model", "m"]) == 0
+        assert "has lost its seat" not in capsys.readouterr().out
+        assert main.main(["--endpoint", endpoint, "gc", "m"]) == 0
+        assert "/rollout/" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)

@@ -1,8 +1,11 @@
 """The state of a process that was once told of, as this host shows it."""
 
+import contextlib
 import os
 import signal
 import subprocess
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,78 @@ def test_a_process_that_proc_hides_is_not_said_to_be_gone(child, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", hidden)
     assert life.look(child.pid, told) == "hidden"
+
+
+def test_a_sign_is_seen_until_it_is_closed():
+    sign, other = life.Sign(), life.Sign()
+    told = life.own()._replace(sign=sign.name)
+    assert life.look(os.getpid(), told) == "running"
+    sign.close()
+    sign.close()
+    assert life.look(os.getpid(), told) == "closed"
+    assert life.look(os.getpid(), told._replace(sign=other.name)) == "running"
+    other.close()
+
+
+def test_a_sign_that_somebody_has_closed_takes_no_other_file_with_it():
+    sign = life.Sign()
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), sign._fd)
+        number = sign._fd
+        sign.close()
+        os.fstat(number)
+        os.close(number)
+
+
+def test_files_that_cannot_be_seen_are_not_said_to_be_closed(child, monkeypatch):
+    told = of(child)._replace(sign="0badcafe")
+    assert life.look(child.pid, told) == "closed"
+
+    def hidden(path):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", hidden)
+    assert life.look(child.pid, told) == "running"
+
+
+@pytest.fixture(params=["cgroup", "cgroup2"])
+def freezing(request, child):
+    """Freezes the process by its cgroup; thaws it again."""
+    mounted, file, words = {
+        "cgroup": ("freezer", "freezer.state", ("FROZEN", "THAWED")),
+        "cgroup2": ("", "cgroup.freeze", ("1", "0")),
+    }[request.param]
+    tops = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+    tops = [Path("/sys/fs/cgroup", mounted)] if mounted else tops
+    folders = [top / f"torch-ros-{os.getpid()}" for top in tops]
+    for folder in folders:
+        try:
+            folder.mkdir()
+            (folder / file).read_text()
+            (folder / "cgroup.procs").write_text(str(child.pid))
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        else:
+            break
+    else:
+        pytest.skip(f"no {request.param} that can be frozen can be made here")
+    yield [lambda word=word: (folder / file).write_text(word) for word in words]
+    (folder / file).write_text(words[1])
+    child.kill()
+    child.wait()
+    folder.rmdir()
+
+
+def test_a_process_that_its_cgroup_has_frozen_is_said_to_be(child, freezing):
+    told, (freeze, thaw) = of(child), freezing
+    for act, state in ((freeze, "frozen"), (thaw, "running"), (freeze, "frozen")):
+        act()
+        await_state(child.pid, told, state)
+
+
+def await_state(pid, told, state):
+    until_s = time.monotonic() + 10
+    while life.look(pid, told) != state:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)

@@ -28,10 +28,17 @@ from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Wait, follow
 from torch_ros.store.run import run
-from torch_ros.store.txn import Count, Get, Read, Txn, View, Watch, whole
+from torch_ros.store.txn import Changes, Count, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
-ENDS = {"stopped", "traced", "gone", "replaced"}  # states of a process that does nothing more
+ENDS = {
+    "stopped",
+    "traced",
+    "frozen",
+    "closed",
+    "gone",
+    "replaced",
+}  # states of a process that does nothing more
 WATCH_S = 60.0  # a stream of etcd, then another
 
 
@@ -132,7 +139,7 @@ def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
         UsageError: There is no such model or replica; names the one that may be meant.
     """
     there, keys = fleet_of(kv, model).replicas, Keys(model)
-    view = kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S)
+    view = _open_still(kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S), keys)
     sat = seen.all_of(view, keys)
     names = sorted({*there, *(name for name, _ in sat)})
     if replica not in names:
@@ -145,6 +152,13 @@ def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
     return replace(why, processes=looked, kind="process" if is_held_up else why.kind)
 
 
+def _open_still(view: View, keys: Keys) -> View:
+    """Without those who closed their handles while etcd was away: nobody looks for them."""
+    lost = seen.lost(view, keys).items()
+    closed = [keys.seen_at(*where) for where, record in lost if state_of(record) == "closed"]
+    return view.after(Changes(view.rev, dict.fromkeys(closed)))
+
+
 def _looked_at(process: Blamed, record: SeenRecord | None) -> Blamed:
     """With what it does now, if it can be seen from this host."""
     if record is None or (record.host, record.pid) != (process.host, process.pid):
@@ -154,7 +168,7 @@ def _looked_at(process: Blamed, record: SeenRecord | None) -> Blamed:
 
 def state_of(record: SeenRecord) -> State:
     """The process as this host sees it now."""
-    return look(record.pid, Life(record.boot, record.namespace, record.started))
+    return look(record.pid, Life(record.boot, record.namespace, record.started, record.sign))
 
 
 def fleet_of(kv: KV, model: str) -> Fleet:

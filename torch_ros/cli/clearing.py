@@ -24,7 +24,7 @@ def found(kv: KV, model: str) -> Sequence[Leftover]:
 def _may_go(record: SeenRecord) -> bool:
     state = asking.state_of(record)
     is_old = wall_ms() - record.at_ms > FORGOTTEN_MS
-    return state in {"gone", "replaced"} or (state.startswith("other") and is_old)
+    return state in {"gone", "replaced", "closed"} or (state.startswith("other") and is_old)
 
 
 def clear(kv: KV, model: str) -> Sequence[Leftover]:

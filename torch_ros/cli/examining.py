@@ -119,7 +119,7 @@ def _lost(view: View, keys: Keys) -> Iterator[Blamed]:
     """The processes of this host that live, and have lost their seats."""
     for (replica, rank), record in sorted(seen.lost(view, keys).items()):
         state = asking.state_of(record)
-        if state in {"running", "stopped", "traced"}:
+        if state in {"running", "stopped", "traced", "frozen"}:
             where = (record.host, record.pid)
             yield Blamed(replica, rank, *where, is_seated=False, since_ms=record.at_ms, state=state)
 

@@ -9,6 +9,8 @@ DOES = {  # by the state of a process, as `p2p/life.py` names it
     "running": "runs",
     "stopped": "is stopped (state T)",
     "traced": "is held by a debugger (state t)",
+    "frozen": "is frozen by its cgroup",
+    "closed": "has closed this handle",
     "gone": "is gone",
     "replaced": "is gone, and another one has its number by now",
     "hidden": "is not to be seen by this user",
@@ -41,7 +43,9 @@ def to_type(state: str, pid: int) -> str:
     match state:
         case "stopped":
             return f"it goes on after: kill -CONT {pid}"
-        case "gone" | "replaced":
+        case "frozen":
+            return f"thaw it (docker unpause, systemctl thaw): cat /proc/{pid}/cgroup"
+        case "gone" | "replaced" | "closed":
             return "start it, or look at why it ended"
         case "running" | "traced":
             return f"its stack: py-spy dump --pid {pid}"

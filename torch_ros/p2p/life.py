@@ -1,16 +1,28 @@
 """Whether a process that was once told of is the one that has its number now, and what it does."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Literal, NamedTuple
 
 from torch_ros.p2p import mapped
 from torch_ros.p2p.voucher import started_at
 
-# "replaced": it is gone, and another one has its number by now.
+# "closed": it lives, and has closed its sign. "frozen": by its cgroup. "replaced": it is gone, and
+# another one has its number by now.
 State = Literal[
-    "running", "stopped", "traced", "gone", "replaced", "hidden", "other container", "other host"
+    "running",
+    "stopped",
+    "traced",
+    "frozen",
+    "closed",
+    "gone",
+    "replaced",
+    "hidden",
+    "other container",
+    "other host",
 ]
 # By the kernel's letter; of those that have ended the parent has not been told yet.
 _BY_LETTER: Mapping[str, State] = {
@@ -22,12 +34,44 @@ _BY_LETTER: Mapping[str, State] = {
 }
 
 
+_SIGN = "torch_ros open"
+_CGROUPS = Path("/sys/fs/cgroup")
+# Where a frozen group says so: in version 2 of cgroups, there beside others of version 1, and in 1.
+_FROZEN = (
+    ("", "", "cgroup.events", "frozen 1"),
+    ("", "unified", "cgroup.events", "frozen 1"),
+    ("freezer", "freezer", "freezer.state", "FROZEN"),
+)
+
+
+class Sign:
+    """A file in memory that is open as long as something lives in this process, until `close`.
+
+    Others of this host see by its name, "" where the system has no such files, whether it is.
+    """
+
+    def __init__(self) -> None:
+        self.name, self._fd = token_hex(8), -1
+        try:
+            self._fd = os.memfd_create(f"{_SIGN} {self.name}", os.MFD_CLOEXEC)
+        except OSError:
+            self.name = ""
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):  # somebody has closed all files of this process
+            if fd >= 0 and os.readlink(f"/proc/self/fd/{fd}") == _link(self.name):  # noqa: PTH115
+                os.close(fd)
+
+
 class Life(NamedTuple):
     """The marks of one process among all that have, or had, its number; zeros: nobody knows."""
 
     boot: str = ""  # of the kernel: the same in all containers of a host
     namespace: int = 0  # its inode: another container numbers its processes anew
     started: int = 0  # in ticks since the kernel was
+    sign: str = ""  # the name of the one that it has open
 
 
 def own() -> Life:
@@ -53,7 +97,42 @@ def look(pid: int, life: Life) -> State:
         return "hidden" if _is_there(pid) else "gone"
     if started_at(stat) != life.started:
         return "replaced"
-    return _BY_LETTER.get(letter, "running")
+    if life.sign and _has_closed(pid, life.sign):
+        return "closed"
+    state = _BY_LETTER.get(letter, "running")
+    return "frozen" if state == "running" and _is_frozen(pid) else state
+
+
+def _link(sign: str) -> str:
+    """How the kernel shows the open file of that name."""
+    return f"/memfd:{_SIGN} {sign} (deleted)"
+
+
+def _has_closed(pid: int, sign: str) -> bool:
+    """Whether this process has the file open no more; False if it cannot be seen."""
+    try:
+        return _link(sign) not in _files(pid)
+    except OSError:
+        return False
+
+
+def _files(pid: int) -> Iterator[str]:
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed just now
+            yield os.readlink(each)  # noqa: PTH115  # a name, and no path
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether its cgroup, or one around it, is frozen; False if that cannot be seen."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller, mounted, name, says in _FROZEN:
+                told = _CGROUPS / mounted / path.lstrip("/") / name
+                with suppress(OSError):
+                    if controllers == controller and says in told.read_text().splitlines():
+                        return True
+    return False
 
 
 def _is_there(pid: int) -> bool:

@@ -437,8 +437,7 @@ def _publisher_lost(there: _Records, name: str, version: int | None) -> str:
 
 
 def _seat_lost(ranks: Sequence[int]) -> str:
-    handles = "its handle was" if len(ranks) == 1 else "their handles were"
-    return f"lost its seat: the lease of {_ranks(ranks)} has ended, and {handles} not closed"
+    return f"lost its seat: the lease of {_ranks(ranks)} has ended, and etcd was told of no close"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

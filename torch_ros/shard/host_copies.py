@@ -44,9 +44,9 @@ def shard_of(mailbox: Mailbox, install: Install | None = None) -> ShardRecord:
     return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, install=install)
 
 
-def seen_here() -> SeenRecord:
+def seen_here(sign: life.Sign) -> SeenRecord:
     """This process, as people find it also when it has lost its seat."""
-    return SeenRecord(socket.gethostname(), os.getpid(), 0, *life.own())
+    return SeenRecord(socket.gethostname(), os.getpid(), 0, *life.own()._replace(sign=sign.name))
 
 
 class HostCopy:

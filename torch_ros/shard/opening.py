@@ -12,6 +12,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
+from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
@@ -327,14 +328,13 @@ class _Means:
             kv = undo.enter_context(closing(connect_store(self.endpoint, timeout_s=self.timeout_s)))
             pages = huge_pages_for(ways, is_wanted=huge_pages)
             reading = Reading(ways, self.staging_bytes, self.costs, pages)
-            mailbox = Mailbox(ways, reading.forget)
-            group = Group.join(
-                kv,
-                applicant(replica=name, shard=shard_of(mailbox, install), seen=seen_here()),
-                deadline,
-            )
+            mailbox, sign = Mailbox(ways, reading.forget), Sign()
+            undo.callback(sign.close)
+            own = applicant(replica=name, shard=shard_of(mailbox, install), seen=seen_here(sign))
+            group = Group.join(kv, own, deadline)
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
+            shard.at_last.append(sign.close)
             undo.pop_all()
         log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
         return shard
