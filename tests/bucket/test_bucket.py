@@ -108,6 +108,19 @@ def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, buck
 
 
 @memory_only
+def test_a_writer_leaves_its_marker_before_anything_else(opened, archived, bucket, monkeypatch):
+    there, put = [], bucket.store.put
+
+    def putting(*arguments, **options):
+        there.append(bucket.keys())
+        put(*arguments, **options)
+
+    monkeypatch.setattr(bucket.store, "put", putting)
+    archived(7, {"w": torch.ones(3)})
+    assert there == [["torch_ros"]]
+
+
+@memory_only
 @pytest.mark.parametrize("file_bytes", [1, 700, 10**9])
 def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_bytes):
     tensors = everything()
@@ -366,7 +379,7 @@ def test_files_without_a_manifest_are_no_version_and_go_after_the_grace(
     clock[0] += 2
     assert archiver.collect() == 4
     left = [p.parent for p in (tmp_path / "bucket").rglob("*") if p.is_file()]
-    assert sorted(left) == [folder, versions]
+    assert sorted(left) == [tmp_path / "bucket" / bucket.root, folder, versions]
     assert bucket.load({"a": torch.zeros(5)}) == 7
 
 

@@ -406,6 +406,8 @@ def test_without_the_extra_it_says_so(monkeypatch):
         objects.ObjectStore("memory://x")
 
 
+XHTML = b"""<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><head><title>Console
+</title></head><body><p>Log in</p></body></html>"""
 PAGE = b"<!doctype html><html><head><title>Console</title></head><body>Log in</body></html>"
 CUT = b"""<?xml version="1.0"?><ListBucketResult><IsTruncated>true</IsTruncated><Contents>
 <Key>zzz/one</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>"a"</ETag><Size>3</Size>
@@ -451,6 +453,33 @@ def test_a_bucket_that_is_empty_is_believed_at_the_cost_of_a_get(server):
     server.objects["p/m/x"] = b""
     assert torch_ros.bucket.open("s3://weights/p", "m").list() == {}
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("page", [XHTML, b"<ListBucketResult/>"], ids=["page", "nothing"])
+def test_a_list_that_does_not_show_what_writers_leave_is_none(server, monkeypatch, page):
+    """All objects are there for those who get them; a list is answered by somebody else."""
+    bucket = torch_ros.bucket.open("s3://weights/p", "m")
+    bucket.store.mark("m")
+    assert bucket.list() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "listed", lambda _: page)
+        with pytest.raises(BucketError, match="a list of it is empty, and 'torch_ros' is in it"):
+            bucket.list()
+    assert bucket.list() == {}
+
+
+def test_a_writer_that_begins_while_a_bucket_is_looked_at_is_no_reason_for_doubt(
+    server, monkeypatch
+):
+    bucket, listed = torch_ros.bucket.open("s3://weights/p", "m"), server.listed
+
+    def late(query):
+        found = listed(query)
+        server.objects["p/m/torch_ros"] = objects.MARK
+        return found
+
+    monkeypatch.setattr(server, "listed", late)
+    assert bucket.list() == {}
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -511,6 +540,17 @@ def test_a_folder_is_made_by_writers_alone(tmp_path):
         "hf://CANARY@buckets/o/n",
         "https://u:CANARY@host/x",
         "memory://x?CANARY",
+        "s3://weights/x%3Ftoken=CANARY",
+        "s3://weights/x%253Ftoken=CANARY",
+        "s3://weights/x&token=CANARY",
+        "s3://weights/x;X-Amz-Signature=CANARY/y",
+        "s3://weights/AWSAccessKeyId=CANARY",
+        "s3://weights/k:CANARY@x",
+        "s3://weights/a/k:CAN/CANARY@x",
+        "s3://weights/k%3ACANARY%40x",
+        "s3:weights?token=CANARY",
+        "file:///f?sig=CANARY",
+        "file:///f%3Fsig=CANARY",
         "s3://weights/x#CANARY",
     ],
 )
@@ -520,6 +560,13 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url):
             ask(url)
         assert "CANARY" not in "".join(traceback.format_exception_only(caught.value))
         assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "prefix", ["date=2026-11-27", "team@site", "a:b", "tokenizer=x", "100%", "monkey=1"]
+)
+def test_what_is_no_secret_may_be_a_prefix(prefix):
+    assert objects.ObjectStore(f"s3://weights/{prefix}").url.endswith(prefix)
 
 
 def test_an_endpoint_with_a_password_is_not_repeated(server, monkeypatch, caplog):

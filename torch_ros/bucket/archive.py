@@ -141,6 +141,7 @@ class Archiver:
         bucket.store.make(bucket.root)
         self._grace_s, self._form = grace_s, form
         self._before: _Written | None = None
+        self._has_marked = False
         self._seen: torch_ros.VersionRef | None = None  # the bucket has it, or needs not have it
         self._newest: InBucket | None = None  # of its run
         self.model, self.totals = bucket.model, Totals()
@@ -267,6 +268,9 @@ class Archiver:
         Args:
             before: The version that was written last, if it is in memory.
         """
+        if not self._has_marked:
+            self._bucket.store.mark(self._bucket.root)
+            self._has_marked = True
         plain = StoredVersion(
             FORMAT,
             self._handle.model,

@@ -1,5 +1,6 @@
 """The objects of a bucket: names of manifests, manifests, and the parts by which files are checked.
 
+    <prefix>/<model>/torch_ros
     <prefix>/<model>/<number>-<run>/versions/<version>-<born_ms>-<uid>-<nonce>.full.json
     <prefix>/<model>/<number>-<run>/data/<version>-<uid>-<nonce>/model.safetensors
 
@@ -8,7 +9,7 @@ A version that is stored as a delta has `delta-<base's version>-<base's nonce>` 
 
 A manifest is written last: files without one are no version. Objects never change: each attempt has
 a manifest and a folder of its own, by its nonce, so nobody writes over what somebody reads, in a
-store that overwrites either. Pure.
+store that overwrites either. The first object is the marker that `objects.py` tells of. Pure.
 """
 
 from __future__ import annotations

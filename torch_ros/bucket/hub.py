@@ -110,7 +110,7 @@ class HubStore(ObjectStore):
                 if each.type == "file" and each.path.startswith(f"{below}/")
             ]
 
-    def _said_of_nothing(self, key: str) -> bytes | None:
+    def _said_of(self, key: str) -> bytes | None:
         said = self.get(key)
         return None if said is None else said[:SHOWN]
 

@@ -41,6 +41,9 @@ UNFINISHED = re.compile(r".*#[0-9]+")
 
 PAGE = 1000  # keys of a list that a store sends at once
 SHOWN = 60  # bytes of what is no store's answer
+# The first object of a writer below a prefix. A reader whose list is empty asks for it: a list that
+# does not show it is none, and where it is not there, nobody has written anything.
+MARKER, MARK = "torch_ros", b"torch_ros writes versions here\n"
 
 _FORMS = "s3://bucket/prefix, gs://, az://, hf://buckets/owner/name, file:///folder, a folder, or memory://name"
 _ADVICE = {
@@ -52,6 +55,12 @@ _ADVICE = {
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # what S3, GCS and Azure call that
 _LOGIN = re.compile(r"://[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
+# Options, a login, or a value under a name that others give to a secret: wherever it stands.
+_SECRET = re.compile(
+    r"[?#]|:.*@|(?<![a-z0-9])"
+    r"(?:sig|signature|token|secret|password|credential|(?:[a-z]*access_?|api_?)?key(?:id)?)=",
+    re.DOTALL | re.IGNORECASE,
+)
 # Who has no credentials asks the machine's cloud for some, under these paths.
 _METADATA = ("/latest/api/token", "/latest/meta-data/", "/computeMetadata/", "/metadata/identity/")
 _memories: dict[str, MemoryStore] = {}  # by name, for as long as the process lives
@@ -118,6 +127,10 @@ class ObjectStore:
         if self._folder is not None:
             with self._errors(prefix):
                 (self._folder / prefix).mkdir(parents=True, exist_ok=True)
+
+    def mark(self, prefix: str) -> None:
+        """Have the marker below a prefix. For writers, before anything else; costs a request."""
+        self.create(f"{prefix}/{MARKER}", MARK)
 
     def put(self, key: str, content: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> None:
         """Write an object as its bytes come, under a key that nobody else writes.
@@ -210,15 +223,17 @@ class ObjectStore:
         """The objects below a prefix, in the order of their keys. A prefix ends between slashes.
 
         In a folder also what is being written, or was when its writer was killed: `UNFINISHED`.
-        That there are none is believed of a store that also says of an object, which nobody can
-        have written, that it is not there: the list of a page for people has none, either.
+        That there are none is believed of a store that also says of the marker, which each writer
+        leaves, that it is not there: the list of a page for people has none, either.
         """
         found = self._listed(prefix)
         other = next((one.key for one in found if not one.key.startswith(f"{prefix}/")), None)
         if prefix and other is not None:
             self._doubt(prefix, f"a list of it shows {other!r}, which is not in it")
-        if not found:
-            self._require_store(prefix)
+        if not found and self._is_marked(prefix):
+            found = self._listed(prefix)  # a writer may have begun just now
+            if not found:
+                self._doubt(prefix, f"a list of it is empty, and {MARKER!r} is in it")
         return iter(sorted(found, key=lambda each: each.key))
 
     def _listed(self, prefix: str) -> Sequence[Listed]:
@@ -241,19 +256,23 @@ class ObjectStore:
         pages = self._obs.list(self._store, prefix, offset=after)
         return [Listed(each["path"], each["size"]) for page in pages for each in page]
 
-    def _require_store(self, prefix: str) -> None:
-        """Raises: BucketError: No store answers here, or it does not let this process read."""
+    def _is_marked(self, prefix: str) -> bool:
+        """Whether somebody has written below this prefix of a store that is not a folder.
+
+        Raises: BucketError: No store answers here, or it does not let this process read.
+        """
         if self._folder is not None:
             if not any(self._folder.iterdir()):
                 advice = "mount its disk; of a new one, start the archiver first"
                 raise BucketError(self.url, "", "its folder is empty", advice)
-            return
-        key = f"{prefix}/{token_hex(16)}".lstrip("/")
-        if (said := self._said_of_nothing(key)) is not None:
-            self._doubt(prefix, f"a list of it is empty, and of no object it says {said!r}")
+            return False
+        said = self._said_of(f"{prefix}/{MARKER}".lstrip("/"))
+        if said not in (None, MARK):
+            self._doubt(prefix, f"a list of it is empty, and of an object it says {said!r}")
+        return said == MARK
 
-    def _said_of_nothing(self, key: str) -> bytes | None:
-        """The answer for an object that is not there; None: a store's own."""
+    def _said_of(self, key: str) -> bytes | None:
+        """The answer to a get, or its beginning; None: a store's own, that nothing is there."""
         with self._errors(key):
             try:
                 return bytes(self._obs.get(self._store, key).bytes())[:SHOWN]
@@ -330,11 +349,14 @@ def require_public(url: str) -> None:
     """
     scheme, is_url, rest = url.partition("://")
     if not is_url:
-        if re.match(r"[a-zA-Z0-9]+:/", url):
+        if re.match(r"[a-zA-Z0-9]+:/|(s3|gs|az|hf|https?|file|memory):", url):
             raise UsageError(f"a bucket's URL begins with '{scheme.partition(':')[0]}://'")
         return
-    first = rest.partition("/")[0]
-    if "@" in first or ":" in first or re.search("[?#]", rest):
+    plain = rest
+    while (decoded := unquote(plain)) != plain:
+        plain = decoded
+    first = plain.partition("/")[0]
+    if "@" in first or ":" in first or _SECRET.search(plain):
         raise UsageError(
             f"'{scheme[:5]}://...' names no store: expected {_FORMS}; a URL ends up in logs and in "
             "etcd, and has no place for keys, ports or options: give credentials and endpoint by "
