@@ -143,6 +143,15 @@ def test_operations_names_folders_that_log():
         assert any("log_of(" in path.read_text() for path in modules), folder
 
 
-def test_the_picture_is_what_its_script_draws():
-    drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))["picture"]()
-    assert (ROOT / "docs" / "picture.svg").read_text() == drawn
+def test_the_pictures_are_what_their_script_draws():
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
+    drawn = {name: draw() for name, draw in pictures.items()}
+    folder = ROOT / "docs" / "pictures"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == drawn
+    shown = re.findall(r"\]\(pictures/(\S+)\)", (ROOT / "docs" / "CONCEPTS.md").read_text())
+    assert sorted(shown) == sorted(drawn)
+
+
+def test_the_concepts_are_a_thousand_words_at_most():
+    words = re.findall(r"\S*\w\S*", (ROOT / "docs" / "CONCEPTS.md").read_text())
+    assert len(words) <= 1000
