@@ -1,6 +1,7 @@
 """`torch-ros doctor --links`: what its rates say, and that it reads as a reader does."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -93,3 +94,21 @@ def test_each_replica_that_has_all_of_it_is_probed_and_nothing_stays(opened, end
     assert set(fleet.replicas) == {"trainer", "rollout", "idle"}
     assert not any(each.readers for each in fleet.held)
     assert main.main(["--endpoint", endpoint, "doctor", "--links", f"{trainer.model}x"]) == 2
+
+
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize("name", ["w", "x"])
+def test_a_number_that_is_published_anew_is_told_and_not_measured(opened, name):
+    first, doctor = opened("trainer"), opened("doctor-1", spot=True)
+    first.register({"w": torch.zeros(100)})
+    first.publish(1)
+    contents = doctor.contents()
+    first.close(linger_s=0)
+    anew = opened("trainer", run="new")
+    anew.register({name: torch.ones(100)})
+    anew.publish(1)
+    assert probing._holders(doctor, contents) == []
+    read = partial(probing._read, doctor, contents, source="trainer")
+    link = probing._link(read, ["w"], ["w"], Link("trainer", "here"))
+    assert link.bytes_per_s == 0
+    assert ("published anew" if name == "w" else "no such name") in link.problem

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import torch_ros
+from torch_ros.checkpoints.written import require_same
 from torch_ros.cli.links import Link
 from torch_ros.cli.moving import opened
-from torch_ros.errors import NotAvailable, SourceLost
+from torch_ros.errors import ManifestMismatch, NotAvailable, SourceLost
 
 FIRST_BYTES, PROBE_BYTES = 8 << 20, 16 << 20  # in all 4 % of a GiB that is read beside it
 QUICK_S = 0.1  # a link on which the first bytes take longer is measured with as few again
@@ -44,7 +45,7 @@ def links(handle: torch_ros.ShardHandle, hosts: Mapping[str, str]) -> Sequence[L
     found = []
     for replica in _holders(handle, contents):
         _await_turn(handle)
-        read = partial(_read, handle, contents.version, source=replica)
+        read = partial(_read, handle, contents, source=replica)
         found.append(_link(read, some, more, Link(replica, hosts.get(replica, "?"))))
     return found
 
@@ -65,7 +66,7 @@ def _holders(handle: torch_ros.ShardHandle, contents: torch_ros.Contents) -> Seq
     found = (
         each.replica
         for each in handle.fleet().held
-        if (each.ref.run, each.ref.version) == (contents.run, contents.version) and each.is_offered
+        if each.ref.uid == contents.uid and each.is_offered
     )
     return sorted(set(found))
 
@@ -92,7 +93,7 @@ def _link(
         before = _received()
         try:
             read_bytes, read_s = read(names)
-        except (SourceLost, NotAvailable) as error:
+        except (SourceLost, NotAvailable, ManifestMismatch) as error:
             return best if best.way else replace(link, problem=str(error))
         if names is more or read_s > QUICK_S:
             rate, way = read_bytes / read_s, _way(before, _received(), read_bytes)
@@ -103,12 +104,20 @@ def _link(
 
 
 def _read(
-    handle: torch_ros.ShardHandle, version: int, names: Sequence[str], *, source: str
+    handle: torch_ros.ShardHandle,
+    contents: torch_ros.Contents,
+    names: Sequence[str],
+    *,
+    source: str,
 ) -> tuple[int, float]:
-    """The bytes that were read, and the seconds that they took."""
+    """The bytes that were read, and the seconds that they took.
+
+    Raises: VersionNotFound, ManifestMismatch: The number stands for another content by now.
+    """
     with handle.stream(
-        version, names, buffer_bytes=PROBE_BYTES, timeout_s=PROBE_S, source=source
+        contents.version, names, buffer_bytes=PROBE_BYTES, timeout_s=PROBE_S, source=source
     ) as stream:
+        require_same(handle.model, contents, stream.uid)
         for _ in stream:
             pass
     return stream.bytes_read, stream.read_s
