@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch_ros.checkpoints import written
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main, moving
-from torch_ros.errors import UsageError
+from torch_ros.errors import FolderError, UsageError
 
 DTYPES = list(NAMES)
 
@@ -145,6 +146,26 @@ def test_a_folder_is_never_half_written_nor_overwritten(tmp_path):
     assert (tmp_path / "out" / "file").read_text() == "whole"
     with pytest.raises(UsageError, match="is there already"), written.made_whole(tmp_path / "out"):
         pass
+
+
+def test_of_two_writers_of_one_name_the_later_one_is_told_and_leaves_nothing(tmp_path, pool):
+    """Also of one process: each has a lock of its own."""
+    first, second = threading.Event(), threading.Event()
+
+    def write(text, begun, may_end):
+        with written.made_whole(tmp_path / "out") as folder:
+            (folder / "file").write_text(text)
+            begun.set()
+            assert may_end.wait(20)
+
+    later = pool.submit(write, "later", first, second)
+    assert first.wait(20)
+    write("sooner", threading.Event(), first)
+    second.set()
+    with pytest.raises(FolderError, match="somebody has made it meanwhile"):
+        later.result(20)
+    assert (tmp_path / "out" / "file").read_text() == "sooner"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_is_left_alone_while_its_writer_lives_and_removed_when_it_was_killed(tmp_path):

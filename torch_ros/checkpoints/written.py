@@ -35,6 +35,8 @@ _ADVICE = {
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
     errno.ENAMETOOLONG: "use a shorter name",
+    errno.ENOTEMPTY: "somebody has made it meanwhile: name another folder, or remove it",
+    errno.EBUSY: "a disk is mounted there: name a folder within it",
 }
 
 OnBytes = Callable[[int, int], None]  # told how many are written, and of how many
