@@ -222,6 +222,14 @@ def test_transformers_loads_an_archived_version(archived, tmp_path):
 
 
 @memory_only
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_name_that_files_have_for_something_else_is_refused(archived, bucket, streams):
+    with pytest.raises(UsageError, match="'__metadata__'"):
+        archived(1, {"__metadata__": torch.ones(2)}, form=Form(streams=streams))
+    assert bucket.list() == {}
+
+
+@memory_only
 def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
     archived(7, {"w": torch.ones(4), "v": torch.ones(2)})
     mine = {"w": torch.zeros(4), "v": torch.zeros(2, dtype=torch.float64)}

@@ -123,6 +123,30 @@ def test_a_dtype_without_a_name_is_refused_and_nothing_is_left(opened, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tensor_whose_name_is_empty_or_a_path_is_pulled_compared_and_verified(
+    opened, asked, tmp_path
+):
+    tensors, trainer = {name: torch.ones(2) for name in ("", "a/b", "\n", "w")}, opened("trainer")
+    trainer.register(tensors)
+    trainer.publish(1)
+    assert asked("pull", trainer.model, 1, tmp_path / "out")[0] == 0
+    same(mapped(tmp_path / "out"), tensors)
+    assert asked("diff", trainer.model, 1, tmp_path / "out")[0] == 0
+    assert asked("verify", trainer.model, 1, "--full", "--against", tmp_path / "out")[0] == 0
+
+
+def test_a_name_that_files_have_for_something_else_is_refused(opened, asked, tmp_path):
+    tensors, trainer = {"__metadata__": torch.ones(2)}, opened("trainer")
+    trainer.register(tensors)
+    trainer.publish(1)
+    code, _, err = asked("pull", trainer.model, 1, tmp_path / "out")
+    assert (code, "'__metadata__'" in err) == (2, True)
+    assert not list(tmp_path.iterdir())
+    assert asked("pull", trainer.model, 1, tmp_path / "out", "--format", "dcp")[0] == 0
+    dcp.load(found := {"__metadata__": torch.zeros(2)}, checkpoint_id=tmp_path / "out")
+    same(found, tensors)
+
+
 def test_a_link_in_the_place_of_what_a_pull_left_leads_nowhere(tmp_path):
     other, folder = tmp_path / "other", tmp_path / "folder"
     other.mkdir()

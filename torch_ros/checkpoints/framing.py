@@ -9,8 +9,11 @@ from math import prod
 
 import torch
 
+from torch_ros.errors import UsageError
+
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
+ABOUT = "__metadata__"  # of a file, in its header, where the names of tensors are
 FILE_BYTES = 5 * 10**9  # of a file, unless one tensor is larger; as Hugging Face has it
 NAMES = {
     torch.float64: "F64",
@@ -37,7 +40,15 @@ Tensors = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 def files(tensors: Tensors, file_bytes: int = FILE_BYTES) -> Mapping[str, Tensors]:
-    """The tensors in each file, in their order; a file ends before it would be too large."""
+    """The tensors in each file, in their order; a file ends before it would be too large.
+
+    Raises:
+        UsageError: One has the name under which safetensors has something else.
+    """
+    if ABOUT in tensors:
+        raise UsageError(
+            f"no file of safetensors has a tensor called {ABOUT!r}: publish it under another name"
+        )
     groups: list[dict[str, tuple[torch.dtype, torch.Size]]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -64,7 +75,7 @@ def size_bytes(tensor: tuple[torch.dtype, torch.Size]) -> int:
 def header(tensors: Tensors, about: Mapping[str, str]) -> bytes:
     """A file's beginning: a length, JSON; behind it come the bytes in this order."""
     ends = [0, *accumulate(map(size_bytes, tensors.values()))]
-    described: dict[str, object] = {"__metadata__": dict(about)}
+    described: dict[str, object] = {ABOUT: dict(about)}
     for (name, (dtype, shape)), begin, end in zip(tensors.items(), ends, ends[1:], strict=False):
         offsets = [begin, end]
         described[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}

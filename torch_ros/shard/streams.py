@@ -225,7 +225,8 @@ def _names(fqns: Iterable[str], buffer_bytes: int) -> list[str]:
     """Raises: UsageError: The arguments of a stream are bad."""
     arguments.whole(1, 1 << 40)("buffer_bytes", buffer_bytes)
     names = fqns if isinstance(fqns, str) else list(fqns)
-    arguments.texts("fqns", names)
+    # A tensor may have the name "", as one at the root of a state dict has.
+    arguments.texts("fqns", names if isinstance(names, str) else [n for n in names if n != ""])
     twice = [fqn for fqn, count in Counter(names).items() if count > 1]
     if twice:
         raise UsageError(f"fqns: {twice[0]!r} stands there twice; expected each name once")
