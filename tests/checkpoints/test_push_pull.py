@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -145,6 +146,33 @@ def test_a_name_that_files_have_for_something_else_is_refused(opened, asked, tmp
     assert asked("pull", trainer.model, 1, tmp_path / "out", "--format", "dcp")[0] == 0
     dcp.load(found := {"__metadata__": torch.zeros(2)}, checkpoint_id=tmp_path / "out")
     same(found, tensors)
+
+
+@pytest.fixture
+def short_of_memory():
+    """From its call on, this process can have some 100 MiB more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+
+    def begin():
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (100 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+    yield begin
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+def test_too_little_memory_is_a_line(opened, asked, tmp_path, short_of_memory, form):
+    trainer = opened("trainer")
+    trainer.register({"w": torch.zeros(1 << 30, dtype=torch.uint8)})
+    trainer.publish(1)
+    short_of_memory()
+    code, _, err = asked("pull", trainer.model, 1, tmp_path / "out", "--format", form)
+    assert code == 1
+    assert "too little memory" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_in_the_place_of_what_a_pull_left_leads_nowhere(tmp_path):

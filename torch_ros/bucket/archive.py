@@ -372,7 +372,10 @@ class Archiver:
             if self._form.streams:
                 yield stream
                 return
-            held = deque((name, tensor.clone()) for name, tensor in stream)
+            try:
+                held = deque((name, tensor.clone()) for name, tensor in stream)
+            except RuntimeError as error:  # torch's word for it
+                raise MemoryError("all of a version; --stream takes two buffers") from error
         yield (held.popleft() for _ in range(len(held)))
 
     def _commit(self, new: InBucket, stored: StoredVersion) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -220,16 +221,25 @@ def write_dcp(
     folder: Path,
     progress: OnBytes,
 ) -> None:
-    """Write tensors of a version as `dcp.load` reads them. Takes memory for all of them."""
-    state = {
-        name: torch.empty(shape, dtype=dtype, device="cpu")
-        for name, (dtype, shape) in tensors.items()
-    }
+    """Write tensors of a version as `dcp.load` reads them. Takes memory for all of them.
+
+    Raises:
+        MemoryError: There is too little.
+    """
+    total = sum(map(size_bytes, tensors.values()))
+    try:
+        state = {
+            name: torch.empty(shape, dtype=dtype, device="cpu")
+            for name, (dtype, shape) in tensors.items()
+        }
+    except RuntimeError as error:  # torch's word for it
+        raise MemoryError(f"{total} bytes for all of it; safetensors take 128 MiB") from error
     report = handle.read(contents.version, state, timeout_s=READ_S)
     require_same(handle.model, contents, report.uid)
     try:
-        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        with warnings.catch_warnings():  # that no other process takes part
+            warnings.simplefilter("ignore", UserWarning)
+            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     except CheckpointException as error:  # of Ctrl-C, too
         raise reason(error) from None
-    total = sum(map(size_bytes, tensors.values()))
     progress(total, total)

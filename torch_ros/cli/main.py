@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(error, UNREACHABLE)
     except TorchRosError as error:
         return _say(error, NOT_FINE)
+    except MemoryError as error:
+        return _say(f"there is too little memory: {error}", NOT_FINE)
     except OSError as error:  # of the standard output, or of a file
         silence(sys.stdout)
         return _say(error, NOT_FINE)

@@ -132,7 +132,10 @@ class Buffers:
     def __init__(self, transport: Transport, pages: HugePages, parts: Sequence[Part]) -> None:
         sizes = [max((p.size_bytes for p in parts[n::BUFFERS]), default=0) for n in range(BUFFERS)]
         self._parts, self._phases = parts, dict[int, Phase]()
-        self._memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        try:
+            self._memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        except RuntimeError as error:  # torch's word for it
+            raise MemoryError(f"{sum(sizes)} bytes for two buffers") from error
         self._lent: list[weakref.ref[object]] = []
         self._registrations: list[Registration] = []
         try:
