@@ -272,6 +272,16 @@ def test_bad_input_to_save_is_named_and_changes_nothing(handles):
     assert trainer.version == 1
 
 
+def test_options_of_another_kind_are_named_at_once(handles):
+    trainer, _ = handles
+    for make in (ROSWriter, ROSReader):
+        with pytest.raises(UsageError, match="handle='m': expected a .*ShardHandle"):
+            make(1, handle="m")
+    for name in ("serve", "trust_objects", "partial"):  # "False" is true
+        with pytest.raises(UsageError, match=f"{name}='False': expected True or False"):
+            ROSReader(1, handle=trainer, **{name: "False"})
+
+
 def test_the_environment_names_the_replica_of_the_default_handles(monkeypatch):
     monkeypatch.setenv("TORCH_ROS_ENDPOINT", f"memory://{uuid.uuid4().hex}")
     monkeypatch.setenv("TORCH_ROS_REPLICA", "trainer")

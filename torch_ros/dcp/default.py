@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from torch_ros import environment
+from torch_ros import arguments, environment
 from torch_ros.errors import UsageError
 from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.opening import open  # noqa: A004
@@ -45,6 +45,11 @@ def default_handle(purpose: Purpose) -> ShardHandle:
             )
             _handles[purpose] = (os.getpid(), handle)
         return handle
+
+
+def require_handle(given: object) -> None:
+    """Raises: UsageError: It is neither a handle nor None."""
+    arguments.optional(arguments.instance(ShardHandle))("handle", given)
 
 
 def check_group(handle: ShardHandle, rank: int | None, size: int | None) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torch_ros.dcp.default import check_group, default_handle
+from torch_ros import arguments
+from torch_ros.dcp.default import check_group, default_handle, require_handle
 from torch_ros.dcp.destination import StateDict
 from torch_ros.dcp.memo import memos
 from torch_ros.dcp.planner import ROSLoadPlanner
@@ -91,6 +92,9 @@ class ROSReader(StorageReader):
         timeout_s: float | None = None,
         partial: bool = False,
     ) -> None:
+        require_handle(handle)
+        asked = {"serve": serve, "trust_objects": trust_objects, "partial": partial}
+        arguments.check(asked, dict.fromkeys(asked, arguments.yes_or_no))
         self._asked, self._given, self._is_partial = version, handle, partial
         self._serve, self._trust_objects, self._timeout_s = serve, trust_objects, timeout_s
         self._plan = LoadPlan([])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_ros.dcp.default import check_group, default_handle
+from torch_ros.dcp.default import check_group, default_handle, require_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
@@ -89,6 +89,7 @@ class ROSWriter(StorageWriter):
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
+        require_handle(handle)
         copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
         if mode == "in_place" and copying != Copying():
             names = "transform, to, copy_bytes, deltas and delta_bytes"
