@@ -152,6 +152,19 @@ def test_the_pictures_are_what_their_script_draws():
     assert sorted(shown) == sorted(drawn)
 
 
-def test_the_concepts_are_a_thousand_words_at_most():
-    words = re.findall(r"\S*\w\S*", (ROOT / "docs" / "CONCEPTS.md").read_text())
-    assert len(words) <= 1000
+PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
+WORDS_MAX = {
+    ROOT / "docs" / "CONCEPTS.md": 1000,
+    ROOT / "docs" / "PROTOCOL.md": 9000,
+    **dict.fromkeys(PROTOCOL_PAGES, 1500),
+}
+
+
+@pytest.mark.parametrize("document", WORDS_MAX, ids=lambda path: path.name)
+def test_a_document_is_no_longer_than_its_reader_has_time_for(document):
+    assert len(re.findall(r"\S*\w\S*", document.read_text())) <= WORDS_MAX[document]
+
+
+@pytest.mark.parametrize("page", PROTOCOL_PAGES, ids=lambda path: path.name)
+def test_the_site_has_each_page_of_the_protocol(page):
+    assert f"- docs/protocol/{page.name}\n" in (ROOT / "mkdocs.yml").read_text()

@@ -1,6 +1,6 @@
 """`--deep`: asks the memory of those that read how far they are. No process does anything for it.
 
-A rank's word is its position (docs/PROTOCOL.md#the-bytes-that-a-process-shows), which its own
+A rank's word is its position (docs/protocol/wire.md#mailbox), which its own
 readers ask for in the same way. Nothing is written: neither a seat, nor a lease, nor a record.
 """
 

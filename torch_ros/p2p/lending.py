@@ -1,6 +1,6 @@
 """Memory that is lent: a file that processes on this host map and lock, until they leave.
 
-docs/PROTOCOL.md#loans says why a lock of the kernel's, and no record, keeps a buffer from being
+docs/protocol/lending.md says why a lock of the kernel's, and no record, keeps a buffer from being
 filled under its borrowers (I11).
 
     fill     word     manifest       set by      means

@@ -1,7 +1,7 @@
 """Memory that is a file: found in another process on the same host, and mapped from there.
 
 To the kernel, torch's shared memory, a memfd and a file in /dev/shm are all files. The kernel says
-which of them is behind which addresses: docs/PROTOCOL.md#the-bytes-that-a-process-shows.
+which of them is behind which addresses: docs/protocol/nixl.md#copies.
 """
 
 import ctypes

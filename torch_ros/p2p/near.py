@@ -1,7 +1,7 @@
 """A transport that copies out of processes on the same host, and leaves the rest to another.
 
 It maps memory that is a file, once, and reads other memory through the kernel (cma), with several
-threads. docs/PROTOCOL.md#the-bytes-that-a-process-shows says which copies count, and why.
+threads. docs/protocol/nixl.md#copies says which copies count, and why.
 """
 
 from __future__ import annotations

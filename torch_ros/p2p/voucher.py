@@ -2,7 +2,7 @@
 
 Each process keeps a voucher open, a sealed file in memory with the digests of its descriptors. A
 reader looks for it among the files of the process that a descriptor names:
-docs/PROTOCOL.md#the-bytes-that-a-process-shows.
+docs/protocol/nixl.md#vouchers.
 """
 
 import fcntl

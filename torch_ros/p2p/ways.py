@@ -1,7 +1,7 @@
 """The ways from a process to others: within its fabric as UCX likes, over TCP to all others.
 
 Names alone decide which way a reader takes, before the first byte:
-docs/PROTOCOL.md#the-bytes-that-a-process-shows says why it takes no other if that one fails.
+docs/protocol/nixl.md#ways says why it takes no other if that one fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an archiver says that its bucket has, for who closes: docs/PROTOCOL.md#archivers. Pure."""
+"""What an archiver says that its bucket has, for who closes: docs/protocol/archives.md. Pure."""
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys

@@ -1,6 +1,6 @@
 """The rules of a group's calls. Pure: a view in, a step out; no clock, no client, no retry.
 
-I1 to I16 are the invariants of docs/PROTOCOL.md#invariants, which tells these rules in words.
+I1 to I16 are the invariants of docs/PROTOCOL.md#invariants and of the pages that it names.
 """
 
 import itertools

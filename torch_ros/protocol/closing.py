@@ -1,4 +1,4 @@
-"""How a replica closes in order: what only it has lingers (docs/PROTOCOL.md#ending). Pure."""
+"""How a replica closes in order: what only it has lingers (docs/protocol/closing.md). Pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A bucket below all runs: docs/PROTOCOL.md#a-bucket-as-the-floor. Pure."""
+"""A bucket below all runs: docs/protocol/fallback.md. Pure."""
 
 from typing import Protocol
 from zlib import crc32

@@ -1,4 +1,4 @@
-"""Versions that are fetched into a datacenter ahead of their use (docs/PROTOCOL.md#forerunners)."""
+"""Versions that are fetched into a datacenter ahead of their use (docs/protocol/seeding.md)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

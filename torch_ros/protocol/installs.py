@@ -1,4 +1,4 @@
-"""The versions that replicas' engines use: docs/PROTOCOL.md#installs, invariant I10. Pure.
+"""The versions that replicas' engines use: docs/protocol/installs.md, invariant I10. Pure.
 
 One record per replica. Each end of an install is a compare-and-swap of it, so there is one.
 """

@@ -374,7 +374,7 @@ class Ledger:
     def must_copy(self) -> int | None:
         """The number under which to copy what `forget` takes back: it may be retained. None: no.
 
-        Nobody can be asked (docs/PROTOCOL.md#taking-tensors-back-without-the-store).
+        Nobody can be asked (docs/protocol/unattended.md#taking-tensors-back).
         """
         with self.lock:
             kept, unfinished = self.holds, self.unfinished

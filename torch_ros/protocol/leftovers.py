@@ -1,4 +1,4 @@
-"""Records that nobody alive has left behind, and that may go: docs/PROTOCOL.md#leftovers. Pure."""
+"""Records that nobody alive has left behind, and that may go: docs/protocol/leftovers.md. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Records of others, as far as they can be read (docs/PROTOCOL.md#records-that-cannot-be-read).
+"""Records of others, as far as they can be read (docs/protocol/unreadable.md).
 
 One's own records, which nothing can be done without, are read with `Record.at`, which raises.
 """

@@ -1,6 +1,6 @@
 """Looking out for a version to go to, where there may be none yet. Pure.
 
-docs/PROTOCOL.md#updates-that-wait has the rules.
+docs/protocol/following.md#updates-that-wait has the rules.
 """
 
 from collections.abc import Callable

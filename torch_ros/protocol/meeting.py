@@ -1,6 +1,6 @@
 """The meaning of a call of the group to a rank that is about to make its own. Pure.
 
-docs/PROTOCOL.md#ranks-that-are-out-of-step has the rules.
+docs/protocol/steps.md#ranks-that-are-out-of-step has the rules.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The publishers of a version: whom a rank prefetches from, and compares its own with. Pure.
 
-docs/PROTOCOL.md#prefetch, docs/PROTOCOL.md#publish.
+docs/protocol/prefetch.md, docs/protocol/publishers.md.
 """
 
 from typing import NamedTuple

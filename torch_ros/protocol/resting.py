@@ -1,4 +1,4 @@
-"""A slow reader passes nothing on (docs/PROTOCOL.md#a-slow-reader). Pure.
+"""A slow reader passes nothing on (docs/protocol/pace.md). Pure.
 
 It is a leaf then, which may read from everybody, since nobody reads from it.
 """

@@ -146,7 +146,10 @@ class Seating:
         return run(steps, self.kv, deadline, check=check, on_failure=on_failure)
 
     def _bearing(self, patience: Patience | None) -> OnFailure | None:
-        """How a call bears an etcd that fails while the lease is renewed (docs/PROTOCOL.md)."""
+        """How a call bears an etcd that fails while the lease is renewed.
+
+        docs/protocol/unattended.md#an-etcd-that-refuses has the rules.
+        """
         ttl_s, replica = self.applicant.ttl_s, self.seat.replica
 
         def on_failure(error: StoreUnavailable | AccessDenied, lasts_s: float) -> None:

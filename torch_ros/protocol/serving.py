@@ -1,4 +1,4 @@
-"""How a replica offers what it has read before (docs/PROTOCOL.md#serve). Pure."""
+"""How a replica offers what it has read before (docs/protocol/serving.md#serve). Pure."""
 
 from torch_ros.errors import VersionNotFound
 from torch_ros.protocol.calls import filling, refuse_second

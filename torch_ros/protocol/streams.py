@@ -1,4 +1,4 @@
-"""How one rank streams a version (docs/PROTOCOL.md#stream): what it asks of the store. Pure."""
+"""How one rank streams a version (docs/protocol/streams.md): what it asks of the store. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Borrowing a version where it lies: docs/PROTOCOL.md#loans, invariant I11.
+"""Borrowing a version where it lies: docs/protocol/lending.md, invariant I11.
 
 One process's own business: no call of the group, and no record.
 """

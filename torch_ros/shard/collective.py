@@ -1,6 +1,6 @@
 """A call of the caller, as one of all ranks: whatever ends it on one of them ends it on all.
 
-docs/PROTOCOL.md#calls-of-a-caller has the rules.
+docs/protocol/steps.md#calls-of-a-caller has the rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bucket below all runs, as one rank falls back to it: docs/PROTOCOL.md#a-bucket-as-the-floor."""
+"""A bucket below all runs, as one rank falls back to it: docs/protocol/fallback.md."""
 
 import logging
 import threading

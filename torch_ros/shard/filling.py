@@ -1,4 +1,4 @@
-"""Fills the buffers of one stream, in a thread of its own: docs/PROTOCOL.md#stream.
+"""Fills the buffers of one stream, in a thread of its own: docs/protocol/streams.md.
 
 It knows its consumer by two numbers: how many buffers were asked for, and how many count. Each is
 written by one side only, and a bell wakes the other; so no signal, and no consumer that is dropped

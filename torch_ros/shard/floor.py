@@ -1,4 +1,4 @@
-"""The seam to a bucket below all runs: docs/PROTOCOL.md#a-bucket-as-the-floor."""
+"""The seam to a bucket below all runs: docs/protocol/fallback.md."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol

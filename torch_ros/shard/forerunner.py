@@ -1,6 +1,6 @@
 """Fetches versions into host memory, for a replica that goes on with what it has meanwhile.
 
-docs/PROTOCOL.md#forerunners. It is a replica of its own, of the same processes; each rank's part of
+docs/protocol/seeding.md. It is a replica of its own, of the same processes; each rank's part of
 it is moved by a thread, by calls that stand in the same order in the updates of all ranks.
 """
 

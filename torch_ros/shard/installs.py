@@ -1,6 +1,6 @@
 """Installs of one handle: the blocks in which it brings versions into an engine, and its waits.
 
-docs/PROTOCOL.md#installs has the rules; invariant I10.
+docs/protocol/installs.md has the rules; invariant I10.
 """
 
 import logging

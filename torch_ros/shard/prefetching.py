@@ -1,4 +1,4 @@
-"""Staging the deltas to a newer version beside what is held: docs/PROTOCOL.md#prefetch."""
+"""Staging the deltas to a newer version beside what is held: docs/protocol/prefetch.md."""
 
 import logging
 import threading

@@ -41,7 +41,7 @@ SAMPLE_MAX = 32  # more records than these are many
 class Sample(Struct, frozen=True):
     """In a `Read`: a few records of `range`, those created last (`is_oldest`: first).
 
-    Watched, it is the whole range. `docs/PROTOCOL.md` ("Samples") tells why.
+    Watched, it is the whole range. `docs/protocol/samples.md` tells why.
     """
 
     range: Range

@@ -1,6 +1,6 @@
 """The bytes that two processes agree on: `Card`, `Notice` and `Word`.
 
-Card, mailbox and manifest: docs/PROTOCOL.md#the-bytes-that-a-process-shows.
+Card, mailbox and manifest: docs/protocol/wire.md.
 """
 
 from __future__ import annotations

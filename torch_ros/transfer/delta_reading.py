@@ -1,4 +1,4 @@
-"""Fills a target by deltas from one full source: docs/PROTOCOL.md#reading-by-deltas.
+"""Fills a target by deltas from one full source: docs/protocol/deltas.md#reading-by-deltas.
 
 No element of the target changes before all bytes have landed, the word of each process that they
 came from was seen after that, and all of them have passed their checks.

@@ -1,7 +1,7 @@
 """Deltas between a publisher's copies, for readers that have an older one.
 
-docs/PROTOCOL.md#making-a-delta says why readers may believe them. A thread makes each, between two
-saves, from two buffers of copies that nobody writes to meanwhile.
+docs/protocol/deltas.md#making-a-delta says why readers may believe them. A thread makes each,
+between two saves, from two buffers of copies that nobody writes to meanwhile.
 """
 
 import logging

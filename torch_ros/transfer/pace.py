@@ -1,4 +1,4 @@
-"""Whether a reader keeps pace with what it reads from (docs/PROTOCOL.md#a-slow-reader). Pure."""
+"""Whether a reader keeps pace with what it reads from (docs/protocol/pace.md). Pure."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Buffers that copies are published from in turn, and may be lent: docs/PROTOCOL.md#loans."""
+"""Buffers that copies are published from in turn, and may be lent: docs/protocol/lending.md."""
 
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The bytes by which a publisher shows deltas to its readers: a table, and a head for each delta.
 
-docs/PROTOCOL.md#the-delta-table has their format. Pure: a publisher encodes, a reader decodes what
-it has read from memory that may be rewritten meanwhile, and believes nothing of it.
+docs/protocol/deltas.md#records-and-keys has their format. Pure: a publisher encodes, a reader
+decodes what it has read from memory that may be rewritten meanwhile, and believes nothing of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Digests of the content of tensors that do not depend on how the tensors are sharded.
 
-**The sum** (docs/PROTOCOL.md#digests-of-tensors): with x[g, j] the j-th 32-bit word of segment g,
+**The sum** (docs/protocol/wire.md): with x[g, j] the j-th 32-bit word of segment g,
 
     sum over g of W[g] * (sum over j of T[j] * x[g, j])   modulo 2^64
 
