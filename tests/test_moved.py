@@ -459,3 +459,27 @@ def test_what_is_published_live_after_a_copy_is_not_lent(opened):
         pass
     stream = borrower.stream(2, ["w"], buffer_bytes=1 << 20)
     assert [float(tensor[0]) for _, tensor in stream] == [2.0]
+
+
+def test_a_mapping_is_published_as_it_is_by_then(opened):
+    weights, trainer = {"first": torch.zeros(4), "last": torch.zeros(2)}, opened("trainer")
+    trainer.register(weights)
+    weights["first"] = torch.ones(4)
+    weights["more"] = torch.ones(3)
+    del weights["last"]
+    trainer.publish(1)
+    with opened("reader") as reader:
+        reader.register(got := {"first": torch.zeros(4), "more": torch.zeros(3)})
+        got["first"] = torch.zeros(4)
+        reader.replicate("latest")
+        assert torch.equal(got["first"], torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_published_as_it_is_by_then(opened):
+    model, trainer = torch.jit.script(Net()), opened("trainer")
+    trainer.register(model)
+    offload_and_back(model)
+    fill(model, 3.0)
+    trainer.publish(1)
+    require_newest(opened, model)

@@ -176,11 +176,11 @@ class ShardHandle:
                   p.requires_grad}`), or for names of your own. It is to return the tensors in use,
                   not copies, and costs some 10 us a tensor each time.
                 - A mapping of fqns to tensors, any dtype and shape, also 0-d, empty, non-contiguous
-                  or sharing memory. These very objects count: other memory of theirs
-                  (`p.data = ...`) or another shape (`p.t_()`) is found and registered again. An
-                  object that has taken their place in a module is not. Those of `state_dict()` are
-                  aliases, which keep the old memory when a parameter gets another one; only `guard`
-                  can find that. So pass the module.
+                  or sharing memory. It is looked at anew, too: another tensor under a name, other
+                  memory of one (`p.data = ...`) or another shape (`p.t_()`) is found and registered
+                  again. One that has taken another's place in a module is not. Those of
+                  `state_dict()` are aliases, which keep the old memory when a parameter gets
+                  another one; only `guard` can find that. So pass the module.
 
                 A DTensor stands for its local chunk, a `Chunked` for its boxes; any other tensor is
                 the whole. Where ranks differ the lowest one's counts. Not copied, not modified;

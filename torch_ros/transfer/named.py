@@ -108,9 +108,9 @@ class NamedTensors:
     @property
     def is_current(self) -> bool:
         """Whether a look at what owns them would find the same, where it was."""
-        if self._owners is not None:
-            return self._owners.are_same() and not self.moved
-        return not self.is_looked_up and not self.moved
+        if isinstance(self.given, Mapping):
+            return self._has_same(self.given) and not self.moved
+        return self._owners is not None and self._owners.are_same() and not self.moved
 
     def others(self, now: NamedTensors) -> list[str]:
         """The fqns by which `now` has other memory, or shapes, than these had, or one has none."""
@@ -129,11 +129,11 @@ class NamedTensors:
         """Whether these are the same objects, by the same names, and lie where they did."""
         if self.is_looked_up or not isinstance(given, Mapping):
             return given is self.given and self.is_current
-        return (
-            list(given) == list(self.tensors)
-            and all(map(is_, given.values(), self.tensors.values()))
-            and not self.moved
-        )
+        return self._has_same(given) and not self.moved
+
+    def _has_same(self, given: Mapping[str, torch.Tensor]) -> bool:
+        is_same = all(map(is_, given.values(), self.tensors.values()))
+        return is_same and list(given) == list(self.tensors)
 
 
 class _Owners:
@@ -148,7 +148,7 @@ class _Owners:
         for three in map(has, self._modules):
             for each in three:
                 yield from each.values()
-                yield from each  # a module may be renamed
+                yield from each.keys()  # a module may be renamed
 
     def are_same(self) -> bool:
         now = list(self._now())
