@@ -475,6 +475,26 @@ def test_a_mapping_is_published_as_it_is_by_then(opened):
         assert torch.equal(got["first"], torch.ones(4))
 
 
+def test_a_function_that_makes_copies_is_refused_where_it_is_read_into(opened):
+    model, trainer, reader = Net(), opened("trainer"), opened("reader")
+    trainer.register(lambda: {fqn: t.clone() for fqn, t in model.state_dict().items()})
+    trainer.publish(1)  # of what the model has now
+    mine = Net()
+
+    def copies():
+        return {fqn: tensor.clone() for fqn, tensor in mine.state_dict().items()}
+
+    reader.register(copies)
+    with pytest.raises(UsageError, match=r"makes 'router_bias' anew|makes 'first\.weight' anew"):
+        reader.replicate("latest")
+    with pytest.raises(UsageError, match="let it return the tensors in use"):
+        reader.read("latest", copies)
+    reader.unregister()
+    reader.register(mine.state_dict)
+    reader.replicate("latest")
+    assert torch.equal(mine.first.weight, model.first.weight)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_scripted_module_is_published_as_it_is_by_then(opened):
     model, trainer = torch.jit.script(Net()), opened("trainer")

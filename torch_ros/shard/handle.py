@@ -174,7 +174,7 @@ class ShardHandle:
                 - A function that returns a mapping, called anew at the same moments: for a part of
                   a module (`lambda: {n: p for n, p in model.named_parameters() if
                   p.requires_grad}`), or for names of your own. It is to return the tensors in use,
-                  not copies, and costs some 10 us a tensor each time.
+                  not copies, into which nothing is read, and costs some 10 us a tensor each time.
                 - A mapping of fqns to tensors, any dtype and shape, also 0-d, empty, non-contiguous
                   or sharing memory. It is looked at anew, too: another tensor under a name, other
                   memory of one (`p.data = ...`) or another shape (`p.t_()`) is found and registered
@@ -421,8 +421,8 @@ class ShardHandle:
             The version's number; with `missing_ok` None, if there is none.
 
         Raises:
-            UsageError: Nothing is registered, or only a copy of `publish_copy` is; or a version is
-                held.
+            UsageError: Nothing is registered, or only a copy of `publish_copy` is; a version is
+                held; or the function that was registered makes copies.
             ManifestMismatch: Other names, shapes or dtypes than the version's, or the ranks
                 together lack a part of a tensor. We do not cast.
             VersionNotFound: The version is gone; with `missing_ok`, only after a part of it was

@@ -35,7 +35,10 @@ class Given:
         self._tensors, self._named = tensors, named_tensors
 
     def fill(self, _: Sequence[Layout]) -> LocalState:
-        return self._tensors.state_of(self._named)
+        state = self._tensors.state_of(self._named)
+        if state.named is not None:
+            state.named.require_in_use("read")
+        return state
 
     def vet(self) -> None:
         """Nothing to do: no object is read."""

@@ -142,6 +142,11 @@ class Tensors:
         self.look_at_guarded(registered)
         return registered
 
+    def require_in_use(self, call: str) -> None:
+        """Raises: UsageError: `register` was given a function that makes copies."""
+        if self._named is not None:
+            self._named.require_in_use(call)
+
     def _found(self, call: str) -> Registered:
         named = self._named
         if named is None:

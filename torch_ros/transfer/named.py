@@ -70,6 +70,7 @@ class NamedTensors:
         is_contiguous, stride = torch.Tensor.is_contiguous, torch.Tensor.stride
         self._cuts = [is_contiguous if is_contiguous(t) else stride for t in self._local]
         self._places = list(self._now())
+        self._is_in_use = isinstance(given, Mapping | torch.nn.Module)
 
     @property
     def is_looked_up(self) -> bool:
@@ -124,6 +125,22 @@ class NamedTensors:
         for fqn, place in zip(self._names, self._places, strict=True):
             found[fqn].append(place)
         return found
+
+    def require_in_use(self, call: str) -> None:
+        """Look once more, the first time, whether what is filled is there to be found by others.
+
+        Raises: UsageError: A function that makes copies gave them.
+        """
+        if self._is_in_use:
+            return
+        others = self.others(NamedTensors(self.given, tensors_of(self.given)))
+        if others:
+            raise UsageError(
+                f"{call}: the function that gives the tensors makes {others[0]!r} anew each time: "
+                "a copy, and nobody else would see what is read into it; let it return the tensors "
+                "in use"
+            )
+        self._is_in_use = True
 
     def are(self, given: Named) -> bool:
         """Whether these are the same objects, by the same names, and lie where they did."""
