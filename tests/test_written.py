@@ -285,3 +285,24 @@ def test_an_outage_gives_the_tensors_back_before_the_error(opened, monkeypatch, 
         trainer.unpublish()
     assert trainer.version is None
     assert "still pass it on" in caplog.text
+
+
+def test_a_tensor_that_was_swapped_for_another_was_not_written_to(opened, caplog):
+    model, trainer = nn.Linear(4, 4), opened("trainer")
+    write(model)
+    trainer.register(model)
+    trainer.publish(1)
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(4, 4)))
+    trainer.unpublish()
+    assert TOLD not in caplog.text
+
+
+def test_a_written_tensor_that_has_moved_since_is_told_by_its_name(opened, caplog):
+    model, trainer = nn.Linear(4, 4), opened("trainer")
+    trainer.register(model)
+    trainer.publish(1)
+    with torch.no_grad():
+        model.weight.add_(1)
+    model.weight.data = model.weight.data.clone()
+    trainer.unpublish()
+    assert "writes to tensor 'weight'" in caplog.text

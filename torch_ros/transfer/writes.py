@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, eq, ne
+from operator import attrgetter, eq, lt
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -57,6 +57,7 @@ class Counts:
     ) -> None:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._memory, self._names, self._is_own = memory, names, is_own
+        self._firsts = [local_of(tensor).data_ptr() for tensor in self._tensors]
         self._before: Sequence[int] = []
         self._places = list(map(torch.Tensor.data_ptr, memory))
 
@@ -75,19 +76,20 @@ class Counts:
             here = zip(self._places, self._memory, strict=True)
             freed = next(place for place, tensor in here if tensor.data_ptr() != place)
             return Write(self._names.get(freed, "?"), 0, is_certain=True)
-        if not self._before or not any(map(ne, self._before, map(_count, self._tensors))):
+        # A lower count is another tensor's, which took the place of this one (`swap_tensors`).
+        if not self._before or not any(map(lt, self._before, map(_count, self._tensors))):
             return None
         found = [
-            self._write(tensor, _count(tensor) - before)
-            for tensor, before in zip(self._tensors, self._before, strict=True)
-            if _count(tensor) != before
+            self._write(tensor, first, _count(tensor) - before)
+            for tensor, first, before in zip(self._tensors, self._firsts, self._before, strict=True)
+            if _count(tensor) > before
         ]
         return next((write for write in found if write.is_certain), found[0])
 
-    def _write(self, tensor: torch.Tensor, times: int) -> Write:
-        fqn = self._names.get(local_of(tensor).data_ptr(), "")
+    def _write(self, tensor: torch.Tensor, first: int, times: int) -> Write:
         is_all = not isinstance(tensor, DTensor) and (
             tensor.untyped_storage().nbytes() == tensor.nbytes
         )
         # Elsewhere by now (`p.data = ...`), it may have been written there.
-        return Write(fqn or "?", times, self._is_own and is_all and bool(fqn))
+        is_there = local_of(tensor).data_ptr() == first
+        return Write(self._names.get(first, "?"), times, self._is_own and is_all and is_there)
