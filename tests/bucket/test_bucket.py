@@ -25,7 +25,13 @@ from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
-from torch_ros.errors import BucketError, ManifestMismatch, UsageError, VersionNotFound
+from torch_ros.errors import (
+    BucketError,
+    ManifestMismatch,
+    UnreadableVersion,
+    UsageError,
+    VersionNotFound,
+)
 from torch_ros.weights.local import build, local_chunks
 
 pytest.importorskip("obstore")
@@ -361,6 +367,22 @@ def test_a_manifest_that_is_not_what_was_archived_is_refused(archived, bucket, t
     with pytest.raises(BucketError, match="read another version"):
         bucket.load({"a": torch.zeros(5)})
     assert bucket.load({"a": torch.zeros(5)}, "latest-1") == 7
+
+
+@memory_only
+def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
+    archived, bucket, tmp_path
+):
+    archived(7, {"w": torch.ones(4)})
+    [manifest] = (tmp_path / "bucket").rglob("*.full.json")
+    [file] = (tmp_path / "bucket").rglob("*.safetensors")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UnreadableVersion, match="it is no file"):
+        bucket.load({"w": torch.zeros(4)})
+    os.truncate(manifest, 1 << 40)
+    with pytest.raises(UnreadableVersion, match=f"it has {1 << 40} bytes, expected at most"):
+        bucket.contents()
 
 
 @memory_only

@@ -39,6 +39,7 @@ REQUEST_S = 600.0  # for one request: readers ask for 64 MiB at a time, in four 
 # How a folder's store names a file that it is writing. It neither lists one nor deletes it.
 UNFINISHED = re.compile(r".*#[0-9]+")
 
+SMALL_BYTES = 1 << 30  # of what is read at once; a manifest of 1 TiB in 100,000 tensors has 15 MiB
 PAGE = 1000  # keys of a list that a store sends at once
 SHOWN = 60  # bytes of what is no store's answer
 # The first object of a writer below a prefix. A reader whose list is empty asks for it: a list that
@@ -189,20 +190,35 @@ class ObjectStore:
         raise BucketError(self.url, key, reason, "archive this version again")
 
     def get(self, key: str) -> bytes | None:
-        """A small object; None: there is none."""
+        """A small object; None: there is none.
+
+        Raises: UnreadableVersion: It is larger than any that a writer makes, or no file.
+        """
+        self._require_file(key)
         with self._errors(key):
             try:
-                return bytes(self._obs.get(self._store, key).bytes())
+                found = self._obs.get(self._store, key)
+                if (size_bytes := found.meta["size"]) > SMALL_BYTES:  # for which memory is taken
+                    self.refuse(key, f"it has {size_bytes} bytes, expected at most {SMALL_BYTES}")
+                return bytes(found.bytes())
             except FileNotFoundError:
                 return None
+
+    def _require_file(self, key: str) -> None:
+        """A read of a FIFO in a folder would wait for who writes to it, with no deadline."""
+        if self._folder is not None:
+            path = self._folder / key
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                self.refuse(key, "it is no file")
 
     def get_ranges(
         self, key: str, starts: Sequence[int], ends: Sequence[int]
     ) -> Sequence[memoryview]:
         """The bytes of an object between these offsets, in requests at the same time.
 
-        Raises: UnreadableVersion: There is no such object, or it ends before.
+        Raises: UnreadableVersion: There is no such object, it ends before, or it is no file.
         """
+        self._require_file(key)
         with self._errors(key):
             try:
                 found = self._obs.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
