@@ -2,6 +2,8 @@
 
 import pytest
 
+from torch_ros.store import forking
+
 SCRIPT = """
 import os, sys
 import torch, torch_ros
@@ -130,3 +132,17 @@ sys.exit(child(print, exits=True))
 def test_a_child_has_its_own_store_or_is_refused(etcd_endpoint, started, support, open_idle):
     environment = {"GRPC_ENABLE_FORK_SUPPORT": support} if support else {}
     started.start(STORES, etcd_endpoint, open_idle, **environment).finish()
+
+
+@pytest.mark.parametrize(("support", "count"), [(None, 0), ("0", 0), ("1", 1), ("True", 1)])
+def test_grpc_handlers_that_hang_are_warned_of_once(monkeypatch, caplog, support, count):
+    monkeypatch.setattr(forking, "_here", forking._Forking())
+    monkeypatch.delenv(forking.SUPPORT, raising=False)
+    if support:
+        monkeypatch.setenv(forking.SUPPORT, support)
+    users = [type("User", (), {})() for _ in range(2)]
+    for user in users:
+        forking.begin(user)
+    assert [f"{forking.SUPPORT}={support} lets" in told for told in caplog.messages] == [
+        True
+    ] * count

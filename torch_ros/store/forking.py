@@ -16,12 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch_ros.errors import UsageError
+from torch_ros.printable import log_of
+
+log = log_of(__name__)
 
 TASKS = Path("/proc/self/task")
 THREADS = ("event_engine", "grpc_", "lifeguard")  # their names begin so
 END_S = 2.0  # for gRPC to end, or to be there: a millisecond; on busy cores some tens
 REQUEST_S = 0.1  # for requests under way to end, as most do within a millisecond
 POLL_S = 0.0005
+SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 class _Forking:
@@ -53,6 +57,16 @@ def begin(user: object) -> None:
             "this process was forked while its parent used etcd, and gRPC does not work in it; "
             "close the parent's handles and stores before the fork, or start this process with "
             "spawn or forkserver"
+        )
+    if not _here.was_used and (given := os.environ.get(SUPPORT, "")).lower() in {
+        "1",
+        "true",
+        "yes",
+    }:
+        log.warning(
+            "%s=%s lets gRPC hold up each fork of this process for seconds, in which its lease may "
+            "end, and its children may hang; unset it",
+            *(SUPPORT, given),
         )
     if not _here.users:
         is_there = bool(_threads())
