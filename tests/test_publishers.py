@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
-from torch_ros.errors import VersionConflict
+from torch_ros.errors import ManifestMismatch, VersionConflict
 from torch_ros.transfer.reading import Reading
 
 MIXTURE, SHARED = "is read from two publishers", "is also published by"
@@ -151,3 +151,23 @@ def test_a_reader_that_goes_on_from_another_publisher_says_so(opened, monkeypatc
     is_mixed = reader.last_read.reroutes == 1
     assert (MIXTURE in caplog.text) is (is_mixed and depth == "off")
     assert is_mixed
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"w1": None}, r"'w1' \(none, there float32 \[1024\]\); publish it under a new number"),
+        ({"b": torch.ones(2)}, r"'b' \(float32 \[2\], there none\); publish"),
+        ({"w7": torch.ones(9).double()}, r"'w7' \(float64 \[9\], there float32 \[1024\]\)"),
+        ({f"w{n}": None for n in range(5)}, "'w0' .*, 'w1' .*, 'w2' .* and 2 more"),
+    ],
+)
+def test_the_second_publisher_of_other_tensors_hears_which(opened, change, found):
+    publisher(opened, "first", 1.0).publish(1)
+    second = opened("second")
+    tensors = {f"w{n}": torch.ones(1024) for n in range(8)} | change
+    second.register({name: each for name, each in tensors.items() if each is not None})
+    with pytest.raises(ManifestMismatch, match=f"that 'first' published it with, found {found}"):
+        second.publish(1)
+    assert second.version is None
+    assert second.list() == {1: {"first"}}

@@ -1,5 +1,6 @@
 """Reading a version, or a part of it, and serving none: over memory, and over etcd with NIXL."""
 
+import threading
 from dataclasses import replace
 
 import msgspec
@@ -19,6 +20,7 @@ from torch_ros.errors import (
 )
 from torch_ros.shard.checkpoint import LoadRequest
 from torch_ros.shard.reads import Given
+from torch_ros.shard.verification import Verification
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 
@@ -364,10 +366,11 @@ def test_there_is_nothing_to_serve_unless_it_was_read_and_nothing_has_come_since
 
 
 @only_memory
-def test_a_part_is_not_served(opened):
+def test_a_part_is_not_served_and_what_it_lacks_is_named(opened):
     publisher(opened)
     engine, _ = reader(opened, names=["w", "b"])
-    refused_to_serve(engine, ManifestMismatch, "a part can be read, and is not served")
+    lacking = ", ".join(map(repr, sorted(content().keys() - {"w", "b"})))
+    refused_to_serve(engine, ManifestMismatch, f"found {lacking} that no .* is not served")
 
 
 @only_memory
@@ -456,3 +459,28 @@ def test_ranks_that_read_different_versions_serve_neither(opened, ranks, pool):
     said = list(pool.map(serve, engines))
     assert any("make the same reads" in text or "published anew" in text for text in said), said
     assert [engine.version for engine in engines] == [None, None]
+
+
+@only_memory
+def test_what_a_reader_of_a_relay_lacks_is_named(opened, pool, monkeypatch):
+    begun, come, expect = threading.Event(), threading.Event(), Verification.expect
+
+    def relays(_done, _total):
+        begun.set()
+        assert come.wait(20)
+
+    def expects(self, feed, source):
+        expect(self, feed, source)
+        if not source.is_full:
+            come.set()
+
+    monkeypatch.setattr(Verification, "expect", expects)
+    publisher(opened)
+    relay, lacking = opened("relay", on_progress=relays), opened("lacking")
+    relay.register(zeros())
+    lacking.register(zeros("w", "b"))
+    first = pool.submit(relay.replicate)
+    assert begun.wait(20)
+    with pytest.raises(ManifestMismatch, match="found 'none', 'steps' that no rank"):
+        lacking.replicate()
+    assert first.result(20) == 1

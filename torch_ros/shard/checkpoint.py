@@ -518,4 +518,4 @@ class Load(Target):
             digests = shard.digests
         elif depth != "off" and not digests.totals and registered is not None:
             digests = Digests(depth, registered.digests(depth))  # of what landed
-        shard.tensors.brought = Brought(verification.ref, digests)
+        shard.tensors.brought = Brought(verification.ref, digests, verification.wanted)

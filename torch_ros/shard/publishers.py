@@ -14,10 +14,10 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.originals import elder, elder_ranges
 from torch_ros.protocol.sources import Source
-from torch_ros.shard.verification import summed
+from torch_ros.shard.verification import published, summed
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.weights.digest import first_difference
-from torch_ros.weights.manifest import Manifest
+from torch_ros.weights.manifest import Logical, Manifest, logical, require_same
 
 if TYPE_CHECKING:
     from torch_ros.shard.core import Shard
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 
-def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
+def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline) -> None:
     """Compare what this replica is about to offer with what an older publisher of it has.
 
     By the last rank to be ready, before the call ends. Where one of both has no digests, nothing
     tells whether they are equal; in the model whose name is nobody's choice, a warning says so.
 
+    Args:
+        layout: The one that the ranks of this replica have all of.
+
     Raises:
+        ManifestMismatch: The tensors are others.
         VersionConflict: The digests differ.
     """
     group, ref = shard.group, call.ref
@@ -42,10 +46,14 @@ def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
     if inst is None:
         return
     try:
-        theirs = _content(shard.manifests.of(inst, deadline))
+        manifests = shard.manifests.of(inst, deadline)
     except PeerError as error:  # it goes: readers find that out
         log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
         return
+    theirs, there = _content(manifests), _contents(manifests)
+    if layout != there.digest == published(shard, ref, deadline):
+        own = _contents(shard.manifests.own(deadline))
+        require_same(ref.version, replica_of(inst), there, own)
     mine = _content(shard.manifests.own(deadline)) if theirs.totals else Digests()
     if mine.totals and mine.depth == theirs.depth:
         fqn = first_difference(mine.totals, theirs.totals)
@@ -61,6 +69,10 @@ def require_equal(shard: Shard, call: GroupCall, deadline: Deadline) -> None:
             shard.model,
             replica_of(inst),
         )
+
+
+def _contents(manifests: list[Manifest]) -> Logical:
+    return logical([manifest.layout for manifest in manifests])
 
 
 def _content(manifests: list[Manifest]) -> Digests:

@@ -56,8 +56,9 @@ def publish(
         watch.lap("digest")
         with call.ending():
             if not call.has_ended and (said := call.finish(registered.sharding.digest)):
-                require_equal(shard, call, deadline)
-                call.complete(shard.manifests.together(registered, said, deadline))
+                end = shard.manifests.together(registered, said, deadline)
+                require_equal(shard, call, end.said, deadline)
+                call.complete(end)
         if call.ref.uid != call.fresh_uid:
             shard.word.serve(call.mark, registered.lent)
         watch.lap("commit")

@@ -20,6 +20,7 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, Tensors, first_changed
+from torch_ros.shard.verification import require_content
 from torch_ros.transfer.named import Named
 from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference, totals
@@ -169,6 +170,8 @@ class Serving:
         shard.word.serve(call.mark)
         with call.ending():
             if said := call.finish(registered.sharding.digest):
-                call.complete(shard.manifests.together(registered, said, self._deadline))
+                end = shard.manifests.together(registered, said, self._deadline)
+                require_content(shard, ref, brought.wanted, end, self._deadline)
+                call.complete(end)
         log.info("serving version %d of %r", ref.version, shard.model)
         return ref.version

@@ -17,7 +17,7 @@ from torch_ros.transfer.named import Named, NamedTensors
 from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
 from torch_ros.transfer.writes import Counts, Write
 from torch_ros.weights.local import build, span_of
-from torch_ros.weights.manifest import OBJECT, Layout
+from torch_ros.weights.manifest import OBJECT, Layout, Logical
 
 log: logging.Logger = log_of(__name__)
 
@@ -28,6 +28,7 @@ class Brought:
 
     ref: VersionRef
     digests: Digests  # of the version, or of what landed, as far as this rank knows them
+    wanted: Logical | None  # what its source showed
 
 
 class Tensors:

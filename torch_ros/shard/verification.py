@@ -37,7 +37,7 @@ class Verification:
     def __init__(self, shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
         self._shard, self.ref, self._deadline = shard, ref, deadline
         self._expected = Digests()  # of the version
-        self._wanted: Logical | None = None  # its contents, if a source has all of it
+        self.wanted: Logical | None = None  # what the first source shows of it
         self._manifests: Sequence[Manifest] = ()  # of the first source
 
     # Sources
@@ -57,28 +57,17 @@ class Verification:
             raise SourceLost(feed.source.replica, reason, 0, 0) from error
 
     def _is_published(self, feed: Feed) -> bool:
-        layout = self._published()
+        layout = published(self._shard, self.ref, self._deadline)
         try:
             return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
         except ManifestMismatch:
             return False
 
-    def _published(self) -> str:
-        """The version's layout, as etcd has it; "": its record is gone."""
-        group = self._shard.group
-        key = group.seat.keys.version(self.ref.run, self.ref.version)
-
-        def rule(view: View) -> Step[str]:
-            entry = view.get(key)
-            return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
-
-        return group.ask((one(key),), rule, self._deadline)
-
     def expect(self, feed: Feed, source: Source) -> None:
         """Take the version's digests from its first source, and pass them on to readers."""
         with self.as_published(feed):
             self._expected = self._digests_of(feed, source.inst)
-            self._wanted = logical(feed.layouts) if source.is_full else None
+            self.wanted = logical(feed.layouts)
         self._shard.mailbox.show_digests(self._expected)
 
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
@@ -166,14 +155,40 @@ class Verification:
 
         Raises: ManifestMismatch: The whole version is required, and they lack a part of it.
         """
-        manifests, wanted, is_required = self._shard.manifests, self._wanted, terms.is_required
+        shard, is_required = self._shard, terms.is_required
         if not (is_required or terms.is_served):
             return Outcome()  # the replica is no source, whatever it has
-        end = manifests.together(registered, said, self._deadline, is_required=is_required)
-        if is_required and wanted is not None and end.said != wanted.digest == self._published():
-            held = logical([manifest.layout for manifest in manifests.own(self._deadline)])
-            require_all(self.ref.version, wanted, held)
+        end = shard.manifests.together(registered, said, self._deadline, is_required=is_required)
+        if is_required:
+            require_content(shard, self.ref, self.wanted, end, self._deadline)
         return end
+
+
+def require_content(
+    shard: Shard, ref: VersionRef, wanted: Logical | None, end: Outcome, deadline: Deadline
+) -> None:
+    """Name what a replica lacks before its call ends, which only tells that layouts differ.
+
+    Args:
+        wanted: The contents, as a source has shown them; a relay may show a part.
+        end: The layout that the ranks of this replica have all of.
+
+    Raises: ManifestMismatch: They lack a tensor.
+    """
+    if wanted is not None and end.said != wanted.digest == published(shard, ref, deadline):
+        held = logical([manifest.layout for manifest in shard.manifests.own(deadline)])
+        require_all(ref.version, wanted, held)
+
+
+def published(shard: Shard, ref: VersionRef, deadline: Deadline) -> str:
+    """The version's layout, as etcd has it; "": its record is gone."""
+    key = shard.group.seat.keys.version(ref.run, ref.version)
+
+    def rule(view: View) -> Step[str]:
+        entry = view.get(key)
+        return Done("" if entry is None else VersionRecord.decode(entry.value, key).layout)
+
+    return shard.group.ask((one(key),), rule, deadline)
 
 
 def summed(manifests: Sequence[Manifest]) -> Digests | None:

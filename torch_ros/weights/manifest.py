@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from torch_ros.errors import ManifestMismatch
+from torch_ros.printable import some
 from torch_ros.spans import HOST
 from torch_ros.weights.columns import Bools, Columns, Ints, sum_before
 
@@ -288,13 +289,32 @@ def require_all(version: int, wanted: Logical, found: Logical) -> None:
     """Raises: ManifestMismatch: `found` lacks tensors of a version; names the first of them."""
     missing = sorted(wanted.keys() - found.keys())
     if missing:
-        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ManifestMismatch(
             f"version {version}",
             "every tensor of the version to be registered",
-            f"{missing[0]!r}{others} that no rank of this replica registered",
+            f"{some(list(map(repr, missing)))} that no rank of this replica registered",
             "register, or read, all of them; a part can be read, and is not served",
         )
+
+
+def require_same(version: int, replica: str, theirs: Logical, mine: Logical) -> None:
+    """Raises: ManifestMismatch: `replica` published other tensors; names the first of them."""
+    if mine.digest == theirs.digest:
+        return
+    unlike = (fqn for fqn in sorted(theirs | mine) if theirs.get(fqn) != mine.get(fqn))
+    told = [f"{fqn!r} ({_told(mine.get(fqn))}, there {_told(theirs.get(fqn))})" for fqn in unlike]
+    raise ManifestMismatch(
+        f"version {version}",
+        f"the tensors, with their shapes and dtypes, that {replica!r} published it with",
+        some(told),
+        "publish it under a new number, or publish the same tensors",
+    )
+
+
+def _told(tensor: LogicalTensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return "an object" if tensor.dtype == OBJECT else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 @lru_cache(maxsize=UNIONS_MAX)
