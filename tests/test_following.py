@@ -1,9 +1,11 @@
 """Going to versions as they come: what is not there, what is waited for, and who says stop."""
 
+import asyncio
 import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from torch_ros.errors import (
     CallMismatch,
     ClosedError,
     CorruptWeights,
-    DeadlineExceeded,
     SeatLost,
     SourceLost,
     UsageError,
@@ -25,7 +26,7 @@ from torch_ros.shard.replication import Replication, replicate_if_there
 from torch_ros.store import run
 from torch_ros.store.txn import whole
 
-WAIT_S = 20
+WAIT_S, SOON_S = 20, 8
 
 pytestmark = pytest.mark.usefixtures("quick_looks")
 
@@ -570,27 +571,114 @@ def test_a_follower_that_is_told_to_stop_does_not_wait_for_etcd(etcd_server, poo
         assert follower.result(following.STOP_S + WAIT_S) == []
 
 
-def test_who_leaves_alone_costs_its_peers_a_deadline_and_not_what_they_hold(opened, pool, replica):
+def leaves_by_break(handle):
+    for _ in handle.follow():
+        break
+
+
+def leaves_by_an_error(handle):
+    with suppress(ZeroDivisionError):
+        for _ in handle.follow():
+            1 / 0  # noqa: B018
+
+
+def leaves_by_closing(handle):
+    versions = handle.follow()
+    next(versions)
+    versions.close()
+
+
+def leaves_by_a_task(handle):
+    async def loop():
+        async for _ in handle.aio.follow():
+            break
+
+    asyncio.run(loop())
+
+
+@pytest.mark.parametrize(
+    "leaves", [leaves_by_break, leaves_by_an_error, leaves_by_closing, leaves_by_a_task]
+)
+def test_who_leaves_alone_ends_its_peers_who_keep_what_they_hold(opened, pool, replica, leaves):
     trainer = publisher(opened)
-    first, second = (handle.follow(timeout_s=1) for handle in replica)
-    assert [
-        one.result(WAIT_S) for one in (pool.submit(next, first), pool.submit(next, second))
-    ] == [
-        1,
-        1,
-    ]
-    second.close()  # as `break` does
+    left = pool.submit(leaves, replica[1])
+    own = replica[0].follow(timeout_s=WAIT_S)
+    assert next(own) == 1
+    left.result(WAIT_S)
     publisher(opened, 2, "t2")
-    with pytest.raises(DeadlineExceeded, match="not all 2 ranks"):
-        next(first)
+    began_s = time.monotonic()
+    with pytest.raises(CallAborted, match="given up by rank 1: it left its loop"):
+        next(own)
+    assert time.monotonic() - began_s < SOON_S
     assert [handle.version for handle in replica] == [1, 1]
     trainer.unpublish()
     assert "rollout" in opened("looks").list()[1]
-    # It is behind: it is told once that the call failed in which its peers waited.
-    with pytest.raises(DeadlineExceeded):
-        next(replica[1].follow(timeout_s=WAIT_S))
     each = [pool.submit(next, handle.follow(timeout_s=WAIT_S)) for handle in replica]
     assert [one.result(2 * WAIT_S) for one in each] == [2, 2]
+
+
+def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypatch):
+    """After a loss all ranks pause, and the peers try again."""
+    publisher(opened)
+    pause = following._pause
+
+    def interrupted(shard, lookout):
+        if shard.group.seat.rank == 1:
+            raise KeyboardInterrupt
+        pause(shard, lookout)
+
+    def lost(*_):
+        raise SourceLost("trainer", "it is gone", 0, 0)
+
+    monkeypatch.setattr(following, "PAUSE_TTLS", 0.05)
+    monkeypatch.setattr(following, "_pause", interrupted)
+    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", lost)
+    peer = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
+    with pytest.raises(KeyboardInterrupt):
+        next(replica[1].follow(timeout_s=WAIT_S))
+    assert isinstance(peer.exception(SOON_S), CallAborted)
+
+
+def test_a_loop_that_all_ranks_leave_alike_costs_nothing(opened, pool, replica, monkeypatch):
+    publisher(opened)
+    on_all(pool, replica, leaves_by_break)
+    commits, reads = [], []
+    for handle in replica:
+        kv = handle._shard.group.kv
+        monkeypatch.setattr(kv, "commit", noted(kv.commit, commits))
+        monkeypatch.setattr(kv, "read", noted(kv.read, reads))
+    calls = [handle._shard.group.ledger.calls_made for handle in replica]
+    minded = [watcher(handle) for handle in replica]
+    until(lambda: len(reads) == 2)
+    assert commits == []
+    assert [handle._shard.group.ledger.calls_made for handle in replica] == calls
+    assert on_all(pool, replica, lambda h: h.update()) == [False, False]
+    for thread in minded:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def noted(call, calls):
+    def noting(request, **options):
+        calls.append(request)
+        return call(request, **options)
+
+    return noting
+
+
+def watcher(handle):
+    return next(t for t in handle._shard.group._threads if "leaves" in t.name)
+
+
+def test_who_has_left_and_follows_again_is_waited_for(opened, pool, replica):
+    """Its peer has left after the same version, and is the first to follow again."""
+    publisher(opened)
+    on_all(pool, replica, leaves_by_break)
+    publisher(opened, 2, "t2")
+    ahead = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
+    watcher(replica[1]).join(WAIT_S)  # it has seen that
+    assert next(replica[1].follow(timeout_s=WAIT_S)) == 2
+    assert ahead.result(WAIT_S) == 2
 
 
 def test_who_waits_hears_that_it_was_replaced(opened, pool, until_waiting, monkeypatch):

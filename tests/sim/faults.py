@@ -948,6 +948,24 @@ fault(
     (meeting, "_is_of_caller"),
     scenario="struck at the end",
 )(lambda rule: lambda call, own: call.caller == own.caller != "")
+fault("who leaves a loop alone tells nobody", (following, "leave"), scenario="leaves a loop")(
+    lambda leave: lambda *_: None
+)
+
+
+@fault(
+    "peers that begin another loop are taken for those that go on",
+    (collective, "gone_on"),
+    scenario="follows again",
+)
+def _(rule):
+    def faulty(view, seat, number, asked):
+        step = rule(view, seat, number, asked)
+        return Done(value=True) if isinstance(step, Done) else step
+
+    return faulty
+
+
 fault("who left a call out is taken for late", (meeting, "is_left_out"), scenario="left out")(
     lambda rule: lambda *_: False
 )

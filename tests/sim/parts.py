@@ -123,7 +123,7 @@ def left_out(scene: Scene) -> None:
         scene.reach(f"{me} has 1")
         scene.until("2 is there")
         if me.rank == 0:
-            scene.when(lambda: _waits(scene), "a peer that waits")
+            scene.when(lambda: _waits(scene, "update latest"), "a peer that waits")
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
@@ -131,9 +131,9 @@ def left_out(scene: Scene) -> None:
     scene.play()
 
 
-def _waits(scene: Scene) -> bool:
+def _waits(scene: Scene, asked: str) -> bool:
     calls = [call for (inst, _), call in scene.checks.decided.items() if inst.startswith("r@")]
-    return any(call.asked == "check before update latest" for call in calls)
+    return any(call.asked == f"check before {asked}" for call in calls)
 
 
 def missing(scene: Scene) -> None:
@@ -163,7 +163,72 @@ def missing(scene: Scene) -> None:
     scene.play()
 
 
+def _first_version(me: Process) -> None:
+    """Leave a loop over versions after the first one."""
+    for version in me.handle.follow(timeout_s=LONG_S):
+        me.world.checks.returned(me, version)
+        break
+
+
+def leaves_a_loop(scene: Scene) -> None:
+    """I6: a rank that leaves its loop over the versions alone ends it on all, soon."""
+    whom = scene.seed % 2
+
+    def leave(me: Process) -> None:
+        _first_version(me)
+        scene.reach(f"{me} has 1")
+
+    def follow(me: Process) -> None:
+        versions = me.handle.follow(timeout_s=LONG_S)
+        scene.checks.returned(me, next(versions))
+        scene.reach(f"{me} has 1")
+        scene.until("2 is there")
+        began_s = scene.now_s
+        try:
+            next(versions)
+            demand(False, f"I3: {me} goes on without its peer")
+        except CallAborted:
+            took_s = scene.now_s - began_s
+            demand(took_s < SOON_S, f"I6: its peer has left, and {me} waited for {took_s:.0f} s")
+        except DeadlineExceeded as error:
+            demand(False, f"I6: its peer has left, and {me} waited: {error}")
+
+    def both(me: Process) -> None:
+        (leave if me.rank == whom else follow)(me)
+        _end(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", both, size=2)
+    scene.play()
+
+
+def follows_again(scene: Scene) -> None:
+    """I3: a rank that leaves its loop as its peers do is waited for when they begin another."""
+
+    def follow(me: Process) -> None:
+        _first_version(me)
+        scene.reach(f"{me} has 1")
+        scene.until("2 is there")
+        if me.rank == scene.seed % 2:
+            scene.when(lambda: _waits(scene, "follow latest"), "a peer that waits")
+            scene.sleep(SOON_S)
+        try:
+            _first_version(me)
+        except TorchRosError as error:
+            demand(False, f"I3: {me} is in step, and is told {error!r}")
+        demand(me.handle.version == 2, f"I3: {me} has {me.handle.version}")
+        scene.reach(f"{me} is done")
+        scene.until("r.1/0 is done", "r.1/1 is done")
+        scene.reach("over")
+
+    scene.start("t", _train, size=1)
+    scene.start("r", follow, size=2)
+    scene.play()
+
+
 SCENES |= {
+    "leaves a loop": leaves_a_loop,
+    "follows again": follows_again,
     "struck between": struck_between,
     "struck at the end": struck_at_the_end,
     "left out": left_out,

@@ -6,16 +6,18 @@ docs/protocol/steps.md#calls-of-a-caller has the rules.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ClosedError, SeatLost, TorchRosError
+from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost, TorchRosError
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, Missed
 from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.meeting import gone_on
 from torch_ros.shard.beginnings import Beginning
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def collectively(
     begun: Beginning | None = None,
     *,
     is_member: bool = True,
+    continues: bool = False,
 ) -> T:
     """Make a call of the caller, with all of the group's calls that it consists of.
 
@@ -40,6 +43,7 @@ def collectively(
         begin: Checks the caller's arguments, and returns what makes the calls.
         begun: The call's beginning, if it is one of DCP: others that never came are ended.
         is_member: As for `Shard.busy`.
+        continues: It goes on with a call of which all ranks have made parts before.
     """
     ledger, first = shard.group.ledger, 0
 
@@ -47,11 +51,11 @@ def collectively(
         nonlocal first
         shard.end_beginnings(begun)
         first = ledger.calls_made + 1
-        ledger.caller, ledger.first = asked, first
+        ledger.caller, ledger.first = asked, 0 if continues else first
         try:
             return _as_part_of(asked, begin())
         finally:
-            first, ledger.caller = ledger.first, ""
+            first, ledger.caller = max(first, ledger.first), ""
 
     try:
         come = call if begun is None else partial(begun.come, call)
@@ -59,7 +63,8 @@ def collectively(
     except BaseException as error:
         # Ctrl-C may come before it has begun; an error of ours there says that it may not be.
         if first or not isinstance(error, TorchRosError):
-            end = partial(end_for_all, shard, asked, error, first or ledger.calls_made + 1)
+            first = first or ledger.calls_made + 1
+            end = partial(end_for_all, shard, asked, error, first, continues=continues)
             with suppress(ClosedError):  # by another thread, meanwhile
                 shard.busy(end, is_member=False)
         raise
@@ -74,11 +79,14 @@ def _as_part_of(asked: str, flow: Callable[[], T]) -> T:
             log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
 
 
-def end_for_all(shard: Shard, asked: str, error: BaseException, first: int) -> None:
+def end_for_all(
+    shard: Shard, asked: str, error: BaseException, first: int, *, continues: bool = False
+) -> None:
     """End the parts of the caller's call that the peers still make, or would.
 
     Args:
         first: The number of its first part.
+        continues: As for `collectively`.
     """
     seat, ledger = shard.group.seat, shard.group.ledger
     is_away = shard.group.state != "seated" or ledger.unfinished is not None
@@ -91,7 +99,7 @@ def end_for_all(shard: Shard, asked: str, error: BaseException, first: int) -> N
         error = CallAborted(seat.replica, ledger.calls_made + 1, seat.rank, reason)
     deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
     refusal = GroupTask("agree", asked, deadline, lambda call: call.refuse(error))
-    ledger.caller, ledger.first = asked, first
+    ledger.caller, ledger.first = asked, 0 if continues else first
     try:
         while True:  # the peers may have made some of them without this rank
             _as_part_of(asked, lambda: shard.make(refusal))
@@ -105,3 +113,45 @@ def end_for_all(shard: Shard, asked: str, error: BaseException, first: int) -> N
 def refuse(shard: Shard, asked: str, error: BaseException) -> None:
     """End `asked` for the peers, of which this rank makes no part."""
     end_for_all(shard, asked, error, shard.group.ledger.calls_made + 1)
+
+
+def leave(shard: Shard, asked: str, reason: str) -> None:
+    """This rank leaves `asked` between two of its parts. Peers that go on are told that it has.
+
+    Returns at once: a thread waits until the group makes another call, which costs nothing where
+    all ranks leave alike. So the garbage collector may call this.
+    """
+    seat, number = shard.group.seat, shard.group.ledger.calls_made
+    error = CallAborted(seat.replica, number + 1, seat.rank, reason)
+    with suppress(ClosedError, RuntimeError):  # it is a fork; the interpreter ends
+        shard.require_usable()
+        if not shard.is_alone:
+            end = partial(_end_if_peers_go_on, shard, asked, error, number)
+            shard.group.start(f"torch_ros leaves {seat.inst}", end)
+
+
+def _end_if_peers_go_on(shard: Shard, asked: str, error: CallAborted, number: int) -> None:
+    group, forever = shard.group, Deadline(f"leaving {asked}", math.inf)
+    have_gone_on = False
+
+    def end() -> None:
+        if group.ledger.calls_made == number:  # this rank makes no other call meanwhile
+            log.warning("%s", error)
+            end_for_all(shard, asked, error, number + 1, continues=True)
+
+    try:
+        group.pause()  # mostly another call comes, or the end
+        while not have_gone_on and group.ledger.calls_made == number:
+            try:
+                group.await_seat(forever)
+                rule = partial(gone_on, seat=group.seat, number=number, asked=asked)
+                have_gone_on = group.ask(group.seat.own, rule, forever)
+                if not have_gone_on:
+                    return
+            except SeatLost as lost:
+                if isinstance(lost, Fenced):
+                    return
+                group.pause()
+        shard.busy(end, is_member=False)
+    except TorchRosError as failed:  # it is closed, or fenced: that tells them
+        log.debug("%s: %s", forever.what, failed)

@@ -18,6 +18,7 @@ from torch_ros.errors import (
     SeatLost,
     SourceLost,
     StoreUnavailable,
+    TorchRosError,
     UsageError,
     VersionNotFound,
 )
@@ -42,7 +43,7 @@ from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.protocol.withdrawal import is_withdrawn
-from torch_ros.shard.collective import collectively
+from torch_ros.shard.collective import collectively, leave
 from torch_ros.shard.contract import tell_withdrawn
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, replicate, replicate_if_there
@@ -56,6 +57,10 @@ log: logging.Logger = log_of(__name__)
 STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
 # A process that died is offered for up to a TTL, so what is lost is tried again, and for longer.
 LOSSES_MAX, PAUSE_TTLS = 6, 0.5
+LEFT = (
+    "it left its loop over the versions by break, an error or close(), and its peers go on; leave "
+    "it on all ranks after the same version, as `stop` does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +155,10 @@ def _given_up(search: _Search, deadline: Deadline) -> Iterator[Target]:
 
 
 def _looking_out(
-    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str
+    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str, *, pauses: bool = False
 ) -> Callable[[], VersionRef | None]:
+    if pauses:  # within the call, so that Ctrl-C ends it for the peers too
+        _pause(shard, lookout)
     return partial(_update_within, shard, request, lookout, what)
 
 
@@ -187,18 +194,28 @@ def _update_within(
 
 def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator[int]:
     """Go to each newer version; yields its number when it is here, and no call is open."""
-    what, losses = f"follow {request.version}", 0
+    what = f"follow {request.version}"
+    try:
+        yield from _newer_versions(shard, request, stop, what)
+    except BaseException as error:
+        if not isinstance(error, TorchRosError):  # those end it on all ranks
+            is_left = isinstance(error, GeneratorExit)
+            leave(shard, what, LEFT if is_left else f"{type(error).__name__}: {error}")
+        raise
+
+
+def _newer_versions(shard: Shard, request: UpdateRequest, stop: Stop, what: str) -> Iterator[int]:
+    losses, continues = 0, False
     while True:
         lookout = Lookout(math.inf, stop)
-        begin = partial(_looking_out, shard, request, lookout, what)
+        begin = partial(_looking_out, shard, request, lookout, what, pauses=losses > 0)
         try:
-            ref = collectively(shard, what, begin)
+            ref = collectively(shard, what, begin, continues=continues)
         except (SourceLost, VersionNotFound) as lost:
-            losses += 1
+            losses, continues = losses + 1, True
             if losses == LOSSES_MAX:
                 raise
             log.warning("%s: %s; it tries again", what, lost)
-            _pause(shard, lookout)
             continue
         except (SeatLost, StoreUnavailable) as away:
             # Alone it has nobody to agree with, and etcd comes back.
@@ -211,7 +228,7 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
             continue
         if ref is None:
             return
-        losses = 0
+        losses, continues = 0, True
         yield ref.version
 
 

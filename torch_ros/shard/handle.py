@@ -549,7 +549,10 @@ class ShardHandle:
 
         Collective: all ranks follow, and all get the same versions. Between two of them no call is
         open, so the loop may take its time, call the handle, or be left by `break`, on all ranks
-        alike. While it waits, other calls of this handle wait with it, in other threads.
+        alike. Where one rank leaves it alone, by `break` or an error in its body, the others get a
+        CallAborted when there is a newer version, and hold what they held. (An iterator that a
+        variable keeps is left when it is closed.) While it waits, other calls of this handle wait
+        with it, in other threads.
 
         A version that is passed by while the loop is busy is not read. If one vanishes before it
         is here, as when the trainer dies, the handle holds nothing and waits for the next. Waiting
@@ -570,7 +573,8 @@ class ShardHandle:
             ClosedError: The handle was closed.
             SourceLost, VersionNotFound: Six tries, half a `ttl_s` apart, could not read a version.
             SeatLost: The seat is lost for good; or other ranks are missing for two `ttl_s`.
-            DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
+            DeadlineExceeded: Not all ranks came.
+            CallAborted: One of the ranks failed, or left its loop alone.
             ManifestMismatch, CorruptWeights: As `replicate`.
 
         Cost: As `update(wait_s=...)`.
