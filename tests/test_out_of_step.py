@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from torch_ros.errors import CallMismatch, DeadlineExceeded, TorchRosError
+from torch_ros.errors import CallMismatch, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.store.txn import Read
 
 SOON_S, TIMEOUT_S = 5.0, 30.0
@@ -148,3 +148,80 @@ def test_ranks_that_call_different_things_are_told_at_once_call_after_call(pair,
         told = list(pool.map(attempt, calls))
         assert {type(each) for each in told} == {CallMismatch}, told
     assert list(pool.map(lambda h: attempt(h.update), pair)) == [False, False]
+
+
+def is_refused(error, text):
+    return (
+        isinstance(error, UsageError) and not isinstance(error, CallMismatch) and text in str(error)
+    )
+
+
+CALLS = {  # on one rank, as on the other one; and its error
+    "publish": (lambda h: h.publish(-1), lambda h: h.publish(7), "version -1"),
+    "publish_copy": (lambda h: copy_of(h, "7"), lambda h: copy_of(h, 7), "expected an int"),
+    "replicate": (lambda h: h.replicate("newest"), lambda h: h.replicate(9), "'newest'"),
+    "update": (lambda h: h.update("newest"), lambda h: h.update(), "'newest'"),
+    "update that waits": (
+        lambda h: h.update(wait_s=-1),
+        lambda h: h.update(wait_s=TIMEOUT_S),
+        "wait_s",
+    ),
+    "follow": (lambda h: h.follow("newest"), lambda h: next(h.follow()), "'newest'"),
+    "read": (lambda h: read(h, "newest"), lambda h: read(h, "latest"), "'newest'"),
+    "stream": (lambda h: streamed(h, "newest"), lambda h: streamed(h, 9), "'newest'"),
+    "install": (lambda h: installed(h, "newest"), lambda h: installed(h, "latest"), "'newest'"),
+    "install of one": (lambda h: h.installing(-3), lambda h: installed(h, 9), "version -3"),
+}
+
+
+def copy_of(handle, version):
+    handle.publish_copy(version, {"w": torch.zeros(4)})
+
+
+def read(handle, version):
+    handle.read(version, {"w": torch.zeros(4)})
+
+
+def streamed(handle, version):
+    with handle.stream(version, ["w"], buffer_bytes=1000) as stream:
+        list(stream)
+
+
+def installed(handle, version):
+    with handle.installing(version):
+        handle.update(version)
+
+
+# An install that is there is entered at once, by each rank for itself.
+IN_TURN = [
+    (name, at) for name in CALLS for at in ("first", "last") if (name, at) != ("install", "last")
+]
+
+
+@pytest.mark.parametrize(("name", "at"), IN_TURN)
+def test_an_argument_that_one_rank_refuses_ends_the_call_for_all(ranks, pool, source, name, at):
+    """Its text is another one than the peers' call has."""
+    bad, good, text = CALLS[name]
+    handles = ranks("refusing", 2, timeout_s=TIMEOUT_S, installs="install" in name)
+    for handle in handles:
+        handle.register({"w": torch.zeros(4)})
+    if at == "last":
+        told = pool.submit(attempt, partial(good, handles[1]))
+        until_called(handles[1])
+        refused = attempt(partial(bad, handles[0]))
+    else:
+        refused = attempt(partial(bad, handles[0]))
+        told = pool.submit(attempt, partial(good, handles[1]))
+    assert is_refused(refused, text), refused
+    assert is_refused(told.result(), text), told.result()
+    calls = {handle._shard.group.ledger.calls_made for handle in handles}
+    assert len(calls) == 1, calls  # they are in step
+
+
+def until_called(handle):
+    """Until it waits in a call."""
+    group, until_s = handle._shard.group, time.monotonic() + 10
+    while not (group.ledger.pending and group._calling.locked()):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    time.sleep(0.1)  # it may look out, and write nothing

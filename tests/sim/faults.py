@@ -948,6 +948,11 @@ fault(
     (meeting, "_is_of_caller"),
     scenario="struck at the end",
 )(lambda rule: lambda call, own: call.caller == own.caller != "")
+fault(
+    "an argument that one rank refuses is one of another call",
+    (meeting, "_is_with_other_arguments"),
+    scenario="refused argument",
+)(lambda rule: lambda call, own: False)
 fault("who leaves a loop alone tells nobody", (following, "leave"), scenario="leaves a loop")(
     lambda leave: lambda *_: None
 )

@@ -8,7 +8,7 @@ from checks import demand
 from replicas import Process
 from scenes import SCENES, Scene, publish, replicate, unpublish
 
-from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError
+from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.shard import collective
 
 SOON_S = 20.0  # the world is a slow one
@@ -226,7 +226,37 @@ def follows_again(scene: Scene) -> None:
     scene.play()
 
 
+def refused_argument(scene: Scene) -> None:
+    """I6: an argument that one rank refuses ends the call for all, soon, whoever comes first."""
+    is_first = scene.seed % 4 < 2
+
+    def update(me: Process) -> None:
+        _begin(me)
+        is_wrong, began_s = me.rank == scene.seed % 2, scene.now_s
+        if is_wrong and not is_first:
+            scene.when(lambda: _waits(scene, "update latest"), "a peer that waits")
+        elif is_first and not is_wrong:
+            scene.until("refused")
+        try:
+            me.handle.update("newest" if is_wrong else "latest", timeout_s=LONG_S)
+            demand(False, f"I3: {me} goes on without its peer")
+        except UsageError as error:
+            took_s = scene.now_s - began_s
+            demand(took_s < SOON_S, f"I6: {me} was told after {took_s:.0f} s")
+            demand("newest" in str(error), f"I3: {me} was told {error!r}")
+        except DeadlineExceeded as error:
+            demand(False, f"I6: its peer has refused, and {me} waited: {error}")
+        if is_wrong:
+            scene.reach("refused")
+        _end(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
 SCENES |= {
+    "refused argument": refused_argument,
     "leaves a loop": leaves_a_loop,
     "follows again": follows_again,
     "struck between": struck_between,

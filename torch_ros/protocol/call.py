@@ -224,6 +224,8 @@ class GroupCall(Attempt):
         self.decide((), partial(_raise, error))
         if not self.has_ended:
             raise error
+        # The peers may have begun theirs with another argument: its next part is refused like it.
+        self._ledger.caller = self.decided.caller
 
     def decide_to_publish(self, version: int, traceparent: str = "") -> None:
         self.traceparent = traceparent

@@ -15,6 +15,7 @@ from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import View
 
 _STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
+_NUMBERED = re.compile(r"[a-z]+ [0-9]{1,19}")  # longer ones are refused
 
 Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
 """Found by a rank in the place of its own call: that one; one that its peers have ended, or one
@@ -103,7 +104,18 @@ def _is_waited_out(call: Call) -> bool:
 
 def _is_of_caller(call: Call, own: Call) -> bool:
     """Whether both are parts of one call of the caller, and not of two with one text."""
-    return call.caller == own.caller != "" and own.continues >= call.continues
+    is_one = call.caller == own.caller or _is_with_other_arguments(call, own)
+    return is_one and own.caller != "" and own.continues >= call.continues
+
+
+def _is_with_other_arguments(call: Call, own: Call) -> bool:
+    """Whether both begin one call, to which the ranks have given different arguments.
+
+    Two numbers are two steps: one of the ranks is behind.
+    """
+    if own.continues or call.continues or call.caller.split(" ")[0] != own.caller.split(" ")[0]:
+        return False
+    return not (_NUMBERED.fullmatch(call.caller) and _NUMBERED.fullmatch(own.caller))
 
 
 def _is_told(call: Call, failure: Failure, own: Call, block: str) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost, TorchRosError
+from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, Missed
 from torch_ros.protocol.group import GroupTask
@@ -68,6 +68,14 @@ def collectively(
             with suppress(ClosedError):  # by another thread, meanwhile
                 shard.busy(end, is_member=False)
         raise
+
+
+def checked(shard: Shard, asked: str, check: Callable[[], T]) -> T:
+    """The answer of `check`, of a caller's arguments. Its error ends `asked` for all ranks."""
+    try:
+        return check()
+    except UsageError:
+        return collectively(shard, asked, lambda: check)
 
 
 def _as_part_of(asked: str, flow: Callable[[], T]) -> T:

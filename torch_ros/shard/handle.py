@@ -21,7 +21,7 @@ from torch_ros.shard.aio import AsyncHandle
 from torch_ros.shard.archives import Archives
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
-from torch_ros.shard.collective import collectively
+from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
@@ -579,11 +579,16 @@ class ShardHandle:
 
         Cost: As `update(wait_s=...)`.
         """
-        ask = getattr(stop, "is_set", stop) if stop is not None else lambda: False
-        if not callable(ask):
-            raise UsageError(f"stop={stop!r}: expected a threading.Event or a function")
-        if Spec.parse(version).absolute is not None:
-            raise UsageError(f"follow({version!r}): expected 'latest' or 'latest-<k>'")
+
+        def check() -> Callable[[], bool]:
+            ask = getattr(stop, "is_set", stop) if stop is not None else lambda: False
+            if not callable(ask):
+                raise UsageError(f"stop={stop!r}: expected a threading.Event or a function")
+            if Spec.parse(version).absolute is not None:
+                raise UsageError(f"follow({version!r}): expected 'latest' or 'latest-<k>'")
+            return ask
+
+        ask = checked(self._shard, f"follow {version}", check)
         return newer_versions(self._shard, UpdateRequest(version, skip, timeout_s), ask)
 
     def read(

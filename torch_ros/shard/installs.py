@@ -29,7 +29,7 @@ from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
-from torch_ros.shard.collective import collectively, refuse
+from torch_ros.shard.collective import checked, collectively, refuse
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
@@ -245,16 +245,15 @@ class Installing:
 
     def __init__(self, installs: Installs, version: int | str, timeout_s: float | None) -> None:
         self._installs, self._shard = installs, installs.shard
-        self._spec, self._timeout_s = Spec.parse(version), timeout_s
-        self._asked = f"install {version}"
+        self._asked, self._timeout_s = f"install {version}", timeout_s
+        self._spec = checked(self._shard, self._asked, partial(Spec.parse, version))
         self._attempt = 0
         self._ref: VersionRef | None = None
         self._calls_before = 0  # made by the group when this was entered
 
     def __enter__(self) -> VersionRef:
         self._shard.require_usable()
-        if self._shard.group.ledger.install is None:
-            raise UsageError("installing: open the handle with installs=True, on all ranks")
+        checked(self._shard, self._asked, self._require_option)
         if (left := self._installs.open) is not None:  # Ctrl-C kept it from being left
             reason = "left without its end: another install was begun"
             left.fail(CallAborted(self._replica, 0, self._rank, reason), raises=False)
@@ -265,6 +264,10 @@ class Installing:
         except BaseException as error:
             self.fail(error, raises=False)
             raise
+
+    def _require_option(self) -> None:
+        if self._shard.group.ledger.install is None:
+            raise UsageError("installing: open the handle with installs=True, on all ranks")
 
     @property
     def _replica(self) -> str:
