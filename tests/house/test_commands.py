@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
-    "docs/QUICKSTART.md",
+    "docs/TUTORIAL.md",
     "docs/OPERATIONS.md",
     "docs/TOOLS.md",
     "docs/DISTRIBUTED.md",
@@ -54,7 +54,10 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "python -m torch_ros.store.local": ("tests/test_operations.py", "The local etcd"),
     "export ETCDCTL_ENDPOINTS=$(": ("tests/test_operations.py", "The local etcd"),
     "export ETCDCTL_": ("tests/test_operations.py", "An etcd of your own"),
-    "python examples/follow.py": ("tests/processes/test_small_examples.py", '"follow.py"'),
+    "python trainer.py": ("tests/processes/test_tutorial.py", "trainer.py"),
+    "python rollout.py": ("tests/processes/test_tutorial.py", "rollout.py"),
+    "torchrun --standalone": ("tests/processes/test_tutorial.py", '"torchrun"'),
+    "until torchrun": ("tests/processes/test_tutorial.py", '"until torchrun"'),
     "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
     "make demo-vllm": ("tests/engines/vllm/test_grpo_example.py", "grpo_with_vllm.py"),
     "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),

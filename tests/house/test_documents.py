@@ -30,7 +30,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 RUN = [
     "README.md",
-    "docs/QUICKSTART.md",
+    "docs/TUTORIAL.md",  # what is not a program: tests/processes/test_tutorial.py runs those
     pytest.param("docs/API.md", marks=pytest.mark.long),
     pytest.param("docs/DISTRIBUTED.md", marks=pytest.mark.long),
     pytest.param("docs/INTEGRATIONS.md", marks=pytest.mark.long),
