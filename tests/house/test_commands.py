@@ -14,7 +14,7 @@ DOCUMENTS = (
     "docs/DISTRIBUTED.md",
 )
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```$|^#.*?$", re.MULTILINE | re.DOTALL)  # headings, too
 PROGRAMS = (
     "apt",
     "etcdctl",

@@ -17,7 +17,8 @@ import torch_ros.bucket
 import torch_ros.dcp
 import torch_ros.metrics
 import torch_ros.store
-from torch_ros import environment
+from torch_ros import environment, errors
+from torch_ros.cli import main
 from torch_ros.store import local
 
 ROOT = Path(__file__).parents[2]
@@ -91,11 +92,26 @@ def test_the_readme_has_the_two_commands_and_the_makefile_has_them():
         assert re.search(rf"^{command}:", makefile, re.MULTILINE)
 
 
+def anchors(document):
+    """Of its headings, as code hosts and the site make them."""
+    for heading in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
+        text = re.sub(r"\]\([^)]*\)", "", heading)
+        yield re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_headings(document):
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+        if "://" not in file:
+            there = (document.parent / file).resolve() if file else document
+            assert there.suffix != ".md" or anchor in anchors(there), f"{file}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -137,10 +153,49 @@ def test_operations_lists_each_thread_of_a_handle():
             assert named <= listed, f"{path.name}: {named - listed}"
 
 
-def test_operations_names_folders_that_log():
-    for folder in re.findall(r"^\| `([\w.]+)` \|", section("Log lines"), re.MULTILINE):
-        modules = (ROOT / "torch_ros" / folder.replace(".", "/")).glob("*.py")
-        assert any("log_of(" in path.read_text() for path in modules), folder
+def test_the_runbook_is_short():
+    words = re.findall(r"\S*\w\S*", (ROOT / "docs" / "OPERATIONS.md").read_text())
+    assert len(words) <= 9000
+
+
+def lines_of_the_log():
+    """The text of each line, without debugging, and the file that logs it."""
+    for path in sorted((ROOT / "torch_ros").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name("log" | "logger"), attr=level), args=args
+                ) if level != "debug":
+                    yield path.name, next((ast.literal_eval(a) for a in args if is_text(a)), "")
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_operations_has_each_line_of_the_log():
+    """Its first clause, as one would search for it."""
+    told = " ".join((ROOT / "docs" / "OPERATIONS.md").read_text().replace("*", "").split())
+    lacking = []
+    for name, text in lines_of_the_log():
+        clauses = [each.strip() for each in re.split(r"%[-+.\d]*[a-z]|[;:,(]|\. ", text)]
+        first = next((each for each in clauses if " " in each), "")
+        if first not in told:
+            lacking.append((name, first))
+    assert lacking == []
+
+
+def test_operations_has_each_error():
+    told = section("Errors")
+    classes = (value for value in vars(errors).values() if inspect.isclass(value))
+    ours = (value.__name__ for value in classes if issubclass(value, errors.TorchRosError))
+    assert [name for name in ours if f"`{name}`" not in told] == []
+
+
+def test_operations_has_each_exit_code():
+    codes = {main.FINE, main.NOT_FINE, main.USAGE, main.UNREACHABLE, main.INTERRUPTED}
+    listed = re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)
+    assert set(map(int, listed)) == codes
 
 
 def test_the_pictures_are_what_their_script_draws():

@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Aside:
     """Threads that do for the main one what an exception in the middle would break.
 
-    `docs/OPERATIONS.md` ("Ctrl-C") tells why. A request that an exception leaves alone ends in
+    `docs/ARCHITECTURE.md` ("Ctrl-C") tells why. A request that an exception leaves alone ends in
     peace.
     """
 

@@ -6,7 +6,7 @@ import queue
 class Latch:
     """Set by any thread, for good; waited for by any.
 
-    Each step that others see is one call into C: `docs/OPERATIONS.md` ("Ctrl-C") tells why.
+    Each step that others see is one call into C: `docs/ARCHITECTURE.md` ("Ctrl-C") tells why.
     """
 
     def __init__(self) -> None:
