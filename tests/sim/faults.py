@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import ahead  # noqa: F401
@@ -32,70 +31,35 @@ import numpy as np
 import parts  # noqa: F401
 import seeding  # noqa: F401
 import stragglers  # noqa: F401
+from planting import changed
 
 from torch_ros import errors
-from torch_ros.bucket import chain
 from torch_ros.errors import CorruptWeights
-from torch_ros.p2p import lending
-from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import (
     archives,
     calls,
-    claimed,
     closing,
-    elsewhere,
-    fleet,
     floor,
     forerunners,
-    installs,
     ledger,
-    leftovers,
-    lookout,
-    meeting,
     membership,
-    outage,
     records,
-    resting,
-    retention,
-    runs,
     seat,
-    seating,
-    serving,
     sources,
-    streams,
     unpublish,
     versions,
 )
 from torch_ros.protocol import call as call_module
-from torch_ros.protocol import group as group_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
-from torch_ros.protocol.keys import Keys
-from torch_ros.shard import ahead as ahead_module
-from torch_ros.shard import archives as shard_archives
 from torch_ros.shard import (
     base,
-    beginnings,
     borrowing,
-    collective,
-    contract,
-    falling_back,
-    filling,
     following,
     forerunner,
-    manifests,
-    prefetching,
-    reads,
-    replication,
-    verification,
-    word,
 )
-from torch_ros.shard import handle as handle_module
-from torch_ros.shard import host_copies as copies
 from torch_ros.shard import installs as shard_installs
-from torch_ros.shard import publishing as shard_publishing
-from torch_ros.store import loops, memory, txn
-from torch_ros.store import run as run_module
+from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -114,17 +78,9 @@ from torch_ros.store.txn import (
     one,
 )
 from torch_ros.transfer import (
-    batches,
-    delta_reading,
     feed,
-    mailbox,
-    pace,
-    peers,
-    reading,
-    registered,
 )
 from torch_ros.transfer.card import ALL_BLOCKS
-from torch_ros.transfer.copy_buffers import CopyBuffers
 from torch_ros.weights import delta, manifest
 
 
@@ -139,16 +95,15 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(what: str, *wheres, hole: int = 0, scenario: str = "") -> Callable:
-    """Register a replacement for each (owner, name) of `wheres`, made from the original."""
+def fault(what: str, *rules: str, hole: int = 0, scenario: str = "") -> Callable:
+    """Register a replacement for each of `rules`, made from the original: see planting.py."""
 
     def register(change: Callable) -> Callable:
         @contextmanager
         def plant():
             with ExitStack() as stack:
-                for owner, name in wheres:
-                    new = change(getattr(owner, name))
-                    stack.enter_context(patch.object(owner, name, new))
+                for rule in rules:
+                    stack.enter_context(changed(rule, change))
                 yield
 
         assert what not in FAULTS
@@ -221,15 +176,11 @@ def without_moment(op):
     return msgspec.structs.replace(op, value=msgspec.structs.replace(record, at_ms=0).encode())
 
 
-fault("who completes a publication forgets when it began", (calls, "complete"))(
-    edited(ops=without_moment)
-)
-fault("a copy forgets when its version was published", (unpublish, "copied"))(
-    edited(ops=without_moment)
-)
+fault("who completes a publication forgets when it began", "complete")(edited(ops=without_moment))
+fault("a copy forgets when its version was published", "copied")(edited(ops=without_moment))
 
 
-@fault("a rank that comes back does not know the span of its version", (records.Kept, "of"))
+@fault("a rank that comes back does not know the span of its version", "Kept.of")
 def _(of):
     def faulty(*args):
         return msgspec.structs.replace(of(*args), traceparent="")
@@ -237,7 +188,7 @@ def _(of):
     return faulty
 
 
-@fault("a decision keeps its own span, not the version's", (records.VersionRecord, "brought_by"))
+@fault("a decision keeps its own span, not the version's", "VersionRecord.brought_by")
 def _(brought_by):
     def faulty(record, call, ref):
         return msgspec.structs.replace(brought_by(record, call, ref), traceparent="")
@@ -245,7 +196,7 @@ def _(brought_by):
     return faulty
 
 
-@fault("ranks that come back forget when their version was published", (membership, "_adopt"))
+@fault("ranks that come back forget when their version was published", "_adopt")
 def _(adopt):
     def faulty(*args):
         ops, guards = adopt(*args)
@@ -256,22 +207,22 @@ def _(adopt):
 
 # Names and calls
 
-fault("an incarnation has no nonce in its name", (keys_module, "instance"), hole=1)(
+fault("an incarnation has no nonce in its name", "instance", hole=1)(
     lambda instance: lambda replica, nonce: instance(replica, "0")
 )
 fault(
     "ready records without the call's number",
-    (Keys, "ready"),
-    (Keys, "readies"),
+    "Keys.ready",
+    "Keys.readies",
     hole=4,
     scenario="ready before",
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
 fault(
     "a nonce is tried again when the reply is lost",
-    (seating, "_at_most_once"),
+    "_at_most_once",
     scenario="same nonce",
 )(lambda once: lambda create: create)
-fault("decisions are not guarded", (calls, "group_txn"), (seat, "group_txn"), hole=12)(
+fault("decisions are not guarded", "group_txn", hole=12)(
     lambda make: (
         lambda *args: msgspec.structs.replace(
             txn := make(*args), guards=tuple(filter(not_on("decisions"), txn.guards))
@@ -282,8 +233,7 @@ fault("decisions are not guarded", (calls, "group_txn"), (seat, "group_txn"), ho
 
 @fault(
     "decisions hang on the lease of who decides",
-    (calls, "group_txn"),
-    (seat, "group_txn"),
+    "group_txn",
     hole=13,
 )
 def _(make):
@@ -295,7 +245,7 @@ def _(make):
     return faulty
 
 
-@fault("an abort is told to nobody", (calls, "abort"), hole=14)
+@fault("an abort is told to nobody", "abort", hole=14)
 def _(rule):
     def faulty(view, seat, made, failure):
         step = rule(view, seat, made, failure)
@@ -304,23 +254,23 @@ def _(rule):
     return faulty
 
 
-@fault("an abort undoes a call that has ended", (calls, "abort"))
+@fault("an abort undoes a call that has ended", "abort")
 def _(rule):
     def faulty(view, seat, made, failure):
         step = rule(view, seat, made, failure)
         if isinstance(step, Done) and step.value.outcome.failure is None:
             unended = msgspec.structs.replace(step.value, outcome=None)
-            with patch.object(calls, "recall", lambda *_: unended):
+            with changed("recall", lambda _: lambda *_: unended):
                 return rule(view, seat, made, failure)
         return step
 
     return faulty
 
 
-fault("an aborted call leaves its holding", (calls, "_undo"))(lambda undo: lambda seat, call: ())
+fault("an aborted call leaves its holding", "_undo")(lambda undo: lambda seat, call: ())
 
 
-@fault("the second rank decides again", (calls, "decide"), hole=12)
+@fault("the second rank decides again", "decide", hole=12)
 def _(rule):
     def faulty(view, seat, call, effects):
         found = calls.find(view, seat, call.number)
@@ -340,12 +290,12 @@ def seat_calls(view, at):
     return seat.calls_of(view, at)
 
 
-fault("most ranks do not look what was decided", (calls, "look_up"), (calls, "decide"))(
+fault("most ranks do not look what was decided", "look_up", "decide")(
     lambda rule: lambda view, seat, **kwargs: rule(unseen(view, seat.decisions), seat, **kwargs)
 )
 
 
-@fault("ready: counted before it is put", (calls, "put_ready"))
+@fault("ready: counted before it is put", "put_ready")
 def _(rule):
     def faulty(*args, **kwargs):
         step = rule(*args, **kwargs)
@@ -359,7 +309,7 @@ def _(rule):
 
 @fault(
     "ready: a repeat after a lost reply waits for the peers",
-    (calls, "put_ready"),
+    "put_ready",
     hole=15,
     scenario="last reply",
 )
@@ -371,7 +321,7 @@ def _(rule):
     return faulty
 
 
-@fault("all ranks say they are the last", (calls, "put_ready"), (calls, "readies"))
+@fault("all ranks say they are the last", "put_ready", "readies")
 def _(rule):
     def faulty(view, seat, call, *args, **kwargs):
         step = rule(view, seat, call, *args, **kwargs)
@@ -399,7 +349,7 @@ def overheard(steps, asked=lambda request: request, answered=lambda request, rep
         reply = answered(request, (yield asked(request)))
 
 
-@fault("a lost reply counts as done", (loops, "settle"), hole=15, scenario="lost request")
+@fault("a lost reply counts as done", "settle", hole=15, scenario="lost request")
 def _(settle):
     def answered(request, reply):
         if not (isinstance(request, Commit) and reply is UNKNOWN):
@@ -411,9 +361,7 @@ def _(settle):
     return lambda *args: overheard(settle(*args), answered=answered)
 
 
-@fault(
-    "a watch begins one revision late", (memory.Space, "has_changed"), hole=5, scenario="looks away"
-)
+@fault("a watch begins one revision late", "Space.has_changed", hole=5, scenario="looks away")
 def _(has_changed):
     def faulty(self, watch):
         # Not later than now: that would be told at once, as after a wipe.
@@ -423,7 +371,7 @@ def _(has_changed):
     return faulty
 
 
-@fault("who lost a race looks at what it saw before", (loops, "settle"), scenario="two trainers")
+@fault("who lost a race looks at what it saw before", "settle", scenario="two trainers")
 def _(settle):
     def faulty(what, ranges, rule, first=None):
         seen = first
@@ -445,13 +393,13 @@ def _(settle):
 
 fault(
     "publish: newer versions are not guarded",
-    (calls, "publish"),
+    "calls:publish",
     hole=11,
     scenario="two trainers",
 )(edited(guards=without(NoneNewer)))
 fault(
     "publish: the version's record is not guarded",
-    (calls, "publish"),
+    "calls:publish",
     hole=6,
     scenario="two trainers",
 )(edited(guards=not_on("versions")))
@@ -459,7 +407,7 @@ fault(
 
 @fault(
     "a number keeps its uid when nobody holds it",
-    (calls, "_fellow_publisher"),
+    "_fellow_publisher",
     hole=6,
     scenario="published again",
 )
@@ -471,7 +419,7 @@ def _(fellow):
     return faulty
 
 
-@fault("a number that only readers hold is published again", (calls, "_fellow_publisher"), hole=6)
+@fault("a number that only readers hold is published again", "_fellow_publisher", hole=6)
 def _(fellow):
     def faulty(view, seat, version):
         try:
@@ -482,7 +430,7 @@ def _(fellow):
     return faulty
 
 
-@fault("an error is decided from what the last call saw", (calls, "sure"), scenario="seen before")
+@fault("an error is decided from what the last call saw", "sure", scenario="seen before")
 def _(_sure):
     return lambda effects, seen: effects
 
@@ -490,18 +438,18 @@ def _(_sure):
 # Samples of what there is
 
 
-@fault("what a sample leaves out is taken for absent", (View, "shows"))
+@fault("what a sample leaves out is taken for absent", "View.shows")
 def _(shows):
     return lambda view, range_: True
 
 
 fault(
     "a glimpse of who fills it is enough",
-    (versions, "_glimpsed"),
+    "_glimpsed",
     hole=18,
     scenario="few, not whole",
 )(lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec))
-fault("a glimpse of an older version is enough", (versions, "newest_record"))(
+fault("a glimpse of an older version is enough", "newest_record")(
     lambda newest: (
         lambda view, keys: min(
             (ref for ref, _ in versions._records(view, keys)), key=lambda r: r.order, default=None
@@ -510,7 +458,7 @@ fault("a glimpse of an older version is enough", (versions, "newest_record"))(
 )
 fault(
     "the next older one is read from, whoever reads it",
-    (sources, "_by_place"),
+    "_by_place",
     scenario="fed already",
 )(
     lambda rule: (
@@ -522,7 +470,7 @@ fault(
         )
     )
 )
-fault("everyone reads from the oldest", (sources, "_by_place"), scenario="many")(
+fault("everyone reads from the oldest", "_by_place", scenario="many")(
     lambda rule: (
         lambda view, seat, ref, candidates: min(
             candidates, key=lambda inst: candidates[inst].entry.create_rev
@@ -531,22 +479,22 @@ fault("everyone reads from the oldest", (sources, "_by_place"), scenario="many")
 )
 
 
-fault("a draining source is offered", (versions, "offered"), scenario="not whole")(
+fault("a draining source is offered", "offered", scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
 )
-fault("a filling replica is offered", (versions, "offered"), hole=18, scenario="not whole")(
+fault("a filling replica is offered", "offered", hole=18, scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"filling", b"full"), keys)
 )
 
 
-@fault("a wait for a version watches only the own calls", (versions, "_wait_for_version"))
+@fault("a wait for a version watches only the own calls", "_wait_for_version")
 def _(rule):
     return lambda *args: Wait(rule(*args).reason, ())
 
 
 @fault(
     "who completes a call relies on another to offer the version",
-    (calls, "complete"),
+    "complete",
     scenario="last offer",
 )
 def _(rule):
@@ -559,7 +507,7 @@ def _(rule):
 
 @fault(
     "of what has changed while somebody waits one thing is seen",
-    (View, "after"),
+    "View.after",
     scenario="last change",
 )
 def _(after):
@@ -576,7 +524,7 @@ def awake(op):
 
 fault(
     "who waits for a version does not see that a replica comes back",
-    (membership, "join"),
+    "join",
     scenario="comes back",
 )(edited(ops=awake))
 
@@ -584,7 +532,7 @@ fault(
 # Sources
 
 
-@fault("a younger replica is a source", (sources, "_is_source"), hole=17)
+@fault("a younger replica is a source", "_is_source", hole=17)
 def _(rule):
     def faulty(*args):
         *others, _ = args
@@ -595,8 +543,8 @@ def _(rule):
 
 fault(
     "attach: the source's processes are not counted",
-    (sources, "attach"),
-    (sources, "claim"),
+    "sources:attach",
+    "claim",
     hole=24,
     scenario="half dead",
 )(
@@ -610,7 +558,7 @@ fault(
 
 @fault(
     "summing up: a rank that is gone has nothing",
-    (manifests.Manifests, "_own_shards"),
+    "Manifests._own_shards",
     scenario="half there",
 )
 def _gone_has_nothing(_):
@@ -622,7 +570,7 @@ def _gone_has_nothing(_):
 
 @fault(
     "a claim is not guarded on nobody being there",
-    (sources, "claim_of"),
+    "claim_of",
     hole=20,
     scenario="freed meanwhile",
 )
@@ -634,7 +582,7 @@ def _(claim_of):
     return faulty
 
 
-fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario="burst")(
+fault("birth order does not predict", "_predicted", hole=20, scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates, **_: sources.best_of(
             candidates, sources.suspects(view, seat.keys)
@@ -643,31 +591,31 @@ fault("birth order does not predict", (sources, "_predicted"), hole=20, scenario
 )
 
 
-fault("who was lost is a reader still", (sources, "candidates_of"), scenario="place of the dead")(
+fault("who was lost is a reader still", "candidates_of", scenario="place of the dead")(
     lambda rule: lambda view, seat, ref, before, lost=(): rule(view, seat, ref, before)
 )
 
 
-@fault("a slow source is left for a far one", (elsewhere, "another"), scenario="slow seed")
+@fault("a slow source is left for a far one", "another", scenario="slow seed")
 def _(another):
     def faulty(*args, **options):
-        with patch.object(sources, "distance", lambda *_: 0):
+        with changed("distance", lambda _: lambda *_: 0):
             return another(*args, **options)
 
     return faulty
 
 
-fault("who is slow relays on", (resting, "step_aside"), scenario="slow relay")(
+fault("who is slow relays on", "step_aside", scenario="slow relay")(
     lambda _: lambda view, seat, call, **_: Done(call)
 )
 
 
-@fault("who steps aside takes its place still", (resting, "step_aside"), scenario="kept place")
+@fault("who steps aside takes its place still", "step_aside", scenario="kept place")
 def _(step_aside):
     return lambda view, seat, call, **_: step_aside(view, seat, call, ())
 
 
-@fault("no answer is a refusal", (claimed.ClaimedSources, "_glance"), scenario="unheard")
+@fault("no answer is a refusal", "ClaimedSources._glance", scenario="unheard")
 def _(glance):
     def faulty(self, ranges, rule, *, unknown):
         return glance(self, ranges, rule, unknown=unknown if unknown is not None else self._known)
@@ -677,8 +625,8 @@ def _(glance):
 
 @fault(
     "a slow one is a leaf before it hears of it",
-    (elsewhere, "choose_again"),
-    (elsewhere, "another"),
+    "choose_again",
+    "another",
     scenario="unheard, and orphaned",
 )
 def _(rule):
@@ -688,57 +636,53 @@ def _(rule):
     return faulty
 
 
-fault("nobody need relay", (resting, "_filling"), scenario="last relay")(
-    lambda _: lambda *_: (99, 0)
-)
-fault("a slow one rests for ever", (resting, "shall"), scenario="rests once")(
+fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *_: (99, 0))
+fault("a slow one rests for ever", "shall", scenario="rests once")(
     lambda shall: (
         lambda view, seat, ref: any(call.pace for call in seat_module.calls_of(view, seat))
     )
 )
-fault("who rested is forgotten at once", (resting, "shall"), scenario="rests once")(
-    lambda _: lambda *_: False
-)
-fault("a seed rests", (resting, "_near"), scenario="seed rests not")(lambda _: lambda *_: [None])
+fault("who rested is forgotten at once", "shall", scenario="rests once")(lambda _: lambda *_: False)
+fault("a seed rests", "resting:_near", scenario="seed rests not")(lambda _: lambda *_: [None])
 
 
-@fault("a leaf tells what it has", (feed.Progress, "hush"), scenario="slow relay")
+@fault("a leaf tells what it has", "Progress.hush", scenario="slow relay")
 def _(_):
     return lambda progress: None
 
 
-@fault("a leaf reads older ones only", (resting, "is_leaf"), scenario="slow relay")
+@fault("a leaf reads older ones only", "is_leaf", scenario="slow relay")
 def _(_):
     return lambda seat, call: False
 
 
-fault("a leaf follows each newcomer", (claimed, "LEFT_MAX"), scenario="settled leaf")(lambda _: 99)
-fault("who is slow is suspected", (errors.SourceLost, "orderly"), scenario="slow relay")(
+fault("a leaf follows each newcomer", "LEFT_MAX", scenario="settled leaf")(lambda _: 99)
+fault("who is slow is suspected", "SourceLost.orderly", scenario="slow relay")(
     lambda _: lambda lost: lost
 )
 
 
-@fault("who waits for its own source is slow", (pace.Pace, "is_behind"), scenario="slow for all")
+@fault("who waits for its own source is slow", "Pace.is_behind", scenario="slow for all")
 def _(is_behind):
     return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 
 
-fault(
-    "a relay tells nobody its rate", (feed.Progress, "tell_rate"), scenario="slow behind a slow one"
-)(lambda _: lambda self, bytes_per_s: None)
+fault("a relay tells nobody its rate", "Progress.tell_rate", scenario="slow behind a slow one")(
+    lambda _: lambda self, bytes_per_s: None
+)
 fault(
     "to wait for a source is to be slow",
-    (pace.Landings, "resume"),
+    "Landings.resume",
     scenario="slow behind a slow one",
 )(lambda _: lambda self, now_s: None)
 
 
-@fault("one slow window is enough", (pace.Pace, "is_slower"), scenario="all become slow")
+@fault("one slow window is enough", "Pace.is_slower", scenario="all become slow")
 def _(is_slower):
     return lambda self, *rates: is_slower(self, *rates) or is_slower(self, *rates)
 
 
-@fault("a relay tells the rate of long ago", (pace.Landings, "add"), scenario="all become slow")
+@fault("a relay tells the rate of long ago", "Landings.add", scenario="all become slow")
 def _(add):
     def faulty(self, *landing):
         told, is_window = self.told, add(self, *landing)
@@ -748,7 +692,7 @@ def _(add):
     return faulty
 
 
-@fault("a suspicion is a verdict", (sources, "candidates_of"), hole=22, scenario="flaky")
+@fault("a suspicion is a verdict", "candidates_of", hole=22, scenario="flaky")
 def _(rule):
     def faulty(view, seat, ref, before, lost=()):
         bad = sources.suspects(view, seat.keys)
@@ -758,14 +702,14 @@ def _(rule):
     return faulty
 
 
-@fault("a near source is a preference", (sources, "eligible_of"), scenario="burst across")
+@fault("a near source is a preference", "eligible_of", scenario="burst across")
 def _(rule):
     return lambda view, seat, ref, candidates, tried: candidates
 
 
 @fault(
     "a suspicion counts more than a datacenter",
-    (sources, "eligible_of"),
+    "eligible_of",
     scenario="suspected seed",
 )
 def _(rule):
@@ -777,7 +721,7 @@ def _(rule):
     return faulty
 
 
-@fault("a far trainer is as good as its copies", (sources, "_far"), scenario="far copies")
+@fault("a far trainer is as good as its copies", "_far", scenario="far copies")
 def _(rule):
     def faulty(candidates):
         originals = {i: found for i, found in candidates.items() if found.holding.is_original}
@@ -788,31 +732,31 @@ def _(rule):
 
 fault(
     "who reads from afar reads from whom does too",
-    (sources, "_far"),
+    "_far",
     scenario="third datacenter",
 )(lambda rule: lambda candidates: candidates)
 
 
-@fault("a mute source is left for a far one", (elsewhere, "is_to_be_left"), scenario="mute seed")
+@fault("a mute source is left for a far one", "is_to_be_left", scenario="mute seed")
 def _(rule):
     return lambda *args: rule(*args[:-1], dict.fromkeys(args[-1], 0))
 
 
 fault(
     "of those who fill, one that streams concludes that nobody else is full",
-    (streams, "_is_whole"),
+    "_is_whole",
     scenario="mute stream",
 )(lambda _: lambda *_: True)
 
 
 @fault(
     "among many, who is not seen is not there",
-    (elsewhere, "has_other"),
+    "elsewhere:has_other",
     scenario="mute among many",
 )
 def _(rule):
     def faulty(*args, **kwargs):
-        with patch.object(sources, "shows_whole", lambda *_: True):
+        with changed("shows_whole", lambda _: lambda *_: True):
             return rule(*args, **kwargs)
 
     return faulty
@@ -820,36 +764,36 @@ def _(rule):
 
 @fault(
     "a mute source is never left for a far one",
-    (elsewhere, "FAR_SILENCE_S"),
+    "FAR_SILENCE_S",
     scenario="mute for long",
 )
 def _(silence_s):
     return math.inf
 
 
-fault(
-    "forerunners do not look at each other", (forerunners, "_is_fetching"), scenario="ordered twice"
-)(lambda rule: lambda near: False)
-fault("forerunners may overtake each other", (replication, "fetch"), scenario="ordered twice")(
+fault("forerunners do not look at each other", "_is_fetching", scenario="ordered twice")(
+    lambda rule: lambda near: False
+)
+fault("forerunners may overtake each other", "fetch", scenario="ordered twice")(
     edited(without(NoneNewer))
 )
-fault("a forerunner's copy is never spare", (forerunners, "await_spare"), scenario="fetched ahead")(
+fault("a forerunner's copy is never spare", "await_spare", scenario="fetched ahead")(
     lambda rule: lambda view, seat, ref: Wait("", (one(seat.group),))
 )
-fault(
-    "a forerunner's copy is spare at once", (forerunners, "await_spare"), scenario="fetched ahead"
-)(lambda rule: lambda view, seat, ref: Done(None))
-fault("a stuck seed is waited for", (forerunner, "STUCK_S"), scenario="seed ahead is stuck")(
+fault("a forerunner's copy is spare at once", "await_spare", scenario="fetched ahead")(
+    lambda rule: lambda view, seat, ref: Done(None)
+)
+fault("a stuck seed is waited for", "STUCK_S", scenario="seed ahead is stuck")(
     lambda limit_s: math.inf
 )
 fault(
     "no rank's memory is asked for",
-    (forerunner.Forerunner, "_require_room"),
+    "Forerunner._require_room",
     scenario="no memory ahead",
 )(lambda rule: lambda self, size_bytes: None)
 fault(
     "a rank without memory keeps it to itself",
-    (forerunner, "GroupTask"),
+    "GroupTask",
     scenario="no memory ahead",
 )(
     lambda made: (
@@ -864,7 +808,7 @@ fault(
 
 @fault(
     "an update waits for what it has ordered",
-    (forerunner.Forerunner, "fetch"),
+    "Forerunner.fetch",
     scenario="often asked",
 )
 def _(order):
@@ -878,7 +822,7 @@ def _(order):
 
 @fault(
     "who is told to stop leaves before its peers know",
-    (following._Search, "run"),
+    "_Search.run",
     scenario="told to stop, and closes",
 )
 def _(run):
@@ -889,78 +833,78 @@ def _(run):
     return faulty
 
 
-@fault("what is coming is passed by for ever", (following, "Skipping"), scenario="passed by")
+@fault("what is coming is passed by for ever", "Skipping", scenario="passed by")
 def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=False)
 
 
-@fault("what is coming is gone to at once", (following, "Skipping"), scenario="passed by")
+@fault("what is coming is gone to at once", "Skipping", scenario="passed by")
 def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
 
 
 fault(
     "who looks out does not ask its forerunner",
-    (following._Search, "_until"),
+    "_Search._until",
     scenario="idle again",
 )(lambda _: lambda self, is_idle: None)
-fault("what is coming is nothing", (forerunners, "_is_relayed"), scenario="passed by")(
+fault("what is coming is nothing", "_is_relayed", scenario="passed by")(
     lambda rule: lambda holding: False
 )
 
 
 @fault(
     "an update that skips goes to the newest all the same",
-    (following, "replicate"),
+    "replication:replicate",
     scenario="passed by",
 )
 def _(read):
     return lambda shard, spec, *rest: read(shard, versions.Spec(floor=spec.only), *rest)
 
 
-fault("who waits does not hear of its peers", (calls, "_with_own"), scenario="waits for versions")(
+fault("who waits does not hear of its peers", "_with_own", scenario="waits for versions")(
     lambda rule: lambda wait, seat: wait
 )
 fault(
     "a copy that is whole here wakes nobody",
-    (lookout, "near_range"),
+    "near_range",
     scenario="waits for a neighbour",
 )(lambda range_: lambda seat, ref: one("nothing"))
 fault(
     "who comes second is not asked to stop",
-    (following._Search, "all_go_on"),
+    "_Search.all_go_on",
     scenario="slow rank told to stop",
 )(lambda rule: lambda *_: True)
 
 
 fault(
     "an update gives up before all ranks have come",
-    (following._Search, "all_go_on"),
+    "_Search.all_go_on",
     scenario="missing",
 )(lambda rule: lambda *_: True)
 fault(
     "what ends a call between two parts is told to nobody",
-    (collective, "end_for_all"),
+    "end_for_all",
     scenario="struck between",
 )(lambda end: lambda *_: None)
 fault(
     "a part that is refused too late ends the next call like it",
-    (meeting, "_is_of_caller"),
+    "_is_of_caller",
     scenario="struck at the end",
 )(lambda rule: lambda call, own: call.caller == own.caller != "")
 fault(
     "an argument that one rank refuses is one of another call",
-    (meeting, "_is_with_other_arguments"),
+    "_is_with_other_arguments",
     scenario="refused argument",
 )(lambda rule: lambda call, own: False)
-fault("who leaves a loop alone tells nobody", (following, "leave"), scenario="leaves a loop")(
+fault("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")(
     lambda leave: lambda *_: None
 )
 
 
 @fault(
     "peers that begin another loop are taken for those that go on",
-    (collective, "gone_on"),
+    "gone_on",
     scenario="follows again",
 )
 def _(rule):
@@ -971,14 +915,14 @@ def _(rule):
     return faulty
 
 
-fault("who left a call out is taken for late", (meeting, "is_left_out"), scenario="left out")(
+fault("who left a call out is taken for late", "is_left_out", scenario="left out")(
     lambda rule: lambda *_: False
 )
 
 
 @fault(
     "a rank that is told to stop leaves by itself",
-    (handle_module, "newer_versions"),
+    "newer_versions",
     scenario="told to stop",
 )
 def _(made):
@@ -990,7 +934,7 @@ def _(made):
     return faulty
 
 
-@fault("what is here is passed by", (following, "next_version"), scenario="newest here")
+@fault("what is here is passed by", "next_version", scenario="newest here")
 def _(rule):
     def faulty(view, seat, spec, held, skipping):
         found = rule(view, seat, spec, held, skipping)
@@ -1000,7 +944,7 @@ def _(rule):
     return faulty
 
 
-@fault("a source is claimed with the decision", (calls, "replicate"), scenario="burst across")
+@fault("a source is claimed with the decision", "calls:replicate", scenario="burst across")
 def _(rule):
     def faulty(view, seat, call, spec, *, is_relay):
         step = rule(view, seat, call, spec, is_relay=is_relay)
@@ -1018,11 +962,11 @@ def _(rule):
     return faulty
 
 
-@fault("idle sources are claimed beside others who look", (sources, "_idle"), scenario="burst")
+@fault("idle sources are claimed beside others who look", "_idle", scenario="burst")
 def _(rule):
     def faulty(view, seat, ref, eligible, most):
         alone = {seat.inst: sources.seen_holdings(view, seat, ref)[seat.inst]}
-        with patch.object(sources, "seen_holdings", lambda *_: alone):
+        with changed("seen_holdings", lambda _: lambda *_: alone):
             return rule(view, seat, ref, eligible, most)
 
     return faulty
@@ -1030,19 +974,19 @@ def _(rule):
 
 fault(
     "idle sources are claimed though others have come to look",
-    (sources, "claim"),
+    "claim",
     scenario="alone no more",
 )(edited(guards=without(NoneNewer)))
 
 
-fault("a failed call leaves its reader records", (calls, "withdraw"))(
+fault("a failed call leaves its reader records", "calls:withdraw")(
     lambda rule: lambda view: Done(None)
 )
 
 # Bytes, and the word that says whether they count
 
 
-@fault("the word is not asked for after the bytes have landed", (reading.ReadPass, "_end"), hole=2)
+@fault("the word is not asked for after the bytes have landed", "ReadPass._end", hole=2)
 def _(end):
     return lambda self, batches: end(self, unasked(batches))
 
@@ -1053,7 +997,7 @@ def unasked(batches):
 
 @fault(
     "of batches that end together only the ranks of the first are asked",
-    (reading.ReadPass, "_end"),
+    "ReadPass._end",
     hole=2,
     scenario="end together",
 )
@@ -1063,7 +1007,7 @@ def _(end):
 
 @fault(
     "of several sources only the first is asked for its word",
-    (reading.ReadPass, "_end"),
+    "ReadPass._end",
     hole=2,
     scenario="second source",
 )
@@ -1076,7 +1020,7 @@ def _(end):
 
 @fault(
     "the word is asked for before staged bytes have landed",
-    (reading.ReadPass, "_end"),
+    "ReadPass._end",
     hole=2,
     scenario="staged landing",
 )
@@ -1092,28 +1036,28 @@ def _(end):
 
 fault(
     "what is staged is copied over what counts, unasked",
-    (reading.ReadPass, "_read_staged"),
+    "ReadPass._read_staged",
     scenario="copied over",
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
 
 
 fault(
     "what two publish under one number is not compared",
-    (shard_publishing, "require_equal"),
+    "require_equal",
     scenario="other bytes",
 )(lambda _: lambda *_: None)
 
 
 fault(
     "a version that its publisher wrote to stays what it is",
-    (contract, "withdraw"),
+    "withdrawal:withdraw",
     scenario="withdrawn",
 )(lambda _: lambda view, keys, ref: Done(None))
 
 
 @fault(
     "a manifest that was read once is believed",
-    (peers.Peers, "state"),
+    "Peers.state",
     hole=9,
     scenario="moved",
 )
@@ -1130,9 +1074,7 @@ def _(shown):
 
 @fault(
     "the word does not name the call",
-    (records, "mark"),
-    (call_module, "mark"),
-    (copies, "mark"),
+    "mark",
     hole=10,
 )
 def _(mark):
@@ -1141,9 +1083,7 @@ def _(mark):
 
 @fault(
     "the word names the call, not the content",
-    (records, "mark"),
-    (call_module, "mark"),
-    (copies, "mark"),
+    "mark",
     hole=10,
     scenario="other version",
 )
@@ -1151,24 +1091,24 @@ def _(mark):
     return lambda uid, call: call
 
 
-fault("the word is not voided before tensors are written", (mailbox.Mailbox, "void"), hole=8)(
+fault("the word is not voided before tensors are written", "Mailbox.void", hole=8)(
     lambda void: lambda self: None
 )
 
 
-@fault("a relay is read beyond what it has", (feed.Following, "has"))
+@fault("a relay is read beyond what it has", "Following.has")
 def _(rule):
     return lambda self, needs: True
 
 
-fault("progress counts blocks, not the prefix", (feed, "_position"))(
+fault("progress counts blocks, not the prefix", "_position")(
     lambda position: lambda told: ALL_BLOCKS if told.all() else int(np.sum(told))
 )
 
 
 @fault(
     "progress is told before it is certain",
-    (reading.ReadPass, "landed"),
+    "ReadPass.landed",
     scenario="other version",
 )
 def _(landed):
@@ -1186,7 +1126,7 @@ def _(landed):
 
 @fault(
     "what was read of another version is kept",
-    (replication.Replication, "start"),
+    "Replication.start",
     hole=6,
     scenario="other version",
 )
@@ -1201,7 +1141,7 @@ def _(start):
 
 fault(
     "a reader does not look whether it has its seat",
-    (replication, "connect"),
+    "feed:connect",
     scenario="replaced reader",
 )(
     lambda connect: (
@@ -1212,14 +1152,14 @@ fault(
 )
 fault(
     "reads of a lost source are not ended",
-    (batches, "close_all"),
+    "close_all",
     hole=3,
     scenario="late landing",
 )(lambda close_all: lambda reads: None)
 
 fault(
     "a source that does not answer is waited for",
-    (elsewhere, "has_other"),
+    "elsewhere:has_other",
     scenario="stands still",
 )(lambda rule: lambda *args, **options: Done(False))
 
@@ -1228,12 +1168,12 @@ fault(
 
 fault(
     "unpublish: nobody reading is not guarded",
-    (unpublish, "unpublish"),
+    "unpublish:unpublish",
     scenario="claimed meanwhile",
 )(edited(guards=without(Empty)))
 
 
-@fault("unpublish: readers are not looked at", (unpublish, "unpublish"), scenario="drain")
+@fault("unpublish: readers are not looked at", "unpublish:unpublish", scenario="drain")
 def _(rule):
     def faulty(view, *args):
         readers = [key for key in view.entries if "/readers/" in key]
@@ -1244,15 +1184,13 @@ def _(rule):
 
 fault(
     "unpublish: only readers of this incarnation count",
-    (Keys, "readers_of_any"),
+    "Keys.readers_of_any",
     hole=5,
     scenario="earlier readers",
 )(lambda name: lambda self, run, version, source: self.readers_of(run, version, source))
 
 
-@fault(
-    "unpublish waits without a bound", (unpublish, "unpublish"), hole=19, scenario="stuck reader"
-)
+@fault("unpublish waits without a bound", "unpublish:unpublish", hole=19, scenario="stuck reader")
 def _(rule):
     def faulty(*args, **kwargs):
         step = rule(*args, **kwargs)
@@ -1263,44 +1201,44 @@ def _(rule):
 
 # Retention
 
-fault("the last copy is not kept", (unpublish, "keeping"), hole=21)(
+fault("the last copy is not kept", "keeping", hole=21)(
     lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_needed=False)
 )
 fault(
     "what a copy may go for is not guarded",
-    (unpublish, "keeping"),
+    "keeping",
     hole=21,
     scenario="retained meanwhile",
 )(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=()))
-fault("a witness may be draining", (retention, "_counts"), hole=21, scenario="both drain")(
+fault("a witness may be draining", "retention:_counts", hole=21, scenario="both drain")(
     lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
-fault("a witness may be filling", (retention, "_counts"), hole=21)(
+fault("a witness may be filling", "retention:_counts", hole=21)(
     lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
 )
-fault("a spot replica is a witness", (retention, "_counts"), scenario="only on spot")(
+fault("a spot replica is a witness", "retention:_counts", scenario="only on spot")(
     lambda counts: lambda held: held.state == "full"
 )
 
 
-fault("a witness elsewhere is one here", (retention, "retained_here"), scenario="kept here")(
+fault("a witness elsewhere is one here", "retained_here", scenario="kept here")(
     lambda _: lambda *_: iter(())
 )
 fault(
     "the newest version anywhere is the newest here",
-    (retention, "_keepers"),
+    "_keepers",
     scenario="kept here",
 )(lambda keepers: lambda view, keys, _: keepers(view, keys, None))
 fault(
     "what another datacenter retains is retained here",
-    (Keys, "retains"),
+    "Keys.retains",
     scenario="kept elsewhere",
 )(lambda _: lambda keys, _: txn.under(f"{keys.root}/retains/"))
 
 
 @fault(
     "who begins to retain a version here is not heard of",
-    (unpublish, "keeping"),
+    "keeping",
     scenario="asked meanwhile",
 )
 def _(keeping):
@@ -1312,14 +1250,12 @@ def _(keeping):
     return faulty
 
 
-fault("what is retained here is stayed for by all", (closing, "awaited"), scenario="closes here")(
+fault("what is retained here is stayed for by all", "retention:awaited", scenario="closes here")(
     lambda awaited: lambda view, keys, ref, inst, _: awaited(view, keys, ref, inst, None)
 )
 
 
-@fault(
-    "what is retained here is stayed for by nobody", (closing, "_keeping"), scenario="closes here"
-)
+@fault("what is retained here is stayed for by nobody", "closing:_keeping", scenario="closes here")
 def _(keeping):
     def faulty(*args):
         keep = keeping(*args)
@@ -1328,13 +1264,13 @@ def _(keeping):
     return faulty
 
 
-@fault("the own copy is the witness", (unpublish, "keeping"))
+@fault("the own copy is the witness", "keeping")
 def _(keeping):
     nobody = functools.partial(dataclasses.replace, inst="nobody")
     return lambda view, keys, ref, dropped: keeping(view, keys, ref, nobody(dropped))
 
 
-@fault("a copy is offered before all ranks have theirs", (unpublish, "copied"))
+@fault("a copy is offered before all ranks have theirs", "copied")
 def _(rule):
     def faulty(view, seat, **kwargs):
         step = rule(view, seat, **kwargs)
@@ -1347,10 +1283,10 @@ def _(rule):
 
 fault(
     "a copy is offered behind the back of who ends its group",
-    (unpublish, "copied"),
+    "copied",
     scenario="copied meanwhile",
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
-fault("a copy is never released", (unpublish, "release"))(
+fault("a copy is never released", "release")(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
 )
 
@@ -1359,14 +1295,14 @@ fault("a copy is never released", (unpublish, "release"))(
 
 @fault(
     "a stream suspects who takes its tensors back",
-    (filling.Filling, "_lose"),
+    "Filling._lose",
     scenario="gone in order",
 )
 def _(lose):
     return lambda self, reason, deadline, **_: lose(self, reason, deadline)
 
 
-@fault("release drains the copy under far readers", (unpublish, "_reading"), scenario="taken back")
+@fault("release drains the copy under far readers", "unpublish:_reading", scenario="taken back")
 def _(reading):
     def faulty(view, readers):
         near, far = reading(view, readers)
@@ -1375,22 +1311,22 @@ def _(reading):
     return faulty
 
 
-fault(
-    "who looks for a source is forgotten", (unpublish, "_is_filled_afar"), scenario="last of two"
-)(lambda _: lambda *_: False)
+fault("who looks for a source is forgotten", "_is_filled_afar", scenario="last of two")(
+    lambda _: lambda *_: False
+)
 
 
-@fault("who has not come to a copy is forgotten", (unpublish, "release"), scenario="slow to come")
+@fault("who has not come to a copy is forgotten", "release", scenario="slow to come")
 def _(rule):
     def faulty(view, seat, ref, copy):
         of_copy = lambda keys, run, version, _: keys.readers_of(run, version, copy)
-        with patch.object(Keys, "readers_of_any", of_copy):
+        with changed("Keys.readers_of_any", lambda _: of_copy):
             return rule(view, seat, ref, copy)
 
     return faulty
 
 
-@fault("near readers are not waited for", (unpublish, "_let_go"), scenario="near and far")
+@fault("near readers are not waited for", "unpublish:_let_go", scenario="near and far")
 def _(rule):
     def faulty(view, *args):
         found = unpublish._reading
@@ -1399,31 +1335,31 @@ def _(rule):
             near, far = found(*args)
             return ([], near + far) if far else (near, far)
 
-        with patch.object(unpublish, "_reading", reading):
+        with changed("unpublish:_reading", lambda _: reading):
             return rule(view, *args)
 
     return faulty
 
 
-fault("a near reader may come unseen", (unpublish, "_let_go"), scenario="comes last")(
+fault("a near reader may come unseen", "unpublish:_let_go", scenario="comes last")(
     edited(guards=without(NoneNewer))
 )
-fault("far readers are left with nobody", (unpublish, "_copy_first"), scenario="taken back")(
+fault("far readers are left with nobody", "_copy_first", scenario="taken back")(
     lambda rule: lambda *args: None
 )
 
 
-fault("a second copy for far readers", (unpublish, "_has_copy"), scenario="second copy")(
+fault("a second copy for far readers", "_has_copy", scenario="second copy")(
     lambda _: lambda *_: False
 )
 fault(
     "a far reader is left because of somebody who leaves too",
-    (unpublish, "_let_go"),
+    "unpublish:_let_go",
     scenario="last of two",
 )(edited(guards=not_on("holdings")))
 fault(
     "a copy is made for all who read from afar",
-    (unpublish, "keeping"),
+    "keeping",
     scenario="last of two",
 )(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False))
 for optional in ("no memory", "no memory for a copy"):
@@ -1431,7 +1367,7 @@ for optional in ("no memory", "no memory for a copy"):
 
     @fault(
         f"without memory for a copy{is_needed} an unpublish fails",
-        (unpublish, "do_without"),
+        "do_without",
         scenario=optional,
     )
     def _(_):
@@ -1442,69 +1378,67 @@ for optional in ("no memory", "no memory for a copy"):
 
     @fault(
         f"a peer's want of memory for a copy{is_needed} is not heard of",
-        (unpublish, "copied"),
+        "copied",
         scenario=optional,
     )
     def _(rule):
         def faulty(view, seat, **kwargs):
-            with patch.object(unpublish, "find", lambda *_: None):
+            with changed("seat:find", lambda _: lambda *_: None):
                 return rule(view, seat, **kwargs)
 
         return faulty
 
 
-fault("a copy that is forgone is tried again", (unpublish, "_may_lose"), scenario=optional)(
+fault("a copy that is forgone is tried again", "_may_lose", scenario=optional)(
     lambda _: lambda seat, _: seat.spot
 )
-fault("no copy is made of what is retained", (unpublish, "_may_lose"), scenario="only on spot")(
+fault("no copy is made of what is retained", "_may_lose", scenario="only on spot")(
     lambda _: lambda *_: True
 )
 
 
 # What lingers at the end
 
-fault("the name is not free while it lingers", (closing, "give_up"), scenario="started again")(
+fault("the name is not free while it lingers", "give_up", scenario="started again")(
     edited(ops=spare("groups"))
 )
-fault("nobody is stayed for", (closing, "awaited"), scenario="lingers")(lambda _: lambda *_: [])
-fault("a spot replica is stayed for", (closing, "awaited"), scenario="spot only")(
+fault("nobody is stayed for", "retention:awaited", scenario="lingers")(lambda _: lambda *_: [])
+fault("a spot replica is stayed for", "retention:awaited", scenario="spot only")(
     lambda awaited: (
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
 )
 
 
-@fault("what is suspected retires older ones", (retention, "_keepers"), scenario="suspected newer")
+@fault("what is suspected retires older ones", "_keepers", scenario="suspected newer")
 def _(keepers):
     def faulty(*args):
-        with patch.object(retention, "suspects", lambda *_: set()):
+        with changed("suspects", lambda _: lambda *_: set()):
             return keepers(*args)
 
     return faulty
 
 
-fault("what may go is gone", (retention, "_keepers"), scenario="suspected before")(
+fault("what may go is gone", "_keepers", scenario="suspected before")(
     lambda keepers: lambda *args: (keepers(*args)[0], set())
 )
 
 
-fault("what lingers is a witness", (keys_module, "lingers"), scenario="no witness")(
-    lambda _: lambda _: False
+fault("what lingers is a witness", "lingers", scenario="no witness")(lambda _: lambda _: False)
+fault("of two that close, each may count on the other", "give_up", scenario="both close")(
+    edited(guards=not_on("holdings"))
 )
-fault(
-    "of two that close, each may count on the other", (closing, "give_up"), scenario="both close"
-)(edited(guards=not_on("holdings")))
-fault("a rank that died lingering is not missed", (closing, "linger"), scenario="dies lingering")(
+fault("a rank that died lingering is not missed", "linger", scenario="dies lingering")(
     lambda linger: lambda view, each, world_size: linger(view, each, 0)
 )
 
 
-fault(
-    "who reads does not know what lingers", (sources.Source, "insts"), scenario="drains at the end"
-)(lambda _: property(lambda self: (self.inst, self.inst)))
+fault("who reads does not know what lingers", "Source.insts", scenario="drains at the end")(
+    lambda _: property(lambda self: (self.inst, self.inst))
+)
 
 
-@fault("what lingers drains without a word", (closing, "linger"), scenario="drains at the end")
+@fault("what lingers drains without a word", "linger", scenario="drains at the end")
 def _(linger):
     def faulty(view, each, world_size):
         step = linger(view, each, world_size)
@@ -1516,7 +1450,7 @@ def _(linger):
 
 @fault(
     "a rank that closes does not wait for its peers",
-    (closing, "give_up"),
+    "give_up",
     scenario="lingers",
 )
 def _(give_up):
@@ -1529,12 +1463,12 @@ def _(give_up):
     return faulty
 
 
-fault("who leaves lets nobody finish", (closing, "let_finish"), scenario="leaves")(
+fault("who leaves lets nobody finish", "let_finish", scenario="leaves")(
     lambda let_finish: lambda *args, **options: let_finish(*args, **options | {"is_patient": False})
 )
 
 
-@fault("who leaves admits newcomers", (closing, "let_finish"), scenario="leaves")
+@fault("who leaves admits newcomers", "let_finish", scenario="leaves")
 def _(let_finish):
     def faulty(view, seat, leaving, **options):
         step = let_finish(view, seat, leaving, **options)
@@ -1547,15 +1481,15 @@ def _(let_finish):
 
 # The last version reaches the bucket
 
-fault("close ignores archivers", (archives, "behind"), scenario="last version")(
+fault("close ignores archivers", "archives:behind", scenario="last version")(
     lambda _: lambda *_: []
 )
-fault("archivers are stayed for, and want nothing", (closing, "_wanted"), scenario="last version")(
+fault("archivers are stayed for, and want nothing", "closing:_wanted", scenario="last version")(
     lambda _: lambda *_: ()
 )
 
 
-@fault("who lingers does not watch archivers", (closing, "linger"), scenario="last version")
+@fault("who lingers does not watch archivers", "linger", scenario="last version")
 def _(linger):
     def faulty(view, each, world_size):
         step = linger(view, each, world_size)
@@ -1567,18 +1501,18 @@ def _(linger):
     return faulty
 
 
-fault("archivers count by number", (archives, "_is_behind"), scenario="last version anew")(
+fault("archivers count by number", "_is_behind", scenario="last version anew")(
     lambda _: lambda said, ref: said.order < ref.order
 )
-fault("what an archiver says outlives it", (archives, "say"), scenario="archiver dies")(
+fault("what an archiver says outlives it", "archives:say", scenario="archiver dies")(
     edited(ops=lambda op: msgspec.structs.replace(op, lease_id=0))
 )
 
 
 @fault(
     "unpublish looks at archivers",
-    (unpublish, "keeping"),
-    (unpublish, "keeping_ranges"),
+    "keeping",
+    "keeping_ranges",
     scenario="bucket is dead",
 )
 def _(rule):
@@ -1594,14 +1528,14 @@ def _(rule):
 
 fault(
     "an archiver that has something newer is stayed for",
-    (archives, "_is_behind"),
+    "_is_behind",
     scenario="archiver is ahead",
 )(lambda _: lambda said, ref: said.uid != ref.uid)
 
 
 @fault(
     "an archiver is stayed for with what is wanted here",
-    (closing, "_awaited"),
+    "_awaited",
     scenario="archived elsewhere",
 )
 def _(awaited):
@@ -1611,7 +1545,7 @@ def _(awaited):
     return faulty
 
 
-@fault("an archiver speaks once", (shard_archives.Archives, "_say"), scenario="archiver comes back")
+@fault("an archiver speaks once", "Archives._say", scenario="archiver comes back")
 def _(say):
     def faulty(self, ref, timeout_s):
         if self._said is None or self._said[1] != ref:
@@ -1622,37 +1556,35 @@ def _(say):
 
 # Membership
 
-fault("a successor leaves its predecessor's holdings", (membership, "create_group"))(
+fault("a successor leaves its predecessor's holdings", "create_group")(
     edited(ops=spare("holdings"))
 )
 fault(
     "a successor does not guard the predecessor's decisions",
-    (membership, "create_group"),
+    "create_group",
     scenario="replaced meanwhile",
 )(edited(guards=not_on("decisions")))
-fault("expelling leaves the holdings", (membership, "expel"), scenario="dies")(
+fault("expelling leaves the holdings", "expel", scenario="dies")(edited(ops=spare("holdings")))
+fault("expelling does not guard the decisions", "expel", scenario="expelled meanwhile")(
+    edited(guards=not_on("decisions"))
+)
+fault("closing leaves the holdings", "membership:leave", scenario="closed meanwhile")(
     edited(ops=spare("holdings"))
 )
-fault(
-    "expelling does not guard the decisions", (membership, "expel"), scenario="expelled meanwhile"
-)(edited(guards=not_on("decisions")))
-fault("closing leaves the holdings", (membership, "leave"), scenario="closed meanwhile")(
-    edited(ops=spare("holdings"))
-)
-fault("a seat is taken unseen", (membership, "_sit_down"))(
+fault("a seat is taken unseen", "_sit_down")(
     edited(ops=lambda op: None if isinstance(op, Put) and "/seen/" in op.key else op)
 )
-fault("who left in good order is looked for", (membership, "leave"), scenario="closed meanwhile")(
+fault("who left in good order is looked for", "membership:leave", scenario="closed meanwhile")(
     edited(ops=spare("seen"))
 )
-fault("closing does not guard the decisions", (membership, "leave"), scenario="closed meanwhile")(
+fault("closing does not guard the decisions", "membership:leave", scenario="closed meanwhile")(
     edited(guards=not_on("decisions"))
 )
 
 
 @fault(
     "closing ends the incarnation that it knew",
-    (membership, "leave"),
+    "membership:leave",
     scenario="closed coming back",
 )
 def _(rule):
@@ -1666,7 +1598,7 @@ def _(rule):
     return faulty
 
 
-@fault("nobody watches the neighbour", (membership, "watch_over"), scenario="dies")
+@fault("nobody watches the neighbour", "watch_over", scenario="dies")
 def _(rule):
     def faulty(view, seat):
         step = rule(view, seat)
@@ -1689,17 +1621,13 @@ def unfenced(own_group):
 
 fault(
     "a fenced incarnation does not notice",
-    (calls, "own_group"),
-    (unpublish, "own_group"),
-    (seat, "own_group"),
-    (sources, "own_group"),
-    (membership, "own_group"),
+    "own_group",
 )(unfenced)
 
 
 @fault(
     "a group is complete before all have come",
-    (membership, "join"),
+    "join",
     hole=16,
     scenario="comes late",
 )
@@ -1716,7 +1644,7 @@ def _(rule):
 
 @fault(
     "a rank that lost its seat does not come back",
-    (membership, "find_group"),
+    "find_group",
     hole=5,
     scenario="comes back",
 )
@@ -1729,14 +1657,14 @@ def _(rule):
     return faulty
 
 
-@fault("ranks that come back bring nothing", (membership, "adopted"), hole=5)
+@fault("ranks that come back bring nothing", "adopted", hole=5)
 def _(adopted):
     return lambda shards: ([], None)
 
 
 @fault(
     "ranks that come back: whoever holds something is believed",
-    (membership, "adopted"),
+    "adopted",
     scenario="who is believed",
 )
 def _(adopted):
@@ -1749,7 +1677,7 @@ def _(adopted):
 
 @fault(
     "ranks that come back: one that knows less is believed",
-    (membership, "adopted"),
+    "adopted",
     scenario="who is believed",
 )
 def _(adopted):
@@ -1758,7 +1686,7 @@ def _(adopted):
 
 @fault(
     "ranks that come back: nobody need be in the call that brought it",
-    (membership, "adopted"),
+    "adopted",
     scenario="who is believed",
 )
 def _(adopted):
@@ -1773,14 +1701,14 @@ def _(adopted):
 
 @fault(
     "ranks that come back: the calls that ended are forgotten",
-    (membership, "adopted"),
+    "adopted",
     scenario="took back",
 )
 def _(adopted):
     return lambda shards: ([], adopted(shards)[1])
 
 
-@fault("what the owner took back is not noted", (ledger.Ledger, "forget"), scenario="took back")
+@fault("what the owner took back is not noted", "Ledger.forget", scenario="took back")
 def _(forget):
     def faulty(self, counted=None):
         ended = list(self.ended)
@@ -1792,7 +1720,7 @@ def _(forget):
     return faulty
 
 
-@fault("what the owner took back is still held", (ledger.Ledger, "forget"))
+@fault("what the owner took back is still held", "Ledger.forget")
 def _(forget):
     def faulty(self, counted=None):
         held = self.held
@@ -1806,7 +1734,7 @@ def _(forget):
 
 @fault(
     "the only copy is given up while etcd is away",
-    (ledger.Ledger, "must_copy"),
+    "Ledger.must_copy",
     scenario="retained meanwhile",
 )
 def _(must_copy):
@@ -1815,7 +1743,7 @@ def _(must_copy):
 
 @fault(
     "a copy at each unpublish while etcd is away",
-    (ledger.Ledger, "must_copy"),
+    "Ledger.must_copy",
     scenario="retained meanwhile",
 )
 def _(must_copy):
@@ -1829,7 +1757,7 @@ def _(must_copy):
 
 @fault(
     "a call that was not waited for uses no number",
-    (ledger.Ledger, "goes_on_without"),
+    "Ledger.goes_on_without",
     scenario="half cut off",
 )
 def _(goes_on_without):
@@ -1845,7 +1773,7 @@ def _(goes_on_without):
 
 @fault(
     "what was given up before a publication without etcd stays open",
-    (ledger.Ledger, "goes_on_without"),
+    "Ledger.goes_on_without",
     scenario="given up before",
 )
 def _(goes_on_without):
@@ -1861,7 +1789,7 @@ def _(goes_on_without):
 
 @fault(
     "an etcd that refuses is borne for as long as it renews the lease",
-    (outage.Patience, "bears_s"),
+    "Patience.bears_s",
     scenario="refused",
 )
 def _(_):
@@ -1870,7 +1798,7 @@ def _(_):
 
 @fault(
     "a read that is answered ends what is known of refused writes",
-    (run_module.Failures, "end"),
+    "Failures.end",
     scenario="refused",
 )
 def _(_):
@@ -1879,7 +1807,7 @@ def _(_):
 
 @fault(
     "who did not wait for a call is waited for",
-    (seat.Seat, "done_by"),
+    "Seat.done_by",
     scenario="does not wait",
 )
 def _(done_by):
@@ -1888,7 +1816,7 @@ def _(done_by):
 
 @fault(
     "what came to nothing is not unpublished by who knows",
-    (ledger.Ledger, "not_waited_for"),
+    "Ledger.not_waited_for",
     scenario="came to nothing",
 )
 def _(not_waited_for):
@@ -1897,7 +1825,7 @@ def _(not_waited_for):
 
 @fault(
     "what was not waited for is not brought along",
-    (membership, "not_waited_for"),
+    "not_waited_for",
     scenario="held when back",
 )
 def _(rule):
@@ -1906,7 +1834,7 @@ def _(rule):
 
 @fault(
     "what is published again without etcd has the number of before",
-    (ledger.Ledger, "number_unbegun"),
+    "Ledger.number_unbegun",
     scenario="trains on",
 )
 def _(unbegun):
@@ -1919,7 +1847,7 @@ def _(unbegun):
 
 @fault(
     "what one rank alone did not wait for is offered",
-    (membership, "not_waited_for"),
+    "not_waited_for",
     scenario="who is believed",
 )
 def _(rule):
@@ -1930,19 +1858,18 @@ def _(rule):
 
 fault(
     "coverage is not asked",
-    (manifests, "require_whole"),
-    (manifests, "is_whole"),
+    "require_whole",
+    "is_whole",
     scenario="lacks a cell",
 )(lambda _: lambda layouts: True)
 fault(
     "coverage is not asked of a part that was asked for",
-    (manifests, "is_whole"),
+    "is_whole",
     scenario="a part is read",
 )(lambda _: lambda layouts: True)
 fault(
     "answers name tensors, and no boxes",
-    (registered, "sharding"),
-    (manifests, "sharding"),
+    "sharding",
     scenario="lacks a cell",
 )(
     lambda sharding: (
@@ -1953,7 +1880,7 @@ fault(
 )
 fault(
     "a rank takes what it has for all, if all have said something",
-    (manifests.Manifests, "_layouts_of"),
+    "Manifests._layouts_of",
     scenario="lacks a cell",
 )(lambda _: lambda self, tensors, said, deadline: [_of_all(tensors.layout)])
 
@@ -1971,7 +1898,7 @@ def _of_all(layout):
 
 @fault(
     "answers are kept before anybody has looked",
-    (manifests.Manifests, "together"),
+    "Manifests.together",
     scenario="lacks a cell",
 )
 def _(together):
@@ -1988,7 +1915,7 @@ def _(together):
 
 @fault(
     "answers that lack something are a version's",
-    (calls, "complete"),
+    "complete",
     scenario="a part is read",
 )
 def _(rule):
@@ -2004,7 +1931,7 @@ def _(rule):
 
 @fault(
     "what was not waited for is offered, whatever the ranks know of it",
-    (membership, "answers_of"),
+    "answers_of",
     scenario="a part unseen",
 )
 def _(answers_of):
@@ -2013,7 +1940,7 @@ def _(answers_of):
 
 @fault(
     "what is shown without etcd is taken for what was shown before",
-    (ledger.Ledger, "brought"),
+    "Ledger.brought",
     scenario="a part unseen",
 )
 def _(brought):
@@ -2026,14 +1953,14 @@ def _(brought):
 
 @fault(
     "a copy is made of what may be a part",
-    (ledger.Attempt, "may_end_well"),
+    "Attempt.may_end_well",
     scenario="a part is copied",
 )
 def _(note):
     return lambda self, ref, value, layout: note(self, ref, value, layout or value)
 
 
-@fault("an end is learned without a seat", (ledger.Ledger, "learn"), scenario="late answer")
+@fault("an end is learned without a seat", "Ledger.learn", scenario="late answer")
 def _(learn):
     def faulty(self, call, outcome, seat):
         standing, mine = self.standing, self.seat
@@ -2049,7 +1976,7 @@ def _(learn):
 # Ranks that are out of step
 
 
-@fault("who skips a call leaves its word", (word.OwnWord, "skip"), scenario="unpublished alone")
+@fault("who skips a call leaves its word", "OwnWord.skip", scenario="unpublished alone")
 def _(skip):
     def faulty(self, learn):
         mailbox = self._mailbox
@@ -2066,7 +1993,7 @@ def _(skip):
 
 @fault(
     "who skips a call that failed holds nothing any more",
-    (word.OwnWord, "skip"),
+    "OwnWord.skip",
     scenario="failed before",
 )
 def _(skip):
@@ -2079,7 +2006,7 @@ def _(skip):
 
 @fault(
     "a call that was skipped uses no number",
-    (call_module.GroupCall, "_found"),
+    "GroupCall._found",
     scenario="failed before",
 )
 def _(found):
@@ -2093,7 +2020,7 @@ def _(found):
     return faulty
 
 
-@fault("a missed unpublish is another call", (meeting, "meet"), scenario="unpublished alone")
+@fault("a missed unpublish is another call", "meet", scenario="unpublished alone")
 def _(meet):
     def faulty(call, *args, **options):
         met = meet(call, *args, **options)
@@ -2104,7 +2031,7 @@ def _(meet):
 
 @fault(
     "a call of dcp is given up while a rank has not begun it",
-    (group_module.Group, "have_all_begun"),
+    "Group.have_all_begun",
     scenario="begins late",
 )
 def _(have_all_begun):
@@ -2113,7 +2040,7 @@ def _(have_all_begun):
 
 @fault(
     "a call of dcp that never comes is waited for",
-    (beginnings.Beginnings, "_look_after"),
+    "Beginnings._look_after",
     scenario="never comes",
 )
 def _(look_after):
@@ -2125,25 +2052,25 @@ def _(look_after):
 
 fault(
     "serve without proof",
-    (reads, "first_changed"),
-    (reads, "first_difference"),
+    "first_changed",
+    "first_difference",
     scenario="serves",
 )(lambda compare: lambda *_: None)
 
 
 fault(
     "digests are believed that may be of the next content",
-    (feed, "replace"),
+    "_certified",
     scenario="digests of the next",
-)(lambda _: lambda state, word: state)
+)(lambda _: lambda peers, state, *_: state)
 
 
-fault("serve: the ranks' digests are not added up", (reads, "first_difference"), scenario="serves")(
+fault("serve: the ranks' digests are not added up", "first_difference", scenario="serves")(
     lambda compare: lambda *_: None
 )
 
 
-@fault("serve: only the number is compared", (serving, "serve"), scenario="served anew")
+@fault("serve: only the number is compared", "serve", scenario="served anew")
 def _(rule):
     def faulty(view, seat, call, ref):
         held = seat_module.holding_put(view, seat, ref, calls.filling(seat, call, ref))
@@ -2154,14 +2081,14 @@ def _(rule):
     return faulty
 
 
-fault("serve: the version's record is not guarded", (serving, "serve"), scenario="served anew")(
+fault("serve: the version's record is not guarded", "serve", scenario="served anew")(
     edited(guards=not_on("versions"))
 )
 
 
 fault(
     "serve: a publication is not told that the number is held",
-    (serving, "serve"),
+    "serve",
     scenario="served meanwhile",
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/versions/" in op.key else op))
 
@@ -2171,20 +2098,20 @@ fault(
 
 fault(
     "stream: handed out before the word",
-    (feed.Following, "ask"),
+    "Following.ask",
     scenario="streamed beside a write",
 )(lambda ask: lambda self, rank: None if type(self._progress) is feed.Arrivals else ask(self, rank))
 
 fault(
     "stream: the record is kept while the consumer sleeps",
-    (filling, "IDLE_S"),
+    "IDLE_S",
     scenario="sleeping consumer",
 )(lambda idle_s: 1000.0)
 
 
 @fault(
     "stream: a buffer is filled while it is used",
-    (filling.Filling, "_await_room"),
+    "Filling._await_room",
     scenario="sleeping consumer",
 )
 def _(await_room):
@@ -2193,7 +2120,7 @@ def _(await_room):
 
 @fault(
     "stream: reads of a lost source are not ended",
-    (batches, "close_all"),
+    "close_all",
     scenario="streamed from another",
 )
 def _(close_all):
@@ -2202,8 +2129,8 @@ def _(close_all):
 
 @fault(
     "stream: a number stands for its content",
-    (filling.streams, "choose"),
-    (filling.streams, "attach"),
+    "choose",
+    "streams:attach",
     scenario="streamed anew",
 )
 def _(rule):
@@ -2219,7 +2146,7 @@ def _(rule):
 
 @fault(
     "stream: a record that was put without an answer is taken for a source",
-    (filling.streams, "attach"),
+    "streams:attach",
     scenario="streamed after a lost reply",
 )
 def _(attach):
@@ -2235,7 +2162,7 @@ def _(attach):
     return faulty
 
 
-@fault("stream: its record stays", (filling.Filling, "_leave"), scenario="dropped stream")
+@fault("stream: its record stays", "Filling._leave", scenario="dropped stream")
 def _(leave):
     def faulty(self):
         self._at = self._session = None
@@ -2245,7 +2172,7 @@ def _(leave):
 
 @fault(
     "stream: its record hangs on the lease of its rank",
-    (filling.Filling, "_lease"),
+    "Filling._lease",
     scenario="dropped stream",
 )
 def _(lease):
@@ -2267,7 +2194,7 @@ def _(lease):
 # Loans
 
 
-@fault("a lent buffer is filled again", (LentMemory, "close"), scenario="stays")
+@fault("a lent buffer is filled again", "LentMemory.close", scenario="stays")
 def _(close):
     def faulty(self):
         self.is_closed = True
@@ -2276,7 +2203,7 @@ def _(close):
     return faulty
 
 
-@fault("a borrower locks nothing", (Loan, "__init__"), scenario="stays")
+@fault("a borrower locks nothing", "Loan.__init__", scenario="stays")
 def _(init):
     def faulty(self, *args):
         init(self, *args)
@@ -2287,7 +2214,7 @@ def _(init):
 
 @fault(
     "the name of a content is not looked at again once it is locked",
-    (lending, "_word"),
+    "_word",
     scenario="locked late",
 )
 def _(word):
@@ -2297,7 +2224,7 @@ def _(word):
 
 @fault(
     "the fill is not cleared before a content is written",
-    (LentMemory, "begin"),
+    "LentMemory.begin",
     scenario="lost lock",
 )
 def _(begin):
@@ -2306,7 +2233,7 @@ def _(begin):
 
 @fault(
     "who leaves does not look at the fill",
-    (Loan, "is_intact"),
+    "Loan.is_intact",
     scenario="lost lock",
 )
 def _(is_intact):
@@ -2315,13 +2242,13 @@ def _(is_intact):
 
 @fault(
     "the fill is looked at before the devices are done",
-    (borrowing.Loans, "leave"),
+    "Loans.leave",
     scenario="kernels last",
 )
 def _(leave):
     def faulty(self):
         is_intact = all(loan.is_intact for loan in self.loans)
-        with patch.object(Loan, "is_intact", is_intact):
+        with changed("Loan.is_intact", lambda _: is_intact):
             leave(self)
 
     return faulty
@@ -2329,7 +2256,7 @@ def _(leave):
 
 @fault(
     "who leaves unlocks before it looks at the fill",
-    (borrowing.Loans, "leave"),
+    "Loans.leave",
     scenario="left in order",
 )
 def _(leave):
@@ -2342,12 +2269,12 @@ def _(leave):
     return faulty
 
 
-@fault("what was left stays locked", (Loan, "end"), scenario="left in order")
+@fault("what was left stays locked", "Loan.end", scenario="left in order")
 def _(end):
     return lambda self: None
 
 
-@fault("what is lent already does not count", (CopyBuffers, "lend"), scenario="bound")
+@fault("what is lent already does not count", "CopyBuffers.lend", scenario="bound")
 def _(lend):
     def faulty(self, registered):
         self._open.clear()
@@ -2358,7 +2285,7 @@ def _(lend):
 
 @fault(
     "what is not published any more can be borrowed still",
-    (CopyBuffers, "lend"),
+    "CopyBuffers.lend",
     scenario="bound",
 )
 def _(lend):
@@ -2374,7 +2301,7 @@ def _(lend):
 
 @fault(
     "who waits to borrow watches versions only",
-    (borrowing, "_until_one_lends"),
+    "_until_one_lends",
     scenario="lends late",
 )
 def _(until_one_lends):
@@ -2383,7 +2310,7 @@ def _(until_one_lends):
 
 @fault(
     "a call without etcd is a part of the one in which it is ended",
-    (call_module.GroupCall, "fresh"),
+    "GroupCall.fresh",
     scenario="given up before",
 )
 def _(_fresh):
@@ -2396,7 +2323,7 @@ def _(_fresh):
 
 @fault(
     "a copy has no name until its rank knows the end",
-    (word.OwnWord, "show_nothing"),
+    "OwnWord.show_nothing",
     scenario="lends late",
 )
 def _(show_nothing):
@@ -2407,24 +2334,24 @@ def _(show_nothing):
 
 fault(
     "a replica that has vanished is gone",
-    (shard_installs, "TTLS"),
+    "installs:TTLS",
     scenario="wiped while waited",
 )(lambda ttls: 0)
 fault(
     "the number that was entered is active",
-    (shard_installs.Installing, "_content"),
+    "Installing._content",
     scenario="published in a block",
 )(lambda content: lambda self: self._ref)
 
 
 fault(
     "who waits for answers looks once a second",
-    (run_module, "FOLLOW_S"),
+    "FOLLOW_S",
     scenario="heard at once",
 )(lambda follow_s: 1.0)
 
 
-@fault("who enters is active still", (records.Install, "entered"))
+@fault("who enters is active still", "Install.entered")
 def _(entered):
     def faulty(self, ref, attempt):
         return msgspec.structs.replace(entered(self, ref, attempt), active=self.active)
@@ -2434,7 +2361,7 @@ def _(entered):
 
 @fault(
     "a rejection is told if the store takes it now",
-    (shard_installs.Installs, "tell"),
+    "Installs.tell",
     scenario="told later",
 )
 def _(tell):
@@ -2450,7 +2377,7 @@ def _(tell):
 
 @fault(
     "who left badly is not believed if all seemed well",
-    (installs, "reject"),
+    "reject",
     scenario="left badly",
 )
 def _(rule):
@@ -2465,7 +2392,7 @@ def _(rule):
 
 @fault(
     "a collector clears a version that is served meanwhile",
-    (leftovers, "_old_versions"),
+    "_old_versions",
     scenario="cleared meanwhile",
 )
 def _(old_versions):
@@ -2482,8 +2409,8 @@ def _(old_versions):
 
 @fault(
     "deltas are applied before the word of their source is asked",
-    (delta_reading.DeltaRead, "_certify"),
-    (delta.Delta, "received"),  # checksums would refuse them, too
+    "DeltaRead._certify",
+    "Delta.received",  # checksums would refuse them, too
     scenario="rewritten",
 )
 def _(was):
@@ -2494,7 +2421,7 @@ def _(was):
 
 fault(
     "what the owner took back is a base",
-    (base.Bases, "now"),
+    "Bases.now",
     scenario="not held",
 )(lambda now: _last_held)
 
@@ -2508,7 +2435,7 @@ def _last_held(bases):
 
 @fault(
     "a base is taken again in the same call",
-    (replication.Replication, "_taken"),
+    "Replication._taken",
     scenario="base once",
 )
 def _(taken):
@@ -2522,7 +2449,7 @@ def _(taken):
 
 @fault(
     "what deltas have brought is told at once",
-    (feed.Progress, "fill"),
+    "Progress.fill",
     scenario="stray cell",
 )
 def _(fill):
@@ -2534,7 +2461,7 @@ def _(fill):
 
 @fault(
     "what deltas have brought is told by who makes its call again",
-    (feed.Progress, "serve"),
+    "Progress.serve",
     scenario="stray cell, seat lost",
 )
 def _(serve):
@@ -2547,7 +2474,7 @@ def _(serve):
 
 @fault(
     "only who compares all tensors says that it was deltas",
-    (records.Ready, "encode"),
+    "Ready.encode",
     scenario="one without digests",
 )
 def _(encode):
@@ -2556,7 +2483,7 @@ def _(encode):
 
 @fault(
     "who has read in full suspects its source of what deltas have made",
-    (verification.Verification, "verify"),
+    "Verification.verify",
     scenario="one without digests",
 )
 def _(verify):
@@ -2571,7 +2498,7 @@ def _(verify):
 
 @fault(
     "only the first delta of a chain is applied",
-    (delta_reading.DeltaRead, "scatter"),
+    "DeltaRead.scatter",
     scenario="by deltas",
 )
 def _(scatter):
@@ -2583,15 +2510,15 @@ def _(scatter):
 
 fault(
     "a delta that is being made is waited for without a bound",
-    (delta_reading, "wait_s"),
+    "wait_s",
     scenario="delta coming",
 )(lambda wait_s: lambda *_: math.inf)
 
 
 @fault(
     "a full source is believed to have no more than its word says",
-    (feed.Following, "ask"),
-    (reading.ReadPass, "blocked"),  # or it would ask nobody, for ever
+    "Following.ask",
+    "ReadPass.blocked",  # or it would ask nobody, for ever
     scenario="late end",
 )
 def _(was):
@@ -2609,7 +2536,7 @@ def _(was):
 
 @fault(
     "who learns late that it holds what deltas brought tells nobody",
-    (word.OwnWord, "void_unless_held"),
+    "OwnWord.void_unless_held",
     scenario="late end, learned later",
 )
 def _(void_unless_held):
@@ -2622,8 +2549,8 @@ def _(void_unless_held):
 
 @fault(
     "changes are kept before the word of their source is asked",
-    (delta_reading.DeltaRead, "_certify"),
-    (delta.Delta, "received"),  # checksums would refuse them, too
+    "DeltaRead._certify",
+    "Delta.received",  # checksums would refuse them, too
     scenario="prefetch rewritten",
 )
 def _(was):
@@ -2634,9 +2561,9 @@ def _(was):
 
 @fault(
     "what is prefetched outlives its base",
-    (prefetching.Prefetching, "_check"),
-    (ahead_module.Ahead, "keep"),
-    (ahead_module.Prefetched, "leads"),
+    "Prefetching._check",
+    "Ahead.keep",
+    "Prefetched.leads",
     scenario="prefetch in vain",
 )
 def _(was):
@@ -2650,7 +2577,7 @@ def _(was):
 
 fault(
     "what is prefetched is told by its number",
-    (ahead_module.Prefetched, "leads"),
+    "Prefetched.leads",
     scenario="prefetch of another",
 )(
     lambda leads: (
@@ -2663,21 +2590,21 @@ fault(
 
 fault(
     "two replicas that nobody has anything for read the bucket",
-    (falling_back, "fall_back"),
+    "fall_back",
     scenario="decided at once",
 )(edited(without(Empty, NoneNewer)))
 
 
 fault(
     "a bucket is read as soon as nobody holds anything",
-    (floor.Quiet, "has_lasted"),
+    "Quiet.has_lasted",
     scenario="trained meanwhile",
 )(lambda _: lambda self, view, seat, now_s: not floor.is_held(view, seat))
 
 
 @fault(
     "time in which somebody has held something counts for the bucket",
-    (floor.Quiet, "has_lasted"),
+    "Quiet.has_lasted",
     scenario="held in between",
 )
 def _(has_lasted):
@@ -2696,7 +2623,7 @@ def _(has_lasted):
 
 @fault(
     "time without a seat, or without a store, counts for the bucket",
-    (falling_back.FallBack, "_quiet_of"),
+    "FallBack._quiet_of",
     scenario="store away, and a bucket",
 )
 def _(quiet_of):
@@ -2713,9 +2640,7 @@ def _(quiet_of):
 
 fault(
     "the bucket's run is the newest",
-    (versions, "number_of"),
-    (fleet, "number_of"),
-    (retention, "number_of"),
+    "number_of",
     scenario="opens beside a bucket's",
 )(
     lambda number_of: (
@@ -2726,7 +2651,7 @@ fault(
 
 @fault(
     "a trainer publishes in the bucket's run",
-    (membership, "choose_run"),
+    "choose_run",
     scenario="opens beside a bucket's",
 )
 def _(choose_run):
@@ -2741,7 +2666,7 @@ def _(choose_run):
 
 @fault(
     "a run that only archivers are in is taken for one that trains",
-    (runs, "_live_runs"),
+    "_live_runs",
     scenario="only an archiver is left",
 )
 def _(live_runs):
@@ -2754,14 +2679,14 @@ def _(live_runs):
 
 fault(
     "a run has the name of the bucket's, of which etcd has versions",
-    (runs, "_is_known"),
+    "_is_known",
     scenario="only an archiver is left",
 )(lambda _: lambda *_: False)
 
 
 @fault(
     "a run that has the name of the bucket's begins below its number",
-    (membership, "choose_run"),
+    "choose_run",
     scenario="trainer restarts",
 )
 def _(choose_run):
@@ -2773,7 +2698,7 @@ def _(choose_run):
 
 @fault(
     "a number below the bucket's is gone",
-    (versions, "_resolve"),
+    "_resolve",
     scenario="opens beside a bucket's",
 )
 def _(resolve):
@@ -2789,7 +2714,7 @@ def _(resolve):
 
 @fault(
     "the bucket's version of a number is taken for the trainer's",
-    (forerunners, "newer"),
+    "newer",
     scenario="trainer restarts",
 )
 def _(newer):
@@ -2801,7 +2726,7 @@ def _(newer):
 
 @fault(
     "where a version may be missing, no bucket is waited for",
-    (falling_back.FallBack, "__init__"),
+    "FallBack.__init__",
     scenario="nothing archived",
 )
 def _(init):
@@ -2814,14 +2739,14 @@ def _(init):
 
 fault(
     "what the dead have left is held",
-    (floor.Quiet, "outlasts_the_dead"),
+    "Quiet.outlasts_the_dead",
     scenario="killed in a publication",
 )(lambda _: lambda self, now_s: self._held_s is not None)
 
 
 @fault(
     "a bucket that does not answer has nothing",
-    (falling_back.FallBack, "_ask"),
+    "FallBack._ask",
     scenario="nothing archived",
 )
 def _(ask):
@@ -2836,7 +2761,7 @@ def _(ask):
 
 @fault(
     "a version of a bucket that could not be read is tried again",
-    (falling_back.FallBack, "is_passed_over"),
+    "FallBack.is_passed_over",
     scenario="corrupt in a bucket",
 )
 def _(is_passed_over):
@@ -2850,7 +2775,7 @@ def _(is_passed_over):
 
 @fault(
     "who could not read a version of a bucket waits again before the next",
-    (falling_back.FallBack, "is_passed_over"),
+    "FallBack.is_passed_over",
     scenario="corrupt in a bucket",
 )
 def _(is_passed_over):
@@ -2865,7 +2790,7 @@ def _(is_passed_over):
 
 @fault(
     "who could not read a version does not look who has published meanwhile",
-    (floor.Quiet, "has_lasted"),
+    "Quiet.has_lasted",
     scenario="trained while corrupt",
 )
 def _(has_lasted):
@@ -2879,22 +2804,22 @@ def _(has_lasted):
 
 fault(
     "a rank reads a bucket on when its peer has given up",
-    (falling_back.FallBack, "_require_wanted"),
+    "FallBack._require_wanted",
     scenario="corrupt in a bucket",
 )(lambda _: lambda self, call: None)
 
 
 fault(
     "who comes back with a bucket's older choice brings that, too",
-    (membership, "is_passed"),
+    "is_passed",
     scenario="dead lineage",
 )(lambda _: lambda *_: False)
 
 
 fault(
     "a bucket's newest number is its newest version",
-    (chain, "_age"),
-    (chain, "living"),
+    "_age",
+    "living",
     scenario="dead lineage",
 )(
     lambda was: (
@@ -2907,14 +2832,14 @@ fault(
 
 fault(
     "who has held a trainer's version goes back to the bucket",
-    (falling_back, "may_fall_back"),
+    "may_fall_back",
     scenario="goes back",
 )(lambda _: lambda *_: True)
 
 
 @fault(
     "a version of a bucket is shown before it is there",
-    (falling_back.FallBack, "fill"),
+    "FallBack.fill",
     scenario="cold start",
 )
 def _(fill):
@@ -2927,7 +2852,7 @@ def _(fill):
 
 fault(
     "archivers are stayed for with what comes from a bucket",
-    (archives, "behind"),
+    "archives:behind",
     scenario="nothing to archive",
 )(
     lambda behind: (

@@ -184,9 +184,7 @@ def _attend(
         try:
             look = partial(silence.look, mute)
             state = peers.state(card, deadline, look, serves=True)
-            if state.word.mark == mark and state.manifest and state.manifest.depth != "off":
-                # What it shows may be of its next content, and nothing else would tell of digests.
-                state = replace(state, word=peers.word(state, deadline, look))
+            state = _certified(peers, state, mark, deadline, look)
         except TransferFailed as error:
             peers.forget(error.agent)
             raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
@@ -205,6 +203,19 @@ def _attend(
         reason = f"rank {rank} of {replica!r} does not show it yet"
         torn.look(reason)
         patience.wait(reason)
+
+
+def _certified(
+    peers: Peers, state: PeerState, mark: int, deadline: Deadline, look: Callable[[], None]
+) -> PeerState:
+    """The state; with the word as it is by now, if there are digests.
+
+    Digests that came with the word before may be of the next content. A later word tells that of
+    bytes; nothing else tells it of digests.
+    """
+    if state.word.mark != mark or not state.manifest or state.manifest.depth == "off":
+        return state
+    return replace(state, word=peers.word(state, deadline, look))
 
 
 class Following:
