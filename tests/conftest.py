@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import demos
 import pytest
+from kit import memory
 
 import puppets
 import torch_ros
@@ -96,7 +97,7 @@ STORES = [pytest.param("memory", marks=pytest.mark.long), "etcd"]
 def endpoint(request):
     """Where a store is: in memory, and in a real etcd."""
     if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
+        return memory()
     return request.getfixturevalue("etcd_endpoint")
 
 
@@ -107,13 +108,19 @@ def quick_looks(monkeypatch):
 
 
 @pytest.fixture
-def opened(endpoint):
-    """Handles of one model, closed in the end: `opened("replica", **options)`."""
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
+def opened_with():
+    """The options of all handles of a module, which may have its own."""
+    return {}
 
-    def open_(replica=None, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
+
+@pytest.fixture
+def opened(endpoint, opened_with):
+    """Handles of one model, closed in the end: `opened("replica", **options)`."""
+    own = "m-" + uuid.uuid4().hex[:8]
+    handles, always = [], {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **opened_with}
+
+    def open_(replica=None, model=own, **options):
+        handles.append(torch_ros.open(model, replica=replica, **(always | options)))
         return handles[-1]
 
     yield open_

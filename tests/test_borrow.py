@@ -3,7 +3,6 @@
 import fcntl
 import gc
 import os
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 
-import torch_ros
 from torch_ros import Chunked, Float8
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import (
@@ -28,21 +27,9 @@ from torch_ros.p2p.lending import Loan
 from torch_ros.transfer import copy_buffers
 from torch_ros.weights.manifest import Manifest
 
+endpoint = pytest.fixture(memory)
+
 SHARD_BYTES = 4 * 1000
-
-
-@pytest.fixture
-def opened():
-    endpoint, model, handles = f"memory://{uuid.uuid4().hex}", "m", []
-
-    def open_(replica=None, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 @pytest.fixture

@@ -1,32 +1,24 @@
 """Tensors that lie in boxes (`Chunked`), in all that handles do with tensors."""
 
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 
-import torch_ros
 from torch_ros import Cast, Chunked
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.errors import ContractBroken, UsageError
+
+endpoint = pytest.fixture(memory)
 
 WIDTH = 6  # of each head, here
 
 
 @pytest.fixture
-def opened():
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
-    def open_(replica, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "digests": "full", **options}
-        handles.append(torch_ros.open("m", replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close(linger_s=0.0)
+def opened_with():
+    return {"digests": "full"}
 
 
 def checkpoint(version=0):

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from kit import at_once, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
@@ -43,11 +44,6 @@ def opened(endpoint):
 def group(opened, size, value=0.0, **options):
     open_ = lambda rank: opened("trainer", value, rank=rank, world_size=size, **options)
     return at_once(*(partial(open_, rank) for rank in range(size)))
-
-
-def at_once(*calls):
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def tensor_of(handle):
@@ -334,10 +330,3 @@ def test_how_long_is_a_number_of_seconds(opened):
 
 def store_of(handle):
     return memory._spaces[handle._shard.group.kv.endpoint.removeprefix("memory://")]
-
-
-def until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

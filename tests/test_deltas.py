@@ -636,7 +636,7 @@ def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_fr
 
 
 # With NIXL a Ctrl-C may leave an open file behind, of which other tests of this process would tell.
-@pytest.mark.parametrize("options", ["memory"], indirect=True)
+@pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 # A Ctrl-C that comes in a finalizer is told, and lost.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_a_prefetch_leaves_a_handle_that_prefetches_again(pair, monkeypatch):

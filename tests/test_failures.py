@@ -4,11 +4,11 @@ import os
 import signal
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.deadline import Deadline
@@ -37,20 +37,6 @@ from torch_ros.weights import manifest
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-
-
-@pytest.fixture
-def opened(endpoint):
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close(linger_s=0)
 
 
 @pytest.mark.long
@@ -290,7 +276,7 @@ def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
     filling = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
+    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     assert not chained.done()
     trainer_readers = [key for key in readers_of(trainer) if "/trainer@" in key]
     assert not any("/second@" in key for key in trainer_readers), "the trainer is read only once"
@@ -329,7 +315,7 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
 
     def await_five(*handles):
         mailboxes = [handle._shard.mailbox for handle in handles]
-        wait_for(lambda: all(mailbox._word[0] & 0xFFFFFFFF == 5 for mailbox in mailboxes))
+        until(lambda: all(mailbox._word[0] & 0xFFFFFFFF == 5 for mailbox in mailboxes))
 
     calls = begin(*(handle for handle, _ in columns))
     assert all(stop.reached.wait(10) for stop in stops)
@@ -383,7 +369,7 @@ def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
     filling_first = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
+    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     assert torch.equal(got[:5], weights[:5])
     assert (got[5:] == -1).all()
     stop.go_on.set()
@@ -430,15 +416,6 @@ def voids_before_the_word_is_asked_for(monkeypatch, handle, tensor):
     monkeypatch.setattr(reading.ReadPass, "_read_staged", late)
 
 
-def wait_for(holds, timeout_s=10):
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if holds():
-            return
-        done.wait(0.01)
-    raise AssertionError("it did not come to be")
-
-
 def test_a_relay_that_fails_is_replaced_by_its_own_source(opened, monkeypatch, pool):
     _, tensors = publisher(opened)
     first, _ = reader(opened, "first")
@@ -447,7 +424,7 @@ def test_a_relay_that_fails_is_replaced_by_its_own_source(opened, monkeypatch, p
     filling = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    wait_for(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
+    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
     closing = pool.submit(first.close)
     assert chained.result(15) == 1
     assert same(got, tensors)
@@ -553,7 +530,7 @@ def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in
     unpublish = pool.submit(ranks[0].unpublish)
     key = ranks[1]._shard.group.seat.own[1]
     made = lambda: ranks[1]._shard.group.kv.read(Read((key,)), timeout_s=5).entries
-    wait_for(lambda: any(b"unpublish 5" in entry.value for entry in made().values()))
+    until(lambda: any(b"unpublish 5" in entry.value for entry in made().values()))
     saving = pool.submit(save, 1, 6)
     unpublish.result(15)
     save(0, 6)
@@ -562,7 +539,7 @@ def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in
     rollout.register({f"w{rank}": torch.zeros(10) for rank in range(2)})
     assert rollout.replicate() == 6
     for handle in ranks:
-        wait_for(lambda handle=handle: not handle._shard.copies)
+        until(lambda handle=handle: not handle._shard.copies)
 
 
 def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):
@@ -576,8 +553,8 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     rollout, got = reader(opened, "rollout")
     assert rollout.replicate() == 1
     assert same(got, before)
-    wait_for(lambda: trainer.list() == {1: {"rollout"}})
-    wait_for(lambda: not trainer._shard.copies)
+    until(lambda: trainer.list() == {1: {"rollout"}})
+    until(lambda: not trainer._shard.copies)
 
 
 def test_the_last_copy_here_of_what_is_retained_here_stays_until_the_next_is_here(opened):
@@ -594,8 +571,8 @@ def test_the_last_copy_here_of_what_is_retained_here_stays_until_the_next_is_her
     [copy] = west.list()[1] - {"other"}
     assert copy.startswith("east+")
     assert east.replicate("latest") == 2
-    wait_for(lambda: west.list() == {1: {"other"}, 2: {"trainer", "east"}})
-    wait_for(lambda: not east._shard.copies)
+    until(lambda: west.list() == {1: {"other"}, 2: {"trainer", "east"}})
+    until(lambda: not east._shard.copies)
 
 
 def test_what_another_datacenter_retains_is_not_copied_here(opened):
@@ -629,8 +606,8 @@ def test_a_copy_goes_when_its_version_is_not_retained_any_more(opened):
     trainer.unpublish()
     assert set(trainer.list()) == {1}
     trainer.publish(2)
-    wait_for(lambda: set(trainer.list()) == {2})
-    wait_for(lambda: not trainer._shard.copies)
+    until(lambda: set(trainer.list()) == {2})
+    until(lambda: not trainer._shard.copies)
 
 
 def test_spot_replicas_do_not_count_for_retention(opened):
@@ -667,7 +644,7 @@ def test_a_replica_whose_lease_ended_offers_again_what_it_holds(opened, endpoint
     kv = memory.named(endpoint.removeprefix("memory://"))
     before = trainer._shard.group.seat.inst
     kv.revoke(trainer._shard.group.session.lease_id, timeout_s=1)
-    wait_for(lambda: trainer._shard.group.seat.inst != before)
+    until(lambda: trainer._shard.group.seat.inst != before)
     assert trainer.version == 1
     assert other.list() == {1: {"trainer"}}
     assert other.replicate() == 1
@@ -685,7 +662,7 @@ def test_a_store_that_is_wiped_is_filled_again_by_those_who_hold_something(opene
     idle, got = reader(opened, "idle")
     trainer.unpublish()
     wipe(endpoint)
-    wait_for(lambda: idle.list() == {7: {"rollout"}})
+    until(lambda: idle.list() == {7: {"rollout"}})
     assert idle.replicate() == 7
     assert same(got, weights(1))
     for tensor in tensors.values():
@@ -712,7 +689,7 @@ def test_a_copy_in_host_memory_is_offered_again_after_the_store_was_wiped(opened
     trainer.unpublish()
     rollout, got = reader(opened, "rollout")
     wipe(endpoint)
-    wait_for(lambda: 1 in rollout.list())
+    until(lambda: 1 in rollout.list())
     assert rollout.replicate() == 1
     assert same(got, weights(1))
 
@@ -730,8 +707,8 @@ def test_a_replica_of_two_ranks_comes_back_when_one_of_them_was_away(opened, end
     kv = memory.named(endpoint.removeprefix("memory://"))
     before = first._shard.group.seat.inst
     kv.revoke(second._shard.group.session.lease_id, timeout_s=1)
-    wait_for(lambda: first._shard.group.seat.inst != before != second._shard.group.seat.inst)
-    wait_for(lambda: first.list() == {1: {"trainer"}})
+    until(lambda: first._shard.group.seat.inst != before != second._shard.group.seat.inst)
+    until(lambda: first.list() == {1: {"trainer"}})
     for each in [pool.submit(handle.unpublish) for handle in (first, second)]:
         each.result(10)
     for each in [pool.submit(handle.publish, 2) for handle in (first, second)]:
@@ -847,7 +824,7 @@ def test_a_group_verifies_what_its_ranks_read_together(opened, pool):
     for handle in ranks:
         pool.submit(handle.unpublish)
     corrupt(tensors)
-    wait_for(lambda: ranks[0].version is None and ranks[1].version is None)
+    until(lambda: ranks[0].version is None and ranks[1].version is None)
     errors = [each.exception(15) for each in [pool.submit(h.replicate) for h in ranks]]
     assert [type(error) for error in errors] == [CorruptWeights] * 2
     assert "'w3'" in str(errors[0])

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.errors import (
@@ -57,13 +58,6 @@ def on_all(pool, handles, call):
     """The answers of all ranks, or their errors."""
     each = [pool.submit(call, handle) for handle in handles]
     return [one.exception(WAIT_S) or one.result() for one in each]
-
-
-def until(holds):
-    until_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

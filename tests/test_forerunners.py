@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.errors import ClosedError, ManifestMismatch, UsageError
@@ -58,14 +58,6 @@ def go_on(trainer, version, tensor):
     trainer.unpublish()
     tensor.fill_(version)
     trainer.publish(version)
-
-
-def until(holds):
-    limit_s = time.monotonic() + WAIT_S
-    while not (found := holds()):
-        assert time.monotonic() < limit_s, "it never came"
-        time.sleep(0.01)
-    return found
 
 
 def test_a_version_is_fetched_while_a_replica_goes_on(opened, link):

@@ -3,12 +3,12 @@
 import os
 import sys
 import threading
-import time
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import until
 from msgspec import structs
 
 import torch_ros.dcp
@@ -66,13 +66,6 @@ def vanish(handle, *, for_good=False):
     if for_good:
         group._come_back = lambda: None
     group.kv.revoke(group.session.lease_id, timeout_s=5)
-
-
-def until(holds, limit_s=20.0):
-    end_s, wait = time.monotonic() + limit_s, threading.Event()
-    while not holds():
-        assert time.monotonic() < end_s, "it did not come to that"
-        wait.wait(0.01)
 
 
 def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):

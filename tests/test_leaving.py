@@ -1,7 +1,6 @@
 """A replica that is told its end: readers finish, or go elsewhere. One process, in memory."""
 
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from kit import at_once, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, SeatLost, UsageError
@@ -39,18 +39,6 @@ def opened():
 
 def tensor_of(handle):
     return handle.checkpoints.registered.memory[0]
-
-
-def until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def at_once(*calls):
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(20) for future in [pool.submit(call) for call in calls]]
 
 
 @contextmanager

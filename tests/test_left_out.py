@@ -1,31 +1,18 @@
 """A whole version that is read into a part of it, told apart from a part that is meant."""
 
-import uuid
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 from torch import nn
 
-import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.weights.left_out import left_out
 from torch_ros.weights.manifest import OBJECT, Layout, TensorRecord
 
+endpoint = pytest.fixture(memory)
+
 TOLD = "are not read, beside others that are"
-
-
-@pytest.fixture
-def opened():
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
-    def open_(replica):
-        handles.append(torch_ros.open("m", endpoint=endpoint, replica=replica))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def module():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from types import SimpleNamespace
 
 import msgspec
@@ -17,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import memory, until
 
-import torch_ros
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import UsageError, VersionConflict
 from torch_ros.metrics import HandleCollector
@@ -28,28 +27,14 @@ from torch_ros.weights.delta import SEGMENT, apply, pieces
 from torch_ros.weights.delta_table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.weights.local import build, local_chunks
 
+endpoint = pytest.fixture(memory)
+
 WITHIN_S = 20
 
 
 @pytest.fixture
-def opened():
-    endpoint, model, handles = f"memory://{uuid.uuid4().hex}", "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica="trainer", **options):
-        options = {"digests": "full", "timeout_s": WITHIN_S, "ttl_s": 5, **options}
-        handles.append(torch_ros.open(model, replica=replica, endpoint=endpoint, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
-
-
-def until(holds):
-    end_s = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.001)
+def opened_with():
+    return {"digests": "full", "timeout_s": WITHIN_S}
 
 
 def made(handle):
@@ -105,7 +90,7 @@ def model(elements=200_000):
 
 
 def test_each_copy_has_a_delta_from_the_one_before(opened):
-    trainer = opened()
+    trainer = opened("trainer")
     contents, uids = [model()], []
     for version in range(5):
         trainer.publish_copy(version, contents[-1], deltas=3)
@@ -123,7 +108,7 @@ def test_each_copy_has_a_delta_from_the_one_before(opened):
 
 
 def test_the_first_reader_is_told_what_is_coming(opened, monkeypatch):
-    trainer, may_go, real = opened(), threading.Event(), deltas.compare
+    trainer, may_go, real = opened("trainer"), threading.Event(), deltas.compare
     monkeypatch.setattr(deltas, "compare", lambda *a: may_go.wait(WITHIN_S) and real(*a))
     weights = model()
     trainer.publish_copy(1, weights, deltas=1)
@@ -152,7 +137,7 @@ def test_tensors_of_any_dtype_and_shape_are_compared(opened, dtype):
             for number, (shape, each) in enumerate(zip(shapes, raw, strict=True))
         }  # fmt: skip
 
-    trainer, older, newer = opened(), content(), content()
+    trainer, older, newer = opened("trainer"), content(), content()
     # All of this is no more than the room of a ring that is larger than a quarter of it.
     trainer.publish_copy(1, older, deltas=1, delta_bytes=8 << 20)
     trainer.publish_copy(2, newer, deltas=1, delta_bytes=8 << 20)
@@ -164,7 +149,7 @@ def test_tensors_of_any_dtype_and_shape_are_compared(opened, dtype):
 
 
 def test_a_copy_in_which_nothing_has_changed_has_an_empty_delta(opened):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     for version in range(2):
         trainer.publish_copy(version, weights, deltas=1)
     (entry,) = made(trainer).entries
@@ -176,7 +161,7 @@ def test_a_copy_in_which_nothing_has_changed_has_an_empty_delta(opened):
 
 
 def test_only_a_held_copy_with_the_same_layout_is_a_base(opened):
-    trainer, other = opened(), opened("other")
+    trainer, other = opened("trainer"), opened("other")
     weights = model()
 
     def links(version, tensors=weights):
@@ -211,7 +196,7 @@ def test_only_a_held_copy_with_the_same_layout_is_a_base(opened):
 
 
 def test_a_content_that_keeps_its_uid_has_no_delta_to_itself(opened):
-    trainer, fellow, weights = opened(), opened("fellow"), model()
+    trainer, fellow, weights = opened("trainer"), opened("fellow"), model()
     fellow.register(weights)
     fellow.publish(8)
     for _ in range(2):
@@ -221,7 +206,7 @@ def test_a_content_that_keeps_its_uid_has_no_delta_to_itself(opened):
 
 
 def test_a_copy_without_deltas_lets_go_of_the_ring(opened):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     for version in range(2):
         trainer.publish_copy(version, weights, deltas=1)
     assert made(trainer).entries
@@ -273,7 +258,7 @@ def beside(call):
 
 
 def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
-    trainer, weights, fills = opened(), model(), threading.Event()
+    trainer, weights, fills = opened("trainer"), model(), threading.Event()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
     making, real = trainer._shard.deltas._making, copy_buffers.make
@@ -299,7 +284,7 @@ def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
 
 
 def test_nobody_waits_after_a_delta_that_was_cut_off_until_one_ends_by_itself(opened, held):
-    trainer, weights, offers = opened(), model(), []
+    trainer, weights, offers = opened("trainer"), model(), []
     real = trainer._shard.deltas.offer
 
     def offer(link, *args, **options):
@@ -319,7 +304,7 @@ def test_nobody_waits_after_a_delta_that_was_cut_off_until_one_ends_by_itself(op
 
 
 def test_a_version_that_is_given_up_needs_no_delta(opened, held):
-    trainer = opened()
+    trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
     making = trainer._shard.deltas._making
@@ -333,7 +318,7 @@ def test_a_version_that_is_given_up_needs_no_delta(opened, held):
 
 
 def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
-    trainer, other, weights = opened(), opened("other"), model()
+    trainer, other, weights = opened("trainer"), opened("other"), model()
     trainer.register(weights)
     other.register({fqn: torch.zeros_like(t) for fqn, t in weights.items()})
     publishing(trainer, weights)
@@ -352,7 +337,7 @@ def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
 
 
 def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
-    trainer = opened()
+    trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
     making, ring = trainer._shard.deltas._making, trainer._shard.deltas._ring
@@ -379,7 +364,7 @@ def test_a_closed_handle_makes_none():
 def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_again(
     opened, held, monkeypatch
 ):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
     making = trainer._shard.deltas._making
@@ -402,7 +387,7 @@ def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_agai
 
 
 def test_a_thread_that_cannot_be_had_leaves_nothing_to_wait_for(opened, monkeypatch):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     trainer.publish_copy(1, weights, deltas=1)
 
     def start():
@@ -418,7 +403,7 @@ def test_a_thread_that_cannot_be_had_leaves_nothing_to_wait_for(opened, monkeypa
 
 
 def test_an_error_in_the_thread_is_no_error_of_the_trainer(opened, monkeypatch, caplog):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
 
     def compare(*_):
         raise MemoryError
@@ -469,7 +454,7 @@ def test_a_script_that_ends_does_not_wait_for_the_whole_delta():
 
 
 def test_a_delta_that_is_too_large_is_given_up_and_the_next_has_more_room(opened):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     bound = TABLE_BYTES + 40_000
 
     def publish(version, share):
@@ -493,7 +478,7 @@ def test_a_delta_that_is_too_large_is_given_up_and_the_next_has_more_room(opened
 
 def test_a_large_chunk_of_which_much_has_changed_is_not_encoded(opened, monkeypatch):
     monkeypatch.setattr(deltas, "CHANGED_MIN", 1000)
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     for version, share in enumerate((0.5, 0.5, 0.01, 0.01)):
         weights.update(stepped(weights, share))
         trainer.publish_copy(version, weights, deltas=8, delta_bytes=8 << 20)
@@ -531,7 +516,7 @@ def test_the_room_of_a_delta_is_inside_the_ring_and_overlaps_none_that_stays(siz
 
 def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
     """A rank that has lost its seat offers again, under the mark that readers have seen."""
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     offers, real = [], trainer._shard.deltas.offer
 
     def twice(link, *args, **options):
@@ -566,7 +551,7 @@ def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
 )
 def test_deltas_are_a_small_number_and_have_some_room(opened, options, text):
     with pytest.raises(UsageError, match=text):
-        opened().publish_copy(1, model(), **options)
+        opened("trainer").publish_copy(1, model(), **options)
 
 
 @pytest.mark.parametrize("digests", ["off", "sampled"])
@@ -579,7 +564,7 @@ def test_deltas_need_digests_of_everything(opened, digests):
 
 
 def test_a_state_dict_with_objects_has_no_deltas(opened):
-    trainer, state = opened(), {"w": torch.zeros(8), "step": 7}
+    trainer, state = opened("trainer"), {"w": torch.zeros(8), "step": 7}
     with pytest.raises(dcp.api.CheckpointException) as told:
         dcp.save(state, storage_writer=ROSWriter(1, handle=trainer, mode="copy", deltas=2))
     (error,) = {str(e[0] if isinstance(e, tuple) else e) for e in told.value.failures.values()}
@@ -589,7 +574,7 @@ def test_a_state_dict_with_objects_has_no_deltas(opened):
 
 
 def test_saves_of_dcp_make_deltas(opened):
-    trainer, weights = opened(), model()
+    trainer, weights = opened("trainer"), model()
     for version in range(3):
         writer = ROSWriter(version, handle=trainer, mode="copy", deltas=2)
         dcp.save(weights, storage_writer=writer)
@@ -597,7 +582,7 @@ def test_saves_of_dcp_make_deltas(opened):
 
 
 def test_collectors_are_told_how_many_were_made(opened):
-    trainer = opened()
+    trainer = opened("trainer")
     registry = prometheus_client.CollectorRegistry()
     registry.register(HandleCollector())
     for version in range(2):

@@ -1,17 +1,19 @@
 """Parameters that get other memory, or whose place another takes, after they were registered."""
 
 import copy
-import uuid
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.errors import UsageError
+
+endpoint = pytest.fixture(memory)
 
 
 class Net(nn.Module):
@@ -28,19 +30,6 @@ class Net(nn.Module):
 
     def forward(self, batch):
         return self.tied(self.last(self.first(batch)))
-
-
-@pytest.fixture
-def opened():
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
-    def open_(replica, **options):
-        handles.append(torch_ros.open("m", endpoint=endpoint, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def whole(tensor):

@@ -1,33 +1,21 @@
 """Several publishers of one number: equal bytes are legal, and others are told."""
 
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import ManifestMismatch, VersionConflict
 from torch_ros.transfer.reading import Reading
 
+endpoint = pytest.fixture(memory)
+
 MIXTURE, SHARED = "is read from two publishers", "is also published by"
 """Beginnings of the two warnings."""
-
-
-@pytest.fixture
-def opened():
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
-    def open_(replica, model="m", **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, **options}
-        handles.append(torch_ros.open(model, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def publisher(opened, replica, value, **options):

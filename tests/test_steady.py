@@ -1,16 +1,17 @@
 """What the second and every later step of an unchanged job leaves out."""
 
-import uuid
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 
-import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
 from torch_ros.transfer import peers, reading
+
+endpoint = pytest.fixture(memory)
 
 STEPS = 6
 ONCE = 3  # steps until all is known: two buffers take turns
@@ -36,20 +37,6 @@ def counted(monkeypatch):
     count(peers.Peers, "_read_bytes")
     count(reading, "plan")
     return counts
-
-
-@pytest.fixture
-def opened():
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    handles = []
-
-    def open_(replica, **options):
-        handles.append(torch_ros.open("m", endpoint=endpoint, replica=replica, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
 
 
 def tensors(value):

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import until
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -50,14 +51,6 @@ def readers(handle):
     """The reader records that are there now."""
     group = handle._shard.group
     return list(group.kv.read(Read((group.seat.keys.readers(),)), timeout_s=5).entries)
-
-
-def until(holds, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
-    wait = threading.Event()
-    while not holds():
-        assert time.monotonic() < end_s, "it did not come to that"
-        wait.wait(0.01)
 
 
 def streams_of(handle):

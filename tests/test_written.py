@@ -1,10 +1,9 @@
 """Writes under a published version: found by torch's counts, told, and the version withdrawn."""
 
-import uuid
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import memory
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -12,21 +11,14 @@ import torch_ros
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import ContractBroken, VersionNotFound
 
+endpoint = pytest.fixture(memory)
+
 TOLD = "was probably written to while"
 
 
 @pytest.fixture
-def opened():
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
-    def open_(replica, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, **options}
-        handles.append(torch_ros.open("m", replica=replica, rank=0, world_size=1, **options))
-        return handles[-1]
-
-    yield open_
-    for handle in handles:
-        handle.close()
+def opened_with():
+    return {"rank": 0, "world_size": 1}
 
 
 def write(model):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 import torch_ros.bucket
@@ -40,14 +41,6 @@ def server(monkeypatch):
     server.close()
 
 
-def wait_until(is_so, puppet, timeout_s=60):
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert puppet.poll() is None, puppet.end_of_log()
-        assert time.monotonic() < deadline_s, puppet.end_of_log()
-        time.sleep(0.01)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(120 + 2 * AWAY_S + BACK_S)
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
@@ -72,7 +65,7 @@ def test_the_fleet_goes_on_without_the_bucket_and_the_archiver_catches_up(
         return time.monotonic() - began_s
 
     step(1)
-    wait_until(lambda: 1 in bucket.list(), archiver)
+    until(lambda: 1 in bucket.list(), by=archiver)
     before_s = sorted(step(version) for version in range(2, 12))
     server.is_away, began_s = True, time.monotonic()
     away_s, version = [], 12
@@ -89,7 +82,7 @@ def test_the_fleet_goes_on_without_the_bucket_and_the_archiver_catches_up(
     gone_s, median_s = time.monotonic() - began_s, sorted(away_s)[len(away_s) // 2]
     assert median_s < 3 * before_s[5] + 0.1
     server.is_away, began_s = False, time.monotonic()
-    wait_until(lambda: version - 1 in bucket.list(), archiver, BACK_S)
+    until(lambda: version - 1 in bucket.list(), BACK_S, by=archiver)
     print(
         f"gone for {gone_s:.0f} s: {len(away_s)} versions, {median_s:.3f} s each in the median and "
         f"{max(away_s):.3f} s at most, {before_s[5]:.3f} s before; the archiver has the last one "

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros.bucket
 from puppets.objects import ObjectServer
@@ -48,13 +48,6 @@ class Counts:
         kv.read, kv.commit = counted(kv.read), counted(kv.commit)
         handle.archives.wait = waiting
         return Archiver(handle, bucket, **options)
-
-
-def until(is_so):
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)

@@ -13,6 +13,7 @@ from itertools import count
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 import torch_ros.bucket
@@ -67,15 +68,6 @@ def content(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def wait_until(what, puppet):
-    deadline_s = time.monotonic() + START_S
-    while not (found := what()):
-        assert puppet.poll() is None, puppet.end_of_log()
-        assert time.monotonic() < deadline_s, puppet.end_of_log()
-        time.sleep(0.001)
-    return found
-
-
 @pytest.mark.long
 @pytest.mark.timeout(60 + 60 * KILLS)
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
@@ -112,12 +104,12 @@ def test_archivers_that_are_killed_leave_whole_versions_and_nothing_that_stays(
             before = folders()
             archiver = start(*random.choice(([], ["--stream"])))
             if killed % 2:  # while it writes its second one, a delta unless it streams
-                wait_until(lambda v=version: v in bucket.list(), archiver)
+                until(lambda v=version: v in bucket.list(), by=archiver)
                 version, before = publish(), folders()
-            wait_until(lambda before=before: folders() - before, archiver)
+            until(lambda before=before: folders() - before, by=archiver)
             began_s = time.monotonic()
             if write_s is None:
-                wait_until(bucket.list, archiver)
+                until(bucket.list, by=archiver)
                 write_s = time.monotonic() - began_s
                 reading = pool.submit(reader.read)  # before, there is no bucket
                 archiver.signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 import torch_ros.bucket
@@ -38,21 +39,13 @@ def said(handle, replica="archiver"):
     return ArchiveRecord.at(view, key)
 
 
-def until(is_so, archiver=None):
-    deadline_s = time.monotonic() + START_S
-    while not is_so():
-        assert archiver is None or archiver.poll() is None, archiver.end_of_log()
-        assert time.monotonic() < deadline_s, archiver and archiver.end_of_log()
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def archiving(endpoint, started):
     """Start `torch-ros archive`; returns once it has said that it is there."""
 
     def start(handle, url):
         archiver = started.start(ARCHIVER, "--endpoint", endpoint, "archive", handle.model, url)
-        until(lambda: said(handle) is not None, archiver)
+        until(lambda: said(handle) is not None, by=archiver)
         return archiver
 
     return start
@@ -86,7 +79,7 @@ def test_the_last_version_is_in_the_bucket_when_close_has_returned(
     trainer.register(sent)
     trainer.publish(1)
     archiver = archiving(trainer, bucket.url)
-    until(lambda: 1 in bucket.list(), archiver)
+    until(lambda: 1 in bucket.list(), by=archiver)
     trainer.unpublish()
     sent["w"].fill_(2)
     trainer.publish(2)
@@ -114,7 +107,7 @@ def test_a_bucket_that_is_gone_costs_linger_s_and_an_archiver_that_is_killed_its
         each.register({"w": torch.zeros(1000)})
     one_.publish(1)
     archiver = archiving(one_, "s3://weights/p")
-    until(lambda: said(one_).ref is not None, archiver)
+    until(lambda: said(one_).ref is not None, by=archiver)
     server.is_away = True
     caplog.set_level(logging.INFO)
     began_s = time.monotonic()

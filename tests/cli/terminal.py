@@ -18,8 +18,12 @@ def drawn(endpoint, model, words, *options, **environment):
     ) as process:
         os.close(theirs)
         shown = b""
-        while words not in shown:
-            shown += os.read(ours, 65536)
+        try:
+            while words not in shown:
+                shown += os.read(ours, 65536)
+        except BaseException:  # or it would wait for ever for somebody who looks
+            process.kill()
+            raise
         os.write(ours, b"q")
         try:
             while os.read(ours, 65536):

@@ -12,6 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from crowd import Crowd, inst
+from kit import until
 from terminal import drawn
 
 from puppets import Actor
@@ -279,14 +280,6 @@ def test_what_is_not_installed_is_named(name, etcd_endpoint):
 def readers_of(kv, model):
     view = kv.read(Read((Keys(model).readers(),)), timeout_s=5)
     return {replica_of(parse_reader(key)[1]) for key in view.entries}
-
-
-def until(holds, limit_s=20.0):
-    until_s = time.monotonic() + limit_s
-    while not (found := holds()):
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
-    return found
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kit import until
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -151,13 +152,6 @@ def failed(monkeypatch, do, *args, **options):
     assert time.monotonic() < began_s + BOUND_S
     assert all(isinstance(error, BaseException) for error in errors), errors
     return errors
-
-
-def until(holds):
-    end_s = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 both_planners = pytest.mark.parametrize("is_own", [False, True], ids=["dcp's", "ours"])

@@ -1,12 +1,12 @@
 """What histories have found, again in one process."""
 
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.deadline import Deadline
@@ -36,13 +36,6 @@ def trainer(endpoint):
         yield handle
 
 
-def wait_for(condition, seconds=15):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
     trainer, endpoint, monkeypatch
 ):
@@ -55,14 +48,14 @@ def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
 
     def forget_after_the_return(*args):
         may_return.set()
-        wait_for(lambda: group.state == "seated")
+        until(lambda: group.state == "seated")
         return forget(*args)
 
     trainer.publish(1)
     monkeypatch.setattr(group, "_take_seat_again", take_seat_when_told)
     monkeypatch.setattr(group.ledger, "forget", forget_after_the_return)
     memory.named(endpoint.removeprefix("memory://")).revoke(group.session.lease_id, timeout_s=1)
-    wait_for(lambda: group.state != "seated")
+    until(lambda: group.state != "seated")
     trainer.unpublish(timeout_s=0.1)
     assert trainer.version is None
     assert trainer.list() == {}

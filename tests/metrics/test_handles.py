@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
+from kit import until
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scraping import scrape
@@ -179,13 +179,6 @@ def test_a_process_that_is_cut_off_from_etcd_says_so(etcd_server, ttl_s):
         until(lambda: shown() == [0, not lost, lost])
         etcd_server.start()
         until(lambda: shown() == [1, 1, lost])
-
-
-def until(is_so):
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.deadline import Deadline
@@ -45,13 +46,6 @@ def read(kv, timeout_s=5.0):
 
 def wait(kv, after_rev, timeout_s=30.0):
     return kv.wait(Watch((EVERYTHING,), after_rev, "a test waits"), timeout_s=timeout_s)
-
-
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_answering(kv):
@@ -127,7 +121,7 @@ def test_a_member_without_the_others_is_left(kv, etcd_cluster):
     kv._current = lonely
     for other in (1, 2):
         etcd_cluster.kill(other)
-    wait_until(lambda: not etcd_cluster.members[lonely].metric("etcd_server_has_leader"))
+    until(lambda: not etcd_cluster.members[lonely].metric("etcd_server_has_leader"))
     assert wait(kv, rev, timeout_s=10)
     assert kv._current != lonely
 
@@ -171,11 +165,11 @@ def test_a_commit_whose_reply_may_be_lost_is_not_sent_again(kv, etcd_cluster, mo
     with ThreadPoolExecutor(4) as pool:
         for thread in range(4):
             pool.submit(commit_all, thread)
-        wait_until(lambda: len(outcomes) > 50)
+        until(lambda: len(outcomes) > 50)
         etcd_cluster.kill(kv._current)
-        wait_until(lambda: any(isinstance(r, StoreUnavailable) for r in list(outcomes.values())))
+        until(lambda: any(isinstance(r, StoreUnavailable) for r in list(outcomes.values())))
         before = len(outcomes)
-        wait_until(lambda: len(outcomes) > before + 50)
+        until(lambda: len(outcomes) > before + 50)
         stopping.set()
     entries = read(kv).entries
     for key, rev in outcomes.items():
@@ -197,10 +191,10 @@ def test_nothing_is_counted_twice_while_members_come_and_go(kv, etcd_cluster):
         for index in (etcd_cluster.leader(), None):
             victim = etcd_cluster.leader() if index is None else index
             wanted = len(numbers) + 20
-            wait_until(lambda: len(numbers) >= wanted)  # noqa: B023
+            until(lambda: len(numbers) >= wanted)  # noqa: B023
             etcd_cluster.kill(victim)
             wanted = len(numbers) + 20
-            wait_until(lambda: len(numbers) >= wanted)  # noqa: B023
+            until(lambda: len(numbers) >= wanted)  # noqa: B023
             etcd_cluster.restart(victim)
         stopping.set()
         for future in counting:
@@ -232,11 +226,11 @@ def test_no_change_is_missed_while_members_come_and_go(etcd_cluster):
                 with contextlib.suppress(StoreUnavailable):
                     put(writer, value=str(written[-1]).encode())
                     break
-            wait_until(lambda: seen[-1] == written[-1])  # or it would sleep through the last
+            until(lambda: seen[-1] == written[-1])  # or it would sleep through the last
 
     def await_more():
         wanted = seen[-1] + 15
-        wait_until(lambda: seen[-1] >= wanted or following.done() or writing.done())
+        until(lambda: seen[-1] >= wanted or following.done() or writing.done())
         for ended in (future for future in (following, writing) if future.done()):
             stopping.set()
             ended.result()
@@ -265,7 +259,7 @@ def test_a_lease_lives_while_the_member_that_renewed_it_dies(kv, etcd_cluster):
         victim = kv._current
         etcd_cluster.kill(victim)
         deadline = session.deadline
-        wait_until(lambda: session.deadline > deadline + 2)  # noqa: B023
+        until(lambda: session.deadline > deadline + 2)  # noqa: B023
         etcd_cluster.restart(victim)
     assert not lost
     assert "t/mine" in read(kv).entries
@@ -282,7 +276,7 @@ def test_without_a_majority_nothing_is_answered_and_calls_wait_for_it(kv, etcd_c
     others = [index for index in range(3) if index != leader]
     for index in others:
         etcd_cluster.kill(index)
-    wait_until(lambda: not is_answering(kv))
+    until(lambda: not is_answering(kv))
     for request in (
         lambda: read(kv, timeout_s=1),
         lambda: put(kv, timeout_s=1),
@@ -339,8 +333,8 @@ def test_a_member_that_is_removed_is_left_within_a_request(kv, etcd_cluster, etc
         waiting = pool.submit(wait, kv, rev)
         # For its first seconds a cluster refuses that.
         asked = [*ctl, "remove", identity]
-        wait_until(lambda: subprocess.run(asked, capture_output=True).returncode == 0)
-        wait_until(lambda: is_answering(kv), timeout_s=REQUEST_TIMEOUT_S)
+        until(lambda: subprocess.run(asked, capture_output=True).returncode == 0)
+        until(lambda: is_answering(kv), limit_s=REQUEST_TIMEOUT_S)
         put(kv)
         assert waiting.result(timeout=20)
     assert etcd_cluster.members[removed].process.wait(20) is not None
@@ -375,7 +369,7 @@ def test_a_trainer_steps_on_without_a_majority(etcd_cluster, how):
             assert not trainer.publish(version, store_wait_s=0)
             assert time.monotonic() - started < 1
         regain_majority(etcd_cluster, lonely, how)
-        wait_until(rollout_can(rollout, version))
+        until(rollout_can(rollout, version))
         assert got["w"].unique().tolist() == [version]
 
 
@@ -393,7 +387,7 @@ def lose_majority(cluster, lonely, how):
     for index, member in enumerate(cluster.members):
         if index != lonely:
             member.kill() if how == "killed" else member.suspend()
-    wait_until(lambda: not cluster.members[lonely].metric("etcd_server_has_leader"))
+    until(lambda: not cluster.members[lonely].metric("etcd_server_has_leader"))
 
 
 def regain_majority(cluster, lonely, how):

@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from kit import until
 
 KILLS = int(os.environ.get("TORCH_ROS_KILLS", "5"))
 ELEMENTS = (3, *[1 << 22] * 8, 70_001)  # of each tensor
@@ -83,14 +84,7 @@ class Trainer:
             self.publish()
             making = self.handle._shard.deltas._making
             if is_made or number + 1 < count:
-                until(lambda m=making: m.has_ended)
-
-
-def until(holds):
-    end_s = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.0002)
+                until(lambda m=making: m.has_ended, pause_s=0.0002)
 
 
 def bits(tensors):

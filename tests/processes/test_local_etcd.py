@@ -16,6 +16,7 @@ import threading
 import time
 
 import pytest
+from kit import until
 
 import torch_ros
 from torch_ros.errors import StoreUnavailable, UsageError
@@ -38,13 +39,6 @@ def _names(process, directory):
     with contextlib.suppress(OSError):
         return os.fsencode(directory) in (process / "cmdline").read_bytes()
     return False
-
-
-def wait_until(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def python(*arguments, **options):
@@ -72,7 +66,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv(local.DIRECTORY, str(directory))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
-    wait_until(lambda: not processes(directory), timeout_s=10)
+    until(lambda: not processes(directory), limit_s=10)
 
 
 def healthy(directory):
@@ -82,7 +76,7 @@ def healthy(directory):
 def suspend(pid):
     """Stop a process for now; returns when it has. `kill` returns while it may still answer."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: is_suspended(pid))
+    until(lambda: is_suspended(pid))
 
 
 def is_suspended(pid):
@@ -116,7 +110,7 @@ def test_it_ends_when_its_directory_is_removed(place):
     local.ensure()
     assert len(processes(place)) == 2
     shutil.rmtree(place)
-    wait_until(lambda: not processes(place))
+    until(lambda: not processes(place))
 
 
 def test_it_ends_when_its_directory_is_replaced(place):
@@ -124,12 +118,12 @@ def test_it_ends_when_its_directory_is_replaced(place):
     old = processes(place)
     place.rename(place.with_name("moved"))
     place.mkdir()
-    wait_until(lambda: not set(old) & set(processes(place)))
+    until(lambda: not set(old) & set(processes(place)))
 
 
 def restarted(directory, old):
     """What runs in `directory` once etcd is not the `old` one any more."""
-    wait_until(lambda: (found := local.find(directory)) and found.etcd_pid != old.etcd_pid)
+    until(lambda: (found := local.find(directory)) and found.etcd_pid != old.etcd_pid)
     return local.find(directory)
 
 
@@ -164,11 +158,11 @@ def test_a_killed_etcd_waits_for_its_port(place):
     old = local.find(place)
     suspend(old.supervisor_pid)  # so that somebody else is first
     os.kill(old.etcd_pid, signal.SIGKILL)
-    wait_until(lambda: local._free_port(old.port) == old.port)
+    until(lambda: local._free_port(old.port) == old.port)
     with socket.create_server(("127.0.0.1", old.port)):
         os.kill(old.supervisor_pid, signal.SIGCONT)
         words = f"port {old.port} is taken by another process"
-        wait_until(lambda: words in (place / "etcd.log").read_text())
+        until(lambda: words in (place / "etcd.log").read_text())
         with pytest.raises(StoreUnavailable, match=r"started again; .*etcd\.log has the reasons"):
             local.ensure(0.1)
     assert restarted(place, old).host == host
@@ -178,7 +172,7 @@ def test_etcd_outlives_a_killed_supervisor_and_gets_another(place):
     host = local.ensure()
     old = local.find(place)
     os.kill(old.supervisor_pid, signal.SIGKILL)
-    wait_until(lambda: not local._is_supervised(place))
+    until(lambda: not local._is_supervised(place))
     code, output = command("status")
     assert code == 0
     assert "(supervisor killed; the next open starts one)" in output
@@ -197,14 +191,14 @@ def test_both_killed_are_started_again_where_they_were(place):
     old = local.find(place)
     for pid in (old.supervisor_pid, old.etcd_pid):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not processes(place))
+    until(lambda: not processes(place))
     assert local.ensure() == host
 
 
 def test_stop_ends_an_etcd_whose_supervisor_was_killed(place):
     local.ensure()
     os.kill(local.find(place).supervisor_pid, signal.SIGKILL)
-    wait_until(lambda: not local._is_supervised(place))
+    until(lambda: not local._is_supervised(place))
     local.stop(place)
     assert not processes(place)
 
@@ -216,7 +210,7 @@ def test_an_etcd_that_is_slow_is_waited_for(place):
     with pytest.raises(StoreUnavailable, match=f"process {slow.etcd_pid} at {host} runs and does"):
         local.ensure(0.1)
     asker = python("-c", ENSURE)
-    wait_until(lambda: asker.poll() is not None or asks(asker.pid, slow.port))
+    until(lambda: asker.poll() is not None or asks(asker.pid, slow.port))
     os.kill(slow.etcd_pid, signal.SIGCONT)
     assert asker.communicate(timeout=60)[0].strip() == host
     assert local.find(place) == slow

@@ -25,6 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from kit import until
 from pyetcd import etcdrpc as rpc
 
 import torch_ros
@@ -359,13 +360,6 @@ def users(users_of, tmp_path):
         yield users
 
 
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_role_for_one_prefix_is_enough_for_everything_below_it(shared_users):
     kv = connect(shared_users.endpoint(), timeout_s=5)
     use(kv)
@@ -466,11 +460,11 @@ def test_a_token_that_expires_is_replaced_while_somebody_waits(users_of, certifi
             waiting = pool.submit(kv.wait, Watch((MINE,), rev, ""), timeout_s=30)
             for _ in range(3):
                 token = kv._token
-                wait_until(lambda: not users.is_accepted(token))  # noqa: B023
+                until(lambda: not users.is_accepted(token))  # noqa: B023
                 assert KEY in kv.read(Read((MINE,)), timeout_s=5).entries
                 assert kv._token != token
             token = kv._token
-            wait_until(lambda: not users.is_accepted(token))
+            until(lambda: not users.is_accepted(token))
             assert not waiting.done()
             rev = kv.commit(Txn(ops=(Put(KEY, b"", session.lease_id),)), timeout_s=5).rev
             assert waiting.result(timeout=5)
@@ -485,7 +479,7 @@ def test_a_token_that_expires_is_replaced_while_somebody_waits(users_of, certifi
 def wait_with_an_expired_token(users, kv, rev):
     """etcd refuses such a watch; whoever waits looks again, and by then has another token."""
     token = kv._token
-    wait_until(lambda: not users.is_accepted(token))
+    until(lambda: not users.is_accepted(token))
     woke = kv.wait(Watch((MINE,), rev, ""), timeout_s=5)
     return woke and kv._token != token
 
@@ -565,10 +559,10 @@ def test_a_lease_outlasts_a_password_that_comes_late(users, caplog):
     users.ask_as_root("UserChangePassword", new)
     with pytest.raises(AccessDenied):
         use(kv)
-    wait_until(lambda: "its lease ends in" in caplog.text)  # a renewal was refused
+    until(lambda: "its lease ends in" in caplog.text)  # a renewal was refused
     deadline = session.deadline
     users.password_file.write_text("s3cret-of-tomorrow")
-    wait_until(lambda: session.deadline > deadline)
+    until(lambda: session.deadline > deadline)
     assert not lost
     session.close()
     kv.close()
@@ -581,7 +575,7 @@ def test_a_shared_lease_outlasts_a_password_that_comes_late(users, caplog):
     users.ask_as_root("UserChangePassword", new)
     with pytest.raises(AccessDenied):
         use(kv)
-    wait_until(lambda: "trying again" in caplog.text)  # a renewal was refused
+    until(lambda: "trying again" in caplog.text)  # a renewal was refused
     lease.check()
     users.password_file.write_text("s3cret-of-tomorrow")
     use(kv)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from kit import until
 from pyetcd import etcdrpc
 
 import torch_ros
@@ -62,13 +63,6 @@ def is_answering(kv):
     return True
 
 
-def wait_until(condition, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def requests(kv, timeout_s):
     return [
         lambda: read(kv, timeout_s),
@@ -110,7 +104,7 @@ def test_an_etcd_that_restarts_is_found_again_with_its_records(kv, etcd_server):
         assert not is_answering(kv)
         time.sleep(0.1)
     etcd_server.start()
-    wait_until(lambda: is_answering(kv), timeout_s=10)
+    until(lambda: is_answering(kv), limit_s=10)
     view = read(kv)
     assert (view.rev, view.entries["t/a"].value) == (rev, b"kept")
     assert put(kv) == rev + 1
@@ -124,7 +118,7 @@ def test_who_waits_wakes_when_the_connection_breaks(kv, etcd_server, threads):
     assert waiting.result(timeout=10)
     assert wait(kv, rev)
     etcd_server.start()
-    wait_until(lambda: is_answering(kv), timeout_s=10)
+    until(lambda: is_answering(kv), limit_s=10)
     assert not wait(kv, rev, timeout_s=0.2)
 
 
@@ -143,7 +137,7 @@ def test_who_waits_wakes_when_the_store_was_wiped(kv, etcd_server):
     etcd_server.kill()
     shutil.rmtree(etcd_server.directory / "records")
     etcd_server.start()
-    wait_until(lambda: is_answering(kv), timeout_s=10)
+    until(lambda: is_answering(kv), limit_s=10)
     assert wait(kv, rev)
     assert not wait(kv, read(kv).rev, timeout_s=0.2)
 
@@ -175,7 +169,7 @@ def test_a_process_that_was_stopped_while_its_past_was_compacted_is_told(kv, etc
     """Its connection breaks while it is stopped: it has to watch anew, from one that is gone."""
     process = python(STOPPED, etcd_server.host)
     assert process.stdout.readline() == "waiting\n"
-    wait_until(lambda: etcd_server.metric("etcd_debugging_mvcc_watcher_total") == 2, timeout_s=10)
+    until(lambda: etcd_server.metric("etcd_debugging_mvcc_watcher_total") == 2, limit_s=10)
     process.send_signal(signal.SIGSTOP)
     kv.commit(Txn(ops=(Put("t", b""),)), timeout_s=5)
     last = max(put(kv, name="elsewhere") for _ in range(5))
@@ -212,13 +206,13 @@ def test_waiting_leaves_nothing_in_etcd(kv, etcd_server):
     rev = put(kv)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(wait, kv, rev)
-        wait_until(lambda: watchers() == 2, timeout_s=5)  # from now on, and from the past
+        until(lambda: watchers() == 2, limit_s=5)  # from now on, and from the past
         put(kv)
         waiting.result()
     for _ in range(10):
         wait(kv, rev)
         wait(kv, rev + 1, timeout_s=0.02)
-    wait_until(lambda: watchers() == 0, timeout_s=5)
+    until(lambda: watchers() == 0, limit_s=5)
 
 
 @pytest.mark.parametrize("dead", [DEAD, "unknown.invalid:2379"])
@@ -234,7 +228,7 @@ def test_the_next_endpoint_takes_over(etcd_server, etcd_endpoint):
     kv = EtcdKV([etcd_server.host, etcd_endpoint.removeprefix("etcd://")])
     put(kv, value=b"on the first")
     etcd_server.kill()
-    wait_until(lambda: is_answering(kv), timeout_s=3)
+    until(lambda: is_answering(kv), limit_s=3)
     assert "t/a" not in read(kv).entries
     kv.close()
 
@@ -324,5 +318,5 @@ def test_closing_leaves_no_threads_and_no_connection(etcd_server):
         kv = EtcdKV([etcd_server.host])
         wait(kv, put(kv), timeout_s=0.02)
         kv.close()
-    wait_until(lambda: threading.active_count() <= before, timeout_s=5)
-    wait_until(lambda: open_descriptors() <= descriptors + 8, timeout_s=5)
+    until(lambda: threading.active_count() <= before, limit_s=5)
+    until(lambda: open_descriptors() <= descriptors + 8, limit_s=5)

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 import pytest
+from kit import until
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -109,13 +110,6 @@ def attempt(call):
         return call()
     except Exception as error:
         return error
-
-
-def until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def at_once(*calls):
@@ -625,7 +619,7 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     ranks = anchor_first(store, trainer)
     dead, alive = (ranks[0], ranks[1]) if dies == "the anchor" else (ranks[1], ranks[0])
     kill(dead)
-    until(lambda: not listing(other), timeout_s=10)
+    until(lambda: not listing(other), limit_s=10)
     assert isinstance(attempt(partial(publish, alive, 8)), SeatLost)
 
 

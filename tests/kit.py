@@ -1,0 +1,38 @@
+"""What tests of any folder do: have a store, wait for something, call several ranks at once."""
+
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT_S = 60.0
+
+
+def memory() -> str:
+    """The endpoint of a store in memory. For a module: `endpoint = pytest.fixture(memory)`."""
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def until(
+    holds: Callable[[], T], limit_s: float = LIMIT_S, *, by=None, pause_s: float = 0.005
+) -> T:
+    """What `holds` returns, as soon as that is true.
+
+    Args:
+        by: The puppet that is to bring it about: its log is shown where it has ended, or is late.
+    """
+    end_s = time.monotonic() + limit_s
+    while not (found := holds()):
+        assert by is None or by.poll() is None, by.end_of_log()
+        assert time.monotonic() < end_s, by.end_of_log() if by else "it never came"
+        time.sleep(pause_s)
+    return found
+
+
+def at_once(*calls: Callable[[], T]) -> list[T]:
+    """What each call returns, made by a thread each; the first error is raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
