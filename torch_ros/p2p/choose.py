@@ -16,6 +16,7 @@ from torch_ros.p2p.copying import thread_count
 from torch_ros.p2p.huge_pages import HugePages, obstacle
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
+from torch_ros.p2p.room import require_files, require_home
 from torch_ros.p2p.transport import CONNECT_S, Transport
 from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
 from torch_ros.printable import log_of
@@ -56,11 +57,14 @@ def choose_transport(
         reason: Why it is this one, for the log.
 
     Raises:
-        UsageError: There is no such device, or UCX cannot use it.
+        UsageError: There is no such device, UCX cannot use it, or this process may open too few
+            files, or nothing in HOME.
     """
     if name == "memory" or (name == "auto" and in_process):
         log.info("transport: within this process")
         return MemoryTransport()
+    require_files()
+    require_home()
     # Importing nixl loads UCX and takes a second; a store in memory can do without. Ctrl-C must not
     # reach it: C++ classes that are half made cannot be made again in this process.
     if NIXL not in sys.modules and threading.current_thread() is threading.main_thread():

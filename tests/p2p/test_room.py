@@ -1,0 +1,41 @@
+"""Surroundings in which NIXL cannot begin: an error with the way out, where libraries abort."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_ros
+from torch_ros.errors import UsageError
+from torch_ros.p2p.room import FILES
+
+IN_A_LOOP = """
+import sys, torch_ros, torch_ros.errors
+try:
+    torch_ros.open("m", endpoint=sys.argv[1], rank=0, world_size=1)
+except torch_ros.errors.UsageError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_may_open_few_more_files_is_told_how_many(etcd_endpoint):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(list(Path("/proc/self/fd").iterdir())) + FILES // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        with pytest.raises(UsageError, match=rf"may have {limit}: .* raise the limit \(ulimit -n"):
+            torch_ros.open("m", endpoint=etcd_endpoint, rank=0, world_size=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    torch_ros.open("m", endpoint=etcd_endpoint, rank=0, world_size=1).close()
+
+
+def test_a_home_that_cannot_be_entered_is_named(etcd_endpoint, tmp_path):
+    (tmp_path / "home").symlink_to("home")  # root may enter all others
+    command = [sys.executable, "-c", IN_A_LOOP, etcd_endpoint]
+    home = {**os.environ, "HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=60)
+    assert "set HOME to a directory that it may enter" in done.stdout, done.stderr
