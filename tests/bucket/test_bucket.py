@@ -700,6 +700,28 @@ def test_the_command_archives_once(opened, asked, url):
     assert asked("archive", trainer.model, "ftp://x", "--once")[0] == 2
 
 
+def test_the_largest_number_that_can_be_published_is_archived(opened, asked, tmp_path):
+    trainer = opened("trainer")
+    trainer.register({"w": torch.arange(1000.0)})
+    trainer.publish(2**63 - 1)
+    assert asked("archive", trainer.model, str(tmp_path), "--once")[::2] == (0, "")
+    assert torch_ros.bucket.open(tmp_path.as_uri(), trainer.model).list() == {2**63 - 1: "full"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--metrics-port", "abc"], "--metrics-port 'abc': expected PORT, or HOST:PORT"),
+        (["--metrics-port", "9100", "--once"], "--once ends before anybody asks"),
+    ],
+)
+def test_where_figures_are_served_is_looked_at_first(asked, tmp_path, options, text):
+    code, _, err = asked("archive", "m", str(tmp_path / "b"), *options)
+    assert code == 2
+    assert text in err
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.long
 def test_the_room_needs_no_etcd():
     code = "import sys, torch_ros.bucket; print({'grpc', 'nixl', 'pyetcd'} & {*sys.modules})"

@@ -659,6 +659,12 @@ def test_both_versions_of_a_diff_are_found_at_one_moment(opened, asked, after_co
     assert (code, json.loads(out)["versions"]) == (1, ["1", "3"])
 
 
+def test_a_checkpoint_that_is_not_there_is_no_version_either(asked):
+    code, _, err = asked("diff", "m", "1", "no-such-folder")
+    assert code == 2
+    assert "'no-such-folder' is no file or folder that is there; version" in err
+
+
 @pytest.mark.parametrize("command", ["pull", "pull dcp", "diff", "verify"])
 def test_a_number_that_is_published_anew_is_not_taken_for_the_version(
     opened, asked, after_contents, tmp_path, command

@@ -45,11 +45,13 @@ PROBES = "probe"  # the folder where an archiver tries a store
 NAMED = re.compile(
     r"([0-9]{20})-([0-9]{15})-([^/]+)-([0-9a-z]+)\.(?:full|delta-([0-9]{20})-([0-9a-z]+))\.json"
 )
+VERSION_MAX = 2**63 - 1  # as etcd has it
 MOST = 2**62  # of elements and bytes: sums of two such numbers fit in 64 bits
 
 Kind = Literal["full", "delta"]
 Encoding = Literal["gaps", "coo"]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+_Version = Annotated[int, msgspec.Meta(ge=0, le=VERSION_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def kept(key: str) -> InBucket | None:
             numbers = int(number), unquote(text), int(found[1]), int(found[2])
             base = (int(found[5]), found[6]) if found[5] else None
             made = InBucket(*numbers, unquote(found[3]), found[4], base)
-            return made if made.key == key and made.version <= MOST else None
+            return made if made.key == key and made.version <= VERSION_MAX else None
     return None
 
 
@@ -179,7 +181,7 @@ def layout_of(tensors: Sequence[StoredTensor | StoredChange]) -> Layout:
 class StoredBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The version, in the same run, that a delta is of."""
 
-    version: _Count
+    version: _Version
     uid: str
     nonce: str
 
@@ -190,7 +192,7 @@ class StoredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal[1]
     model: str
     run: str
-    version: _Count
+    version: _Version
     uid: str
     files: tuple[StoredFile, ...]
     left_out: tuple[str, ...]  # fqns of pickled objects

@@ -43,6 +43,7 @@ def archive(asked: argparse.Namespace, out: TextIO) -> None:
     A failed attempt is made again, and the fleet does not notice. Only the arguments, a bucket that
     cannot be written to when this begins, and another archiver of the same name end it.
     """
+    figures = _figures(asked)
     bucket = torch_ros.bucket.open(asked.url, asked.model)
     if not bucket.store.probe(f"{bucket.root}/{PROBES}"):
         log.warning(
@@ -52,23 +53,36 @@ def archive(asked: argparse.Namespace, out: TextIO) -> None:
         form = Form(streams=asked.stream, deltas=asked.deltas, encoding=asked.encoding)
         archiver = Archiver(handle, bucket, keep=asked.keep, grace_s=asked.grace, form=form)
         if not asked.once:
-            with _served(asked.metrics_port, archiver, out):
+            with _served(figures, archiver, out):
                 _follow(archiver, handle, out, ends)
         elif _step(archiver, handle, out) is None and not bucket.list():
             raise UsageError(f"model {asked.model!r} has no version to archive")
 
 
+def _figures(asked: argparse.Namespace) -> tuple[str, int] | None:
+    """Where figures for Prometheus are served, if they are asked for."""
+    where = asked.metrics_port
+    if where is None:
+        return None
+    if asked.once:
+        raise UsageError(f"--metrics-port {where}: --once ends before anybody asks for figures")
+    from torch_ros.metrics.process import address  # noqa: PLC0415  # an extra
+
+    try:
+        return address(where)
+    except UsageError as error:
+        raise UsageError(f"--metrics-port {where!r}: {error}") from error
+
+
 @contextmanager
-def _served(where: str | None, archiver: Archiver, out: TextIO) -> Iterator[None]:
-    """Figures for Prometheus, if they are asked for."""
+def _served(where: tuple[str, int] | None, archiver: Archiver, out: TextIO) -> Iterator[None]:
     if where is None:
         yield
         return
     from torch_ros.metrics.archivers import ArchiveCollector  # noqa: PLC0415  # an extra
-    from torch_ros.metrics.process import address  # noqa: PLC0415
     from torch_ros.metrics.server import serving  # noqa: PLC0415
 
-    with serving(ArchiveCollector(archiver), *address(where)) as url:
+    with serving(ArchiveCollector(archiver), *where) as url:
         say(out, f"{url}: figures of the archiver")
         yield
 

@@ -38,6 +38,7 @@ from torch_ros.cli.output import complain, say
 from torch_ros.errors import BackendError, StoreUnavailable, UsageError
 from torch_ros.printable import log_of, printable, some
 from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.versions import Spec
 from torch_ros.store.endpoint import located
 from torch_ros.transfer.meter import Bar
 
@@ -128,8 +129,10 @@ def diff(asked: argparse.Namespace) -> Compared:
     Raises:
         VersionNotFound: One of them has gone since, or was published anew.
     """
+    is_on_disk = is_named(asked.other)
+    if not is_on_disk:
+        _require_version(asked.other)
     with opened(asked, None, "diff") as handle:
-        is_on_disk = is_named(asked.other)
         texts = [asked.one] if is_on_disk else [asked.one, asked.other]
         versions = list(map(as_version, texts))
         refs = asking.resolved(located(asked.endpoint), asked.model, versions, asked.timeout)
@@ -174,6 +177,13 @@ def _on_disk(checkpoint: Path) -> _Side:
     there = mapped(checkpoint)
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in there.items()}
     return _Side(str(checkpoint), shapes, lambda names: ((name, there[name]) for name in names))
+
+
+def _require_version(text: str) -> None:
+    try:
+        Spec.parse(as_version(text))
+    except UsageError as error:
+        raise UsageError(f"{text!r} is no file or folder that is there; {error}") from error
 
 
 def as_version(text: str) -> int | str:
