@@ -83,7 +83,11 @@ def take(endpoint: str, trainer: Actor, rollouts: list[Actor]) -> None:
         with closing(connect(endpoint, timeout_s=10)) as kv:
             fleet = asking.fleet(kv, MODEL)
         asyncio.run(draw_top(endpoint, fleet))
-        draw_ls(endpoint)
+        draw(endpoint, "ls", MODEL)
+        draw(endpoint, "doctor", "--model", MODEL)
+        trainer.tell("unpublish")  # it waits for those that are stopped
+        time.sleep(2)
+        draw(endpoint, "why", MODEL, trainer.name)
 
 
 def replicate(rollouts: list[Actor]) -> None:
@@ -103,12 +107,12 @@ async def draw_top(endpoint: str, fleet: top.Fleet) -> None:
         save("top.svg", screen.export_screenshot(title=f"torch-ros top {MODEL}"))
 
 
-def draw_ls(endpoint: str) -> None:
-    """As a terminal shows it."""
+def draw(endpoint: str, *command: str) -> None:
+    """What a command says, as a terminal shows it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, WIDTH))
-    command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "ls", MODEL]
-    subprocess.run(command, stdout=theirs, check=True)
+    program = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint]
+    subprocess.run([*program, *command], stdout=theirs, check=False)  # `why`: 1, it has found who
     os.close(theirs)
     said = b""
     try:
@@ -118,7 +122,7 @@ def draw_ls(endpoint: str) -> None:
         os.close(ours)
     console = Console(record=True, width=WIDTH, file=StringIO())
     console.print(Text.from_ansi(said.decode().replace("\r\n", "\n")))
-    save("ls.svg", console.export_svg(title=f"torch-ros ls {MODEL}"))
+    save(f"{command[0]}.svg", console.export_svg(title=" ".join(("torch-ros", *command))))
 
 
 def save(name: str, svg: str) -> None:
