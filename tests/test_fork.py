@@ -1,5 +1,8 @@
 """Fork: who may open a handle or a store in the child, and that it can be read from."""
 
+import os
+import sys
+
 import pytest
 
 from torch_ros.store import forking
@@ -146,3 +149,20 @@ def test_grpc_handlers_that_hang_are_warned_of_once(monkeypatch, caplog, support
     assert [f"{forking.SUPPORT}={support} lets" in told for told in caplog.messages] == [
         True
     ] * count
+
+
+@pytest.mark.parametrize(("is_open", "is_lost"), [(False, 0), (True, 1)])
+def test_a_fork_without_proc_is_silent_and_takes_channels_for_lost(
+    monkeypatch, tmp_path, is_open, is_lost
+):
+    """The hooks' errors are printed at each fork, by a process that may never have used gRPC."""
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    monkeypatch.setattr(forking, "_here", forking._Forking())
+    monkeypatch.setattr(forking, "TASKS", tmp_path / "none")
+    user = type("User", (), {})()
+    if is_open:
+        forking.begin(user)
+    if (child := os.fork()) == 0:
+        os._exit(9 if raised else forking._here.is_lost)
+    assert (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), raised) == (is_lost, [])

@@ -112,10 +112,18 @@ def _are_there(wanted: frozenset[str]) -> bool:
 def _threads() -> frozenset[str]:
     """The names of gRPC's threads in this process, as the kernel has them."""
     names = []
-    for task in TASKS.iterdir():
+    for task in _tasks():
         with suppress(OSError):  # it has ended
             names.append((task / "comm").read_text().strip())
     return frozenset(name for name in names if name.startswith(THREADS))
+
+
+def _tasks() -> list[Path]:
+    """This process's threads, of which there is one at least; none: /proc is not mounted."""
+    try:
+        return list(TASKS.iterdir())
+    except OSError:
+        return []
 
 
 def _before() -> None:
@@ -127,14 +135,17 @@ def _before() -> None:
 
 
 def _in_child() -> None:
-    for user in _here.users:
+    channels = list(_here.users)  # the parent's
+    for user in channels:
         # To destroy the parent's channels at the child's exit could wait for threads of the parent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(user))
     _here.awaited |= _here.threads
-    is_alone = len(list(TASKS.iterdir())) == 1  # gRPC's handlers are switched off
-    is_lost = _here.requests or _here.watches or (_here.awaited and is_alone)
+    count = len(_tasks())
+    is_alone = count == 1 and _here.awaited  # gRPC's handlers are switched off
+    is_unseen = count == 0 and channels  # whether they are is not told without /proc
+    is_lost = _here.requests or _here.watches or is_alone or is_unseen
     _here.is_lost = _here.is_lost or bool(is_lost)
-    _here.has_others = _here.has_others or bool(_here.threads)  # the parent's channels
+    _here.has_others = _here.has_others or bool(_here.threads)
     _here.users, _here.requests, _here.watches = weakref.WeakSet(), set(), set()
 
 
