@@ -635,16 +635,22 @@ def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypa
 
 def test_a_loop_that_all_ranks_leave_alike_costs_nothing(opened, pool, replica, monkeypatch):
     publisher(opened)
-    on_all(pool, replica, leaves_by_break)
-    commits, reads = [], []
+    wait, waiting, commits = run._wait, set(), []
+
+    def noted_wait(watch, ask, endpoint, deadline, *rest):
+        if deadline.what.startswith("leaving"):
+            waiting.add(ask.func.__self__)
+        return wait(watch, ask, endpoint, deadline, *rest)
+
+    monkeypatch.setattr(run, "_wait", noted_wait)
+    assert on_all(pool, replica, leaves_by_break) == [None, None]
     for handle in replica:
         kv = handle._shard.group.kv
         monkeypatch.setattr(kv, "commit", noted(kv.commit, commits))
-        monkeypatch.setattr(kv, "read", noted(kv.read, reads))
     calls = [handle._shard.group.ledger.calls_made for handle in replica]
     minded = [watcher(handle) for handle in replica]
-    until(lambda: len(reads) == 2)
-    assert commits == []
+    until(lambda: len(waiting) == 2)
+    assert not any(txn.ops for txn in commits)  # a watch asks by some without
     assert [handle._shard.group.ledger.calls_made for handle in replica] == calls
     assert on_all(pool, replica, lambda h: h.update()) == [False, False]
     for thread in minded:
@@ -667,7 +673,7 @@ def watcher(handle):
 def test_who_has_left_and_follows_again_is_waited_for(opened, pool, replica):
     """Its peer has left after the same version, and is the first to follow again."""
     publisher(opened)
-    on_all(pool, replica, leaves_by_break)
+    assert on_all(pool, replica, leaves_by_break) == [None, None]
     publisher(opened, 2, "t2")
     ahead = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
     watcher(replica[1]).join(WAIT_S)  # it has seen that
