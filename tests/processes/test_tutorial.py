@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from demos import descendants, read_until
+from demos import descendants, read_until, running_children
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "TUTORIAL.md"
 PROGRAM = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -70,14 +70,25 @@ class Reader:
 @pytest.fixture
 def reader(tmp_path, surroundings):
     (tmp_path / "tutorial").mkdir()
-    return Reader(tmp_path / "tutorial", surroundings)
+    yield Reader(tmp_path / "tutorial", surroundings)
+    for pid in running_children(surroundings, r"trainer\.py"):  # orphans of a torchrun
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def kill(program, named):
-    """All processes of it whose command has this name."""
-    found = [pid for pid, command in descendants(program.pid).items() if named in command]
-    assert found
-    for pid in found:
+def follow_to(rollout, version):
+    """Until it has this version, or a newer one: it passes by what comes while it is busy."""
+    while int(read_until(rollout, "on the way to 8").split()[1].rstrip(":")) < version:
+        pass
+
+
+def kill(program, who):
+    """One rank, all ranks and torchrun, or torchrun alone."""
+    found = descendants(program.pid)
+    torchrun = [pid for pid, command in found.items() if "torchrun" in command]
+    ranks = [pid for pid, command in found.items() if "-u trainer.py" in command]
+    assert (len(torchrun), len(ranks)) == (1, 2), found
+    for pid in {"a rank": ranks[:1], "all": torchrun + ranks, "torchrun": torchrun}[who]:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -91,7 +102,7 @@ def test_a_rollout_follows_and_comes_back(reader):
     reader.come_to(2)
     with reader.running("trainer.py") as trainer:
         with reader.running("rollout.py") as rollout:
-            read_until(rollout, "version 2: ")
+            follow_to(rollout, 2)
         with reader.running("rollout.py") as rollout:
             read_until(rollout, "on the way to 8")
             read_until(rollout, "on the way to 8")
@@ -106,7 +117,7 @@ def test_a_rollout_reads_what_ranks_save(reader):
     reader.commands += commands
     with reader.running("torchrun") as trainer, reader.running("python rollout.py") as rollout:
         read_until(trainer, "version 2: loss")
-        read_until(rollout, "version 3: ")
+        follow_to(rollout, 3)
 
 
 @pytest.mark.timeout(300)
@@ -119,10 +130,13 @@ def test_a_trainer_that_is_killed_goes_on_from_a_rollout(reader):
     reader.commands += [follow, *watch]
     with reader.running("until torchrun") as trainer, reader.running("rollout.py") as rollout:
         read_until(trainer, "begins after version 0")
-        read_until(rollout, "version 3: ")
+        follow_to(rollout, 3)
         assert "trainer" in reader.ended("torch-ros ls")
         assert "trainer, rank 1: host" in reader.ended("torch-ros why")
-        kill(trainer, "trainer.py")  # torchrun's command has this word, too
-        began = int(read_until(trainer, "begins after version").split()[-1])
-        assert began >= 3
-        read_until(rollout, f"version {began + 2}: ")
+        last = 3
+        for who in ("a rank", "all", "torchrun"):
+            kill(trainer, who)
+            began = int(read_until(trainer, "begins after version").split()[-1])
+            assert began >= last
+            last = began + 2
+            follow_to(rollout, last)
