@@ -3,10 +3,12 @@
 import contextlib
 import tempfile
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +16,7 @@ import torch_ros
 import torch_ros.bucket
 from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.dcp import ROSReader, ROSWriter
+from torch_ros.errors import UsageError
 
 COUNT = 5000
 
@@ -252,3 +255,122 @@ OFTEN = {"device", "default device", "inference"}  # those that have changed byt
 )
 def test_a_mode_of_torch_changes_no_byte(pair, mode, call):
     CALLS[call](*pair, MODES[mode])
+
+
+def within(transform):
+    """Gives a call the tensor that a function sees within a transform of torch.func."""
+
+    def give(call):
+        def seen(tensor):
+            call(tensor)
+            return tensor.sum()
+
+        transform(seen)(torch.ones(3))
+
+    return give
+
+
+UNREAL = {
+    "fake": lambda call: call(FakeTensorMode().from_tensor(torch.ones(3))),
+    "meta": lambda call: call(torch.ones(3, device="meta")),
+    "vmap": lambda call: torch.vmap(lambda t: (call(t), t)[1])(torch.ones(2, 3)),
+    "grad": within(torch.func.grad),
+    "functionalize": within(torch.func.functionalize),
+}
+
+
+def save(handle, version, sd, *, is_own=True):
+    writer = ROSWriter(version, handle=handle)
+    planner = writer.planner() if is_own else None
+    dcp.save(sd, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def load(handle, sd, *, is_own=True):
+    reader = ROSReader(handle=handle)
+    planner = reader.planner() if is_own else None
+    dcp.load(sd, storage_reader=reader, planner=planner, no_dist=True)
+
+
+TAKES = {  # of a publisher of version 1 and a reader, a tensor
+    "register": lambda _, reader, tensor: reader.register({"w": tensor}),
+    "read": lambda _, reader, tensor: reader.read(1, {"w": tensor}),
+    "copy": lambda trainer, _, tensor: trainer.publish_copy(2, {"w": tensor}),
+    "save": lambda trainer, _, tensor: save(trainer, 2, {"w": tensor}),
+    "save of dcp": lambda trainer, _, tensor: save(trainer, 2, {"w": tensor}, is_own=False),
+    "load": lambda _, reader, tensor: load(reader, {"w": tensor}),
+}
+
+
+TORCH = {("meta", "load"), ("vmap", "save"), ("vmap", "save of dcp")}  # its planner raises before
+
+
+def error_of(call, *arguments):
+    with pytest.raises(BaseException) as caught:
+        call(*arguments)
+    failures = getattr(caught.value, "failures", None)  # of dcp
+    return failures[0][0] if failures else caught.value
+
+
+@pytest.mark.parametrize("take", TAKES)
+@pytest.mark.parametrize("kind", UNREAL)
+def test_a_tensor_without_memory_is_refused_by_name(pair, kind, take):
+    trainer, reader = pair
+    save(trainer, 1, {"w": torch.ones(3)})
+    load(reader, {"w": torch.zeros(3)})  # what is remembered of it is not taken for true
+    reader.unpublish()
+
+    def call(tensor):
+        error = error_of(TAKES[take], trainer, reader, tensor)
+        if (kind, take) in TORCH:
+            return
+        assert isinstance(error, UsageError), error
+        assert "'w'" in str(error)
+        assert "memory" in str(error)
+
+    UNREAL[kind](call)
+    load(reader, got := {"w": torch.zeros(3)})
+    assert got["w"].tolist() == [1, 1, 1]
+
+
+INSIDE = {
+    "unpublish": lambda trainer, *_: trainer.unpublish(),  # of a version that is retained
+    "register": lambda _, reader, got: reader.register(got),
+    "publish": lambda trainer, *_: trainer.publish(2),
+    "copy": lambda trainer, *_: trainer.publish_copy(2, {"w": torch.ones(3)}),
+    "replicate": lambda _, reader, __: reader.replicate(1),
+    "update": lambda _, reader, __: reader.update("latest"),
+    "read": lambda _, reader, got: reader.read(1, got),
+    "stream": lambda _, reader, __: reader.stream(1, ["w"], buffer_bytes=1 << 20).close(),
+    "save": lambda trainer, _, got: save(trainer, 2, got),
+    "load": lambda _, reader, got: load(reader, got),
+    "load of dcp": lambda _, reader, got: load(reader, got, is_own=False),
+}
+
+
+@pytest.mark.parametrize("may_mix", [False, True])
+@pytest.mark.parametrize("call", INSIDE)
+def test_a_call_within_fake_tensor_mode_is_refused(pair, call, may_mix):
+    trainer, reader = pair
+    trainer.register({"w": torch.ones(3)})
+    trainer.publish(1)
+    got = {"w": torch.zeros(3)}
+    if call in {"replicate", "update"}:
+        reader.register(got)
+    with FakeTensorMode(allow_non_fake_inputs=may_mix):
+        error = error_of(INSIDE[call], trainer, reader, got)
+    assert isinstance(error, UsageError), error
+    assert "outside of FakeTensorMode" in str(error)
+    reader.unregister()
+    reader.read(1, got)
+    assert got["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("call", ["in place", "deltas", "copies"])
+def test_the_default_device_of_a_thread_reaches_nothing_of_ours(pair, call):
+    def within_a_thread():
+        torch.set_default_device("meta")
+        CALLS[call](*pair, contextlib.nullcontext)
+        assert torch.ones(1).is_meta
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(within_a_thread).result(60)

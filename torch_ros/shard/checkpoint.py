@@ -33,7 +33,7 @@ from torch_ros.transfer.deltas import PlannedDelta, PublishedCopy
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.left_out import left_out
-from torch_ros.weights.local import copy_bits
+from torch_ros.weights.local import copy_bits, require_memory
 from torch_ros.weights.manifest import Layout, logical
 
 T = TypeVar("T")
@@ -153,6 +153,7 @@ class Checkpoints:
         """
 
         def look() -> PinnedVersion:
+            require_memory()
             deadline = self._shard.deadline(f"find version {version}", timeout_s)
             return find(self._shard, Spec.parse(version), deadline)
 

@@ -19,6 +19,7 @@ from torch_ros.protocol.call import CLEAN_UP_S, Missed
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.meeting import gone_on
 from torch_ros.shard.beginnings import Beginning
+from torch_ros.weights.local import require_memory
 
 if TYPE_CHECKING:
     from torch_ros.shard.core import Shard
@@ -53,6 +54,7 @@ def collectively(
         first = ledger.calls_made + 1
         ledger.caller, ledger.first = asked, 0 if continues else first
         try:
+            require_memory()
             return _as_part_of(asked, begin())
         finally:
             first, ledger.caller = max(first, ledger.first), ""

@@ -70,8 +70,19 @@ def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]
             f"tensors: found a {type(named_tensors).__name__}, expected a mapping of names to "
             "tensors; pass a state_dict()"
         )
+    require_memory()
     with torch.no_grad():  # `to_local` then returns the local tensor itself
         return [_local_tensor(fqn, tensor) for fqn, tensor in named_tensors.items()]
+
+
+def require_memory() -> None:
+    """Raises: UsageError: torch makes tensors without memory here, buffers of ours included."""
+    made = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    if made is not torch.Tensor:
+        raise UsageError(
+            f"torch makes a {made.__name__} of every tensor here, which has no memory to publish "
+            "or read into; make this call outside of FakeTensorMode, with real tensors"
+        )
 
 
 def build(
@@ -275,7 +286,15 @@ def _obstacles(tensor: torch.Tensor) -> Iterator[str]:
         yield "is a lazy conjugate or negative; call .resolve_conj().resolve_neg() on it"
     if is_traceable_wrapper_subclass(tensor):
         yield f"is a {type(tensor).__name__}, which wraps other tensors; pass those"
-    if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
+    try:
+        has_memory = not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:
+        yield (
+            f"is a {type(tensor).__name__} that stands for others within torch.func (vmap, grad), "
+            "or a trace, and has no memory; pass the tensor that was given to it, outside of it"
+        )
+        return
+    if tensor.is_meta or not has_memory:
         advice = "materialise it first"
         if isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
             advice = (
