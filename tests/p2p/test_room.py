@@ -1,15 +1,18 @@
 """Surroundings in which NIXL cannot begin: an error with the way out, where libraries abort."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import torch_ros
 from torch_ros.errors import UsageError
+from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.p2p.room import FILES
 
 IN_A_LOOP = """
@@ -31,6 +34,39 @@ def test_a_process_that_may_open_few_more_files_is_told_how_many(etcd_endpoint):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     torch_ros.open("m", endpoint=etcd_endpoint, rank=0, world_size=1).close()
+
+
+# Has no room for another file after its transport was made.
+FULL = """
+import resource
+from contextlib import suppress
+from torch_ros.errors import UsageError
+from torch_ros.p2p.room import require_files
+
+transport = nixl.NixlTransport()
+highest = max(map(int, os.listdir("/proc/self/fd")))
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+with suppress(OSError):
+    while True:
+        os.open("/dev/null", os.O_RDONLY)
+try:
+    transport.connect(bytes.fromhex(sys.argv[1]))
+except TransferFailed as error:
+    say(error)
+try:
+    require_files()
+except UsageError as error:
+    say(error)
+"""
+
+
+def test_a_reader_whose_files_run_out_later_is_told_its_limit(spawn):
+    with closing(NixlTransport()) as source:
+        full = spawn(FULL, source.connection.hex())
+        for text in (" ".join(full.hear()) for _ in range(2)):
+            assert re.search(r"this process has (\d+) files open and may have \1: ", text), text
+            assert "raise the limit (ulimit -n" in text
 
 
 def test_a_home_that_cannot_be_entered_is_named(etcd_endpoint, tmp_path):

@@ -27,7 +27,7 @@ import numpy as np
 
 from torch_ros.costs import NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.p2p import rdma, sockets
+from torch_ros.p2p import rdma, room, sockets
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
 from torch_ros.p2p.ucx import ucx_config
@@ -233,10 +233,11 @@ class _Link:
                 yield self.transport.nixl
             except bindings.nixlRemoteDisconnectError as error:
                 # UCX has ended every read of a connection that failed.
-                self.end("it disconnected (has its process ended?)")
+                self.end(f"it disconnected (has its process ended?){room.lacking()}")
                 raise TransferFailed(self.agent, self.failure) from error
             except _NIXL_ERRORS as error:
-                raise TransferFailed(self.agent, f"NIXL says {error}") from error
+                reason = f"NIXL says {error}{room.lacking()}"
+                raise TransferFailed(self.agent, reason) from error
 
     def load(self, blob: bytes) -> None:
         self.where = self.where or blob
