@@ -38,6 +38,7 @@ def test_a_process_runs_is_stopped_goes_on_and_ends(child):
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert life.look(child.pid, told) == "gone", "a zombie does nothing more"
+    assert life.look(child.pid, told._replace(sign="0badcafe")) == "gone", "nor closed its handle"
     child.wait()
     assert life.look(child.pid, told) == "gone"
 

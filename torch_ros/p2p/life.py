@@ -97,9 +97,10 @@ def look(pid: int, life: Life) -> State:
         return "hidden" if _is_there(pid) else "gone"
     if started_at(stat) != life.started:
         return "replaced"
-    if life.sign and _has_closed(pid, life.sign):
-        return "closed"
     state = _BY_LETTER.get(letter, "running")
+    # To root, one that has ended shows no files: it has closed none of them itself.
+    if state != "gone" and life.sign and _has_closed(pid, life.sign):
+        return "closed"
     return "frozen" if state == "running" and _is_frozen(pid) else state
 
 
