@@ -386,6 +386,16 @@ def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
 
 
 @memory_only
+@pytest.mark.parametrize(
+    "read", [lambda store, key: store.get(key), lambda store, key: store.get_ranges(key, [0], [1])]
+)
+def test_a_file_that_cannot_be_looked_at_is_an_error_of_the_bucket(archived, bucket, read):
+    archived(7, {"w": torch.ones(4)})
+    with pytest.raises(BucketError, match="File name too long"):
+        read(bucket.store, "n" * 256)
+
+
+@memory_only
 def test_files_without_a_manifest_are_no_version_and_go_after_the_grace(
     archived, bucket, opened, monkeypatch, tmp_path
 ):

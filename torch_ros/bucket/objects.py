@@ -207,9 +207,10 @@ class ObjectStore:
     def _require_file(self, key: str) -> None:
         """A read of a FIFO in a folder would wait for who writes to it, with no deadline."""
         if self._folder is not None:
-            path = self._folder / key
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                self.refuse(key, "it is no file")
+            with self._errors(key):
+                path = self._folder / key
+                if path.exists() and not (path.is_file() or path.is_dir()):
+                    self.refuse(key, "it is no file")
 
     def get_ranges(
         self, key: str, starts: Sequence[int], ends: Sequence[int]
