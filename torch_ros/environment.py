@@ -15,7 +15,6 @@ CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`
 PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars
 HUGE_PAGES = "TORCH_ROS_HUGE_PAGES"  # "0": `open(huge_pages=False)`
 METRICS_PORT = "TORCH_ROS_METRICS_PORT"  # `torch_ros.metrics.serve`, when a handle is opened
-TRACE = "TORCH_ROS_TRACE"  # the folder for a journal of what handles do, read when one is opened
 INIT_METHOD = "TORCH_ROS_INIT_METHOD"  # the URL behind `init_method="etcd://"`
 WEB_TOKEN = "TORCH_ROS_WEB_TOKEN"  # noqa: S105  # `torch-ros web --token`
 

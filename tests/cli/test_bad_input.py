@@ -32,7 +32,6 @@ ARGUMENTS = {  # of those that take more than a model
     "diff": ["MODEL", "latest", "latest-1", "--timeout", "0.2"],
     "archive": ["MODEL", "FOLDER/out", "--timeout", "0.2", "--once"],
     "push": ["FOLDER", "--model", "MODEL", "--version", "9", "--hold", "0.1"],
-    "trace": ["MODEL", "--for", "0.1"],
     "web": ["MODEL", "--port", "0"],
     "export": ["MODEL", "--port", "0"],
 }

@@ -58,7 +58,7 @@ def test_top_draws(endpoint, served):
 
 def test_a_model_that_is_gone_is_named_and_others_are_not_listed(endpoint, ask):  # noqa: F811
     assert ask(endpoint, "gc --yes", "policy")[0] == 0
-    for command in ("gc", "ls", "why", "trace", "pull"):
+    for command in ("gc", "ls", "why", "pull"):
         code, err = ask(endpoint, command, "policy")
         assert (code, "no model 'policy'" in err) == (2, True)
         assert "this user may not list the others" in err

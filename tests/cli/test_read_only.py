@@ -21,7 +21,7 @@ from torch_ros.cli import main
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Read
 
-READ = {"ls": {0}, "ls --deep": {0}, "why": {0, 1}, "doctor": {0, 1}, "gc": {0}, "trace": {0}}
+READ = {"ls": {0}, "ls --deep": {0}, "why": {0, 1}, "doctor": {0, 1}, "gc": {0}}
 WRITE = {"push", "pull", "diff", "verify", "archive"}  # they take a seat, since they move tensors
 SERVE = {"export", "web"}
 

@@ -42,7 +42,6 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "torch-ros archive": ("tests/bucket/test_bucket.py", '"archive"'),
     "torch-ros diff": ("tests/checkpoints/test_push_pull.py", '"diff"'),
     "torch-ros top": ("tests/cli/test_top.py", '"top"'),
-    "torch-ros trace": ("tests/cli/test_trace.py", '"trace"'),
     "torch-ros web": ("tests/cli/browsing.py", '"web"'),
     "torch-ros gc": ("tests/cli/test_gc.py", '"gc"'),
     "torch-ros verify": ("tests/cli/test_verify.py", '"verify"'),

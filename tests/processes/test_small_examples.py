@@ -1,5 +1,6 @@
 """The examples of a page do what their first lines say."""
 
+import json
 import os
 import re
 import signal
@@ -122,3 +123,30 @@ def test_a_checkpoint_goes_in_and_comes_out(surroundings):
     assert script.returncode == 0, output
     assert "version 1 of" in output
     assert "leaving version 1" in output
+
+
+def spans(file):
+    batches = [json.loads(line)["resourceSpans"] for line in file.read_text().splitlines()]
+    return [
+        span
+        for batch in batches
+        for resource in batch
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def test_spans_of_a_fleet_are_in_files_and_each_read_links_to_its_publication(
+    surroundings, tmp_path
+):
+    command = [sys.executable, EXAMPLES / "spans.py", tmp_path / "spans"]
+    assert subprocess.run(command, env=surroundings, timeout=100).returncode == 0
+    trainer, *rollouts = (
+        spans(tmp_path / f"spans/{name}.jsonl") for name in ("trainer", "rollout-0", "rollout-1")
+    )
+    published = {span["spanId"] for span in trainer if span["name"] == "torch_ros.publish"}
+    assert len(published) == 3
+    for rollout in rollouts:
+        links = [link for span in rollout for link in span.get("links", ())]
+        assert {link["spanId"] for link in links} <= published
+        assert links

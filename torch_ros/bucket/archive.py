@@ -88,7 +88,7 @@ class Form:
         deltas: At most so many behind a full one; 0: none. Where there may be some, the last
             version stays in memory.
         encoding: Of deltas.
-        file_bytes: Of a file, unless one tensor is larger.
+        file_bytes: The size of a file, unless one tensor is larger.
     """
 
     streams: bool = False

@@ -21,7 +21,6 @@ from torch_ros.cli import (
     ls,
     output,
     parsing,
-    trace,
     waiting,
 )
 from torch_ros.cli.headway import Look
@@ -161,17 +160,6 @@ def _top(asked: argparse.Namespace) -> int:
 
     with closing(asking.connected(asked.endpoint)) as kv, _looking(kv, asked) as look:
         top.show(kv, asked.model, look)
-    return FINE
-
-
-def _trace(asked: argparse.Namespace) -> int:
-    if asked.model is None and asked.merge is None:
-        raise UsageError("trace takes a model to watch, or --merge FOLDER")
-    told = trace.trace(asked)
-    if asked.json and asked.out:
-        output.say_json(sys.stdout, {"file": trace.readable(asked.out), **told})
-    else:
-        output.say(sys.stdout if asked.out else sys.stderr, *trace.lines(told, asked.out))
     return FINE
 
 
@@ -355,7 +343,6 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "ls": _ls,
     "export": _export,
     "top": _top,
-    "trace": _trace,
     "web": _web,
     "why": _why,
     "doctor": _doctor,

@@ -21,7 +21,6 @@ EXAMPLES = {
     "ls": ("ls", "ls policy", "ls policy 42 --deep", "--json ls policy"),
     "export": ("export --port 9464", "export policy critic --host 0.0.0.0"),
     "top": ("top policy", "top policy --deep"),
-    "trace": ("trace policy --for 5m --out spread.json", "trace --merge /shared/journals"),
     "web": ("web", "web policy --port 0"),
     "why": ("why policy rollout-3", "why policy rollout-3 --version 42"),
     "doctor": ("doctor", "doctor --model policy", "doctor --links policy"),
@@ -127,15 +126,6 @@ def _add_showing(commands: "Commands[argparse.ArgumentParser]") -> None:
     drawn = _add(commands, "top", "a table of a model's replicas, as it changes")
     drawn.add_argument("model")
     drawn.add_argument("--deep", action="store_true", help=DEEP)
-    traced = _add(commands, "trace", "a file for Perfetto: who read what when, from whom")
-    traced.add_argument("model", nargs="?", help="to watch; with --merge by default all")
-    until = traced.add_mutually_exclusive_group()
-    until.add_argument("--for", type=seconds, dest="for_s", metavar="TIME", help="by default 60s")
-    until.add_argument(
-        "--version", type=_whole, dest="number", help="until all have it, or a newer one"
-    )
-    until.add_argument("--merge", type=Path, metavar="FOLDER", help=f"of ${environment.TRACE}")
-    traced.add_argument("--out", type=Path, metavar="FILE", help="by default the standard output")
     shown = _add(commands, "web", "a page that shows who has which version")
     shown.add_argument("model", nargs="?", help="by default all, of which one is chosen there")
     shown.add_argument("--host", default="127.0.0.1", help="others than this host need a token")

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection
 
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import VersionRef
-from torch_ros.shard import journal
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.identity import without_pid
 from torch_ros.shard.report import Reports
@@ -21,7 +20,7 @@ class Observed:
     ) -> None:
         self._group, seat = group, group.seat
         self.tally: Tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
-        reports.listeners += [self.tally.add, told, *journal.listeners(seat)]
+        reports.listeners += [self.tally.add, told]
         self.labels: dict[str, str | int] = {
             "model": model,
             "replica": seat.replica,

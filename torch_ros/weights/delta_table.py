@@ -115,7 +115,7 @@ class DeltaTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """The deltas that lead from `base` to `uid`, if there are; deltas in a circle do not.
 
         Args:
-            uid: Of the content that is served.
+            uid: The content that is served.
         """
         last = {entry.uid: entry for entry in reversed(self.entries)}
         at, is_coming = uid, False
@@ -187,7 +187,7 @@ class DeltaHead:
         """The head of a delta.
 
         Args:
-            index: Of all chunks of the layout, in their order.
+            index: All chunks of the layout, in their order.
             rows: How many of them each chunk has.
             widths: The bytes of a gap, of each chunk.
         """
@@ -283,7 +283,7 @@ def _require(holds: bool, expected: str, found: str) -> None:
 
 
 def _sums(column: npt.NDArray[np.uint32], ends: Ints, rows: Ints) -> Ints:
-    """Of the rows of each chunk."""
+    """The rows of each chunk."""
     sums = np.concatenate([np.zeros(1, np.int64), column.cumsum(dtype=np.int64)])
     found: Ints = sums[ends] - sums[ends - rows]
     return found

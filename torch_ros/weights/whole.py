@@ -33,7 +33,7 @@ def tiles(layouts: Sequence[Layout]) -> Mapping[TensorRecord, Sequence[Tile]]:
     """The tensors of a version, and of each the boxes that it consists of; objects are left out.
 
     Args:
-        layouts: Of all ranks of one replica, in rank order.
+        layouts: Those of all ranks of one replica, in rank order.
 
     Raises:
         ManifestMismatch: A part of a tensor is on no rank. Names the fqn.
