@@ -10,6 +10,7 @@ from kit import memory
 import torch_ros
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import ManifestMismatch, VersionConflict
+from torch_ros.shard.manifests import Manifests
 from torch_ros.transfer.reading import Reading
 
 endpoint = pytest.fixture(memory)
@@ -34,6 +35,21 @@ def test_the_second_publisher_of_other_bytes_is_refused(opened, depth):
     assert second.version is None
     assert first.list() == {1: {"first"}}
     second.publish(2)
+
+
+def test_a_publisher_whose_ranks_go_on_to_other_tensors_does_not_fail_the_next(opened, monkeypatch):
+    """One of its ranks shows the next version by now, in which a tensor has another dtype."""
+    publisher(opened, "first", 1.0).publish(1)
+    goes_on, second = opened("goes on"), publisher(opened, "second", 1.0)
+    goes_on.register({"w0": torch.ones(1024, dtype=torch.float64)})
+    of = Manifests.of
+
+    def shown(self, inst, deadline):
+        return [*of(self, inst, deadline), goes_on._shard.mailbox.manifest]
+
+    monkeypatch.setattr(Manifests, "of", shown)
+    second.publish(1)
+    assert second.version == 1
 
 
 def test_one_tensor_among_many_that_differs_is_named(opened):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch_ros.deadline import Deadline
 from torch_ros.environment import DEFAULT_MODEL
-from torch_ros.errors import NotSupported, PeerError, VersionConflict
+from torch_ros.errors import ManifestMismatch, NotSupported, PeerError, VersionConflict
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.keys import replica_of
@@ -50,11 +50,11 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
     except PeerError as error:  # it goes: readers find that out
         log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
         return
-    theirs, there = _content(manifests), _contents(manifests)
+    theirs, there = _digests(manifests), _tensors(manifests)
     if layout != there.digest == published(shard, ref, deadline):
-        own = _contents(shard.manifests.own(deadline))
+        own = _tensors(shard.manifests.own(deadline))
         require_same(ref.version, replica_of(inst), there, own)
-    mine = _content(shard.manifests.own(deadline)) if theirs.totals else Digests()
+    mine = _digests(shard.manifests.own(deadline)) if theirs.totals else Digests()
     if mine.totals and mine.depth == theirs.depth:
         fqn = first_difference(mine.totals, theirs.totals)
         if fqn is not None:
@@ -71,11 +71,15 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
         )
 
 
-def _contents(manifests: list[Manifest]) -> Logical:
-    return logical([manifest.layout for manifest in manifests])
+def _tensors(manifests: list[Manifest]) -> Logical:
+    """What ranks show; none, if some are about to show other tensors already."""
+    try:
+        return logical([manifest.layout for manifest in manifests])
+    except ManifestMismatch:
+        return Logical(())
 
 
-def _content(manifests: list[Manifest]) -> Digests:
+def _digests(manifests: list[Manifest]) -> Digests:
     """The digests of whole tensors; none, if a rank has none, or of another depth."""
     if manifests[0].depth == "off":
         return Digests()
