@@ -386,6 +386,20 @@ def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
 
 
 @memory_only
+@pytest.mark.parametrize(("fails", "error"), [("clone", MemoryError), ("as_strided", RuntimeError)])
+def test_only_a_copy_that_torch_cannot_make_is_told_as_too_little_memory(
+    archived, monkeypatch, fails, error
+):
+    def failing(*_):
+        raise RuntimeError("torch says why")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, fails, failing)
+        with pytest.raises(error):
+            archived(7, {"w": torch.ones(4)})
+
+
+@memory_only
 @pytest.mark.parametrize(
     "read", [lambda store, key: store.get(key), lambda store, key: store.get_ranges(key, [0], [1])]
 )

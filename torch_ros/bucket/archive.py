@@ -372,10 +372,7 @@ class Archiver:
             if self._form.streams:
                 yield stream
                 return
-            try:
-                held = deque((name, tensor.clone()) for name, tensor in stream)
-            except RuntimeError as error:  # torch's word for it
-                raise MemoryError("all of a version; --stream takes two buffers") from error
+            held = deque((name, _held(tensor)) for name, tensor in stream)
         yield (held.popleft() for _ in range(len(held)))
 
     def _commit(self, new: InBucket, stored: StoredVersion) -> None:
@@ -471,6 +468,13 @@ def _named(
 
 def _is_of(ref: torch_ros.VersionRef, there: InBucket) -> bool:
     return (ref.run, ref.version, ref.uid) == (there.run, there.version, there.uid)
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.clone()
+    except RuntimeError as error:  # torch's word for it
+        raise MemoryError("all of a version; --stream takes two buffers") from error
 
 
 def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:
