@@ -1,10 +1,15 @@
 """What tests of any folder do: have a store, wait for something, call several ranks at once."""
 
+import mmap
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -14,6 +19,15 @@ LIMIT_S = 60.0
 def memory() -> str:
     """The endpoint of a store in memory. For a module: `endpoint = pytest.fixture(memory)`."""
     return f"memory://{uuid.uuid4().hex}"
+
+
+def read_only(path: Path, *shape: int) -> torch.Tensor:
+    """Zeros in a file that is mapped with PROT_READ: a write to them ends the process."""
+    path.write_bytes(torch.zeros(shape).numpy().tobytes())
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch knows no such tensors
+        found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return torch.frombuffer(found, dtype=torch.float32).view(shape)
 
 
 def until(

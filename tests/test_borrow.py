@@ -81,6 +81,15 @@ def test_a_borrowed_version_stays_as_it_is_while_its_lender_publishes_on(lender,
             assert has(first, 1)
 
 
+def test_nothing_is_read_into_a_loan(lender, borrower, opened):
+    publish(lender, 1)
+    with borrower.borrow() as loan:
+        reader = opened("reader")
+        reader.register({"w": loan["w"]})
+        with pytest.raises(UsageError, match="'w' lies in memory that this process may only read"):
+            reader.replicate(1)
+
+
 def test_tensors_of_any_dtype_and_shape_are_borrowed_as_they_are(lender, borrower):
     tensors = {
         "bf16": torch.randn(33, 7).bfloat16(),

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import read_only
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -237,6 +238,41 @@ def test_an_error_on_one_rank_refuses_the_read_on_all_and_the_next_one_works(ope
     assert [report.version for report in reports] == [1, 1]
     assert torch.equal(good[0]["w"], content()["w"])
     assert torch.equal(good[1]["b"], content()["b"])
+    assert [handle.version for handle in engines] == [None, None]
+
+
+def test_memory_that_may_only_be_read_is_published_and_not_read_into(opened, tmp_path):
+    bad = zeros("b") | {"w": read_only(tmp_path / "w", 6, 4)}
+    publisher(opened, tensors=bad)
+    reader, good = opened("reader"), {fqn: torch.ones_like(bad[fqn]) for fqn in bad}
+    reader.register(good)
+    reader.replicate(1)
+    assert not any(tensor.any() for tensor in good.values())
+
+    other = opened("other")
+    other.register(bad)
+    with pytest.raises(UsageError, match="replicate: tensor 'w' lies in memory that this process"):
+        other.replicate(1)
+    with pytest.raises(UsageError, match="read 1: tensor 'w' lies in memory that this process"):
+        reader.read(1, bad)
+    assert (reader.version, other.version) == (1, None)
+
+
+@only_memory
+def test_memory_of_one_rank_that_may_only_be_read_ends_the_call_on_all(
+    opened, ranks, pool, tmp_path
+):
+    publisher(opened)
+    engines = ranks("engine")
+    targets = [zeros(), zeros() | {"w": read_only(tmp_path / "w", 6, 4)}]
+    for handle, tensors in zip(engines, targets, strict=True):
+        handle.register(tensors)
+
+    def replicate(handle):
+        with pytest.raises(TorchRosError, match="tensor 'w' lies in memory"):
+            handle.replicate(1)
+
+    list(pool.map(replicate, engines))
     assert [handle.version for handle in engines] == [None, None]
 
 

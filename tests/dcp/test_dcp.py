@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import read_only
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -173,6 +174,22 @@ def test_what_does_not_fit_is_named_and_changes_nothing(handles, change, kind, f
     error = failure(lambda: load(rollout, bad))
     assert isinstance(error, kind)
     assert re.search(found, str(error))
+    assert rollout.version == 3
+    assert load(rollout, kept) == 3
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_memory_that_may_only_be_read_is_named_and_nothing_is_given_up(handles, tmp_path, is_own):
+    trainer, rollout = handles
+    save(trainer, 3, state())
+    load(rollout, kept := blank())
+    bad = blank()
+    bad["model"]["w"] = read_only(tmp_path / "w", 10, 3)
+    reader = ROSReader(3, handle=rollout)
+    planner = reader.planner() if is_own else None
+    error = failure(lambda: dcp.load(bad, storage_reader=reader, planner=planner))
+    assert isinstance(error, UsageError)
+    assert "load 3: tensor 'model.w' lies in memory that this process may only read" in str(error)
     assert rollout.version == 3
     assert load(rollout, kept) == 3
 

@@ -431,6 +431,7 @@ class Load(Target):
         is_held = request.is_served and shard.held == pinned.ref
         if is_held and shard.tensors.are(state, layout, is_alone=shard.is_alone):
             return LoadTarget(state, "held")
+        state.require_writable(request.asked)
         if pinned.is_only_here:
             self._require_another_holder()
         shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
@@ -504,7 +505,9 @@ class Load(Target):
         checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is None or not is_as_checked:
-            return self._shard.tensors.show(self._request.destination.fill(layouts))
+            state = self._request.destination.fill(layouts)
+            state.require_writable(self._request.asked)
+            return self._shard.tensors.show(state)
         return self._shard.tensors.show(checked.state)
 
     def vet(self) -> None:

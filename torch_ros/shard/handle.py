@@ -422,7 +422,8 @@ class ShardHandle:
 
         Raises:
             UsageError: Nothing is registered, or only a copy of `publish_copy` is; a version is
-                held; or the function that was registered makes copies.
+                held; the function that was registered makes copies; or a tensor lies in memory that
+                this process may only read (PROT_READ), which can be published.
             ManifestMismatch: Other names, shapes or dtypes than the version's, or the ranks
                 together lack a part of a tensor. We do not cast.
             VersionNotFound: The version is gone; with `missing_ok`, only after a part of it was
@@ -619,8 +620,8 @@ class ShardHandle:
             The report of this rank's part.
 
         Raises:
-            UsageError: No plain tensors; or this replica alone holds the version, and would have
-                to give it up. Nothing has changed.
+            UsageError: No plain tensors, or some in memory that this process may only read; or this
+                replica alone holds the version, and would have to give it up. Nothing has changed.
             ManifestMismatch: A name, shape or dtype that the version does not have. Nothing has
                 changed; but if a version with other tensors comes while what is held is given up,
                 nothing is held.

@@ -74,7 +74,7 @@ class Target:
 
     def prepare(self) -> None:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
-        self._shard.ready("replicate")
+        self._shard.ready("replicate").require_writable("replicate")
         self._shard.tensors.require_in_use("replicate")
         self._shard.deltas.forget()  # they lead to a copy that is given up
 
