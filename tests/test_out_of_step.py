@@ -1,11 +1,11 @@
 """One of two ranks leaves a call out: both come to the same call again, or both are told, soon."""
 
 import time
-import uuid
 from functools import partial
 
 import pytest
 import torch
+from kit import memory, until
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.store.txn import Read
@@ -13,9 +13,7 @@ from torch_ros.store.txn import Read
 SOON_S, TIMEOUT_S = 5.0, 30.0
 
 
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(memory)
 
 
 @pytest.fixture
@@ -54,14 +52,14 @@ def attempt(call):
 
 def until_open(handle):
     """Until a call of its group waits for other ranks."""
-    group, until_s = handle._shard.group, time.monotonic() + 10
-    while True:
+    group = handle._shard.group
+
+    def is_open():
         view = group.kv.read(Read(group.seat.own), timeout_s=5)
         calls = view.entries[group.seat.decisions].value
-        if b'"outcome"' not in calls[calls.rindex(b'{"number"') :]:
-            return
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+        return b'"outcome"' not in calls[calls.rindex(b'{"number"') :]
+
+    until(is_open)
 
 
 def test_a_rank_that_left_an_update_out_joins_the_one_in_which_its_peer_waits(pair, pool, source):
@@ -220,8 +218,6 @@ def test_an_argument_that_one_rank_refuses_ends_the_call_for_all(ranks, pool, so
 
 def until_called(handle):
     """Until it waits in a call."""
-    group, until_s = handle._shard.group, time.monotonic() + 10
-    while not (group.ledger.pending and group._calling.locked()):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    group = handle._shard.group
+    until(lambda: group.ledger.pending and group._calling.locked())
     time.sleep(0.1)  # it may look out, and write nothing

@@ -31,14 +31,8 @@ from torch_ros.store.run import run
 from torch_ros.store.txn import Changes, Count, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
-ENDS = {
-    "stopped",
-    "traced",
-    "frozen",
-    "closed",
-    "gone",
-    "replaced",
-}  # states of a process that does nothing more
+# States of a process that does nothing more.
+ENDS = {"stopped", "traced", "frozen", "closed", "gone", "replaced"}
 WATCH_S = 60.0  # a stream of etcd, then another
 
 

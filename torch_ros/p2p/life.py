@@ -33,7 +33,6 @@ _BY_LETTER: Mapping[str, State] = {
     "x": "gone",
 }
 
-
 _SIGN = "torch_ros open"
 _CGROUPS = Path("/sys/fs/cgroup")
 # Where a frozen group says so: in version 2 of cgroups, there beside others of version 1, and in 1.

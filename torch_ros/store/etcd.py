@@ -84,9 +84,7 @@ CHANNEL_OPTIONS = (
 WATCH_SLACK_S = 0.05
 WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
 
-ELECTION_S = (
-    0.1  # between two looks whether there is a leader: it takes a second or two to elect one
-)
+ELECTION_S = 0.1  # between two looks whether there is a leader; to elect one takes a second or two
 
 CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threads
 

@@ -58,11 +58,8 @@ def begin(user: object) -> None:
             "close the parent's handles and stores before the fork, or start this process with "
             "spawn or forkserver"
         )
-    if not _here.was_used and (given := os.environ.get(SUPPORT, "")).lower() in {
-        "1",
-        "true",
-        "yes",
-    }:
+    given = os.environ.get(SUPPORT, "")
+    if not _here.was_used and given.lower() in {"1", "true", "yes"}:
         log.warning(
             "%s=%s lets gRPC hold up each fork of this process for seconds, in which its lease may "
             "end, and its children may hang; unset it",
