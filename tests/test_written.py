@@ -279,12 +279,15 @@ def test_an_outage_gives_the_tensors_back_before_the_error(opened, monkeypatch, 
     assert "still pass it on" in caplog.text
 
 
-def test_a_tensor_that_was_swapped_for_another_was_not_written_to(opened, caplog):
-    model, trainer = nn.Linear(4, 4), opened("trainer")
+@pytest.mark.parametrize("times", [0, 9])
+def test_a_tensor_that_was_swapped_for_another_was_not_written_to(opened, caplog, times):
+    model, trainer, other = nn.Linear(4, 4), opened("trainer"), nn.Linear(4, 4)
     write(model)
+    for _ in range(times):
+        write(other)
     trainer.register(model)
     trainer.publish(1)
-    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(4, 4)))
+    torch.utils.swap_tensors(model.weight, other.weight)
     trainer.unpublish()
     assert TOLD not in caplog.text
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch_ros.transfer.named import local_of
 
 _count = attrgetter("_version")
+_impl = attrgetter("_cdata")  # where torch has what it knows of a tensor, its count too
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Counts:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._memory, self._names, self._is_own = memory, names, is_own
         self._firsts = [local_of(tensor).data_ptr() for tensor in self._tensors]
+        self._impls = list(map(_impl, self._tensors))
         self._before: Sequence[int] = []
         self._places = list(map(torch.Tensor.data_ptr, memory))
 
@@ -76,15 +78,17 @@ class Counts:
             here = zip(self._places, self._memory, strict=True)
             freed = next(place for place, tensor in here if tensor.data_ptr() != place)
             return Write(self._names.get(freed, "?"), 0, is_certain=True)
-        # A lower count is another tensor's, which took the place of this one (`swap_tensors`).
         if not self._before or not any(map(lt, self._before, map(_count, self._tensors))):
             return None
+        noted = zip(self._tensors, self._impls, self._firsts, self._before, strict=True)
         found = [
             self._write(tensor, first, _count(tensor) - before)
-            for tensor, first, before in zip(self._tensors, self._firsts, self._before, strict=True)
-            if _count(tensor) > before
+            for tensor, impl, first, before in noted
+            # Another one in its place (`swap_tensors`) has a count of its own.
+            if _count(tensor) > before and _impl(tensor) == impl
         ]
-        return next((write for write in found if write.is_certain), found[0])
+        certain = (write for write in found if write.is_certain)
+        return next(certain, None) or next(iter(found), None)
 
     def _write(self, tensor: torch.Tensor, first: int, times: int) -> Write:
         is_all = not isinstance(tensor, DTensor) and (
