@@ -283,7 +283,7 @@ def _require(holds: bool, expected: str, found: str) -> None:
 
 
 def _sums(column: npt.NDArray[np.uint32], ends: Ints, rows: Ints) -> Ints:
-    """The rows of each chunk."""
+    """The sum of the column over the rows of each chunk."""
     sums = np.concatenate([np.zeros(1, np.int64), column.cumsum(dtype=np.int64)])
     found: Ints = sums[ends] - sums[ends - rows]
     return found
