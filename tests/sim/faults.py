@@ -797,10 +797,10 @@ fault(
     scenario="no memory ahead",
 )(
     lambda made: (
-        lambda kind, asked, deadline, perform: (
-            made(kind, asked, deadline, perform)
-            if kind == "replicate"
-            else made(kind, asked, deadline, lambda call: call.decide((), forerunner.recorded))
+        lambda kind, asked, deadline, perform, *rest: (
+            made(kind, asked, deadline, lambda call: call.decide((), forerunner.recorded))
+            if kind == "agree" and perform.__module__ == forerunner.__name__
+            else made(kind, asked, deadline, perform, *rest)
         )
     )
 )
@@ -886,7 +886,7 @@ fault(
     "what ends a call between two parts is told to nobody",
     "end_for_all",
     scenario="struck between",
-)(lambda end: lambda *_: None)
+)(lambda end: lambda *_, **__: None)
 fault(
     "a part that is refused too late ends the next call like it",
     "_is_of_caller",
