@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,7 +17,8 @@ from kit import until
 from pyetcd import etcdrpc
 
 import torch_ros
-from torch_ros.errors import StoreUnavailable
+from torch_ros.errors import NO_LEADER, StoreUnavailable
+from torch_ros.store import etcd
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.txn import Put, Range, Read, Txn, Watch, one, under
 
@@ -320,3 +323,30 @@ def test_closing_leaves_no_threads_and_no_connection(etcd_server):
         kv.close()
     until(lambda: threading.active_count() <= before, limit_s=5)
     until(lambda: open_descriptors() <= descriptors + 8, limit_s=5)
+
+
+class NoLeader(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self):
+        return NO_LEADER
+
+
+def test_members_without_a_leader_are_asked_more_and_more_rarely(monkeypatch):
+    pauses, now = [], [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0],
+        sleep=lambda s: (pauses.append(s), now.append(now.pop() + s)),
+    )
+    monkeypatch.setattr(etcd, "time", clock)
+    kv = EtcdKV([DEAD, "127.0.0.1:2"])
+
+    def method(*_, **__):
+        raise NoLeader
+
+    with closing(kv), pytest.raises(NoLeader):
+        kv._send(method, None, 60.0, "")
+    assert 0.05 <= pauses[0] <= 0.15
+    assert all(0.4 <= pause <= 1.2 for pause in pauses[3:-1])
+    assert len(set(pauses)) == len(pauses), "all ask at one moment"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from random import uniform
 from typing import Any, NoReturn
 
 import grpc  # type: ignore[import-untyped]
@@ -84,7 +85,9 @@ CHANNEL_OPTIONS = (
 WATCH_SLACK_S = 0.05
 WATCH_BEGINS_S = 1.0  # a member that has not begun to watch by then is away
 
-ELECTION_S = 0.1  # between two looks whether there is a leader; to elect one takes a second or two
+# Between two looks whether there is a leader; then twice, four and eight times that. An election
+# takes a second or two, and thousands of processes must not disturb it.
+ELECTION_S, DOUBLED_MAX = 0.1, 3
 
 CLOSE_S = 2.0  # for grpc to end what is under way; then it is left to its threads
 
@@ -359,7 +362,9 @@ class EtcdKV:
             if index == (start - 1) % everyone:
                 if not any(_says(error, NO_LEADER) for error in failures):
                     break
-                time.sleep(max(0.0, min(ELECTION_S, deadline - time.monotonic())))
+                pause_s = ELECTION_S * 2 ** min(step // everyone, DOUBLED_MAX)
+                pause_s *= uniform(0.5, 1.5)  # noqa: S311  # no secret
+                time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
         raise _telling(failures)
 
     def _note(self, index: int, error: Any) -> None:
