@@ -163,5 +163,7 @@ def _end_if_peers_go_on(shard: Shard, asked: str, error: CallAborted, number: in
                     return
                 group.pause()
         shard.busy(end, is_member=False)
-    except TorchRosError as failed:  # it is closed, or fenced: that tells them
+    except (ClosedError, SeatLost) as failed:  # which tells them
         log.debug("%s: %s", forever.what, failed)
+    except TorchRosError as failed:
+        log.warning("%s: peers may wait for this rank until their deadline: %s", asked, failed)
