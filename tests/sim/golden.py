@@ -64,7 +64,7 @@ def told(name: str) -> str:
             SCENES[name](scene)
     names: dict[str, str] = {}
     lines = [
-        f"{at_s - 1000:8.2f}  {who!s:12} {_renamed(line, names)}".rstrip()
+        f"{at_s - 1000:7.1f}  {who!s:12} {_renamed(line, names)}".rstrip()
         for at_s, who, what, fault in scene.told
         for line in _lines(what, fault)
     ]
