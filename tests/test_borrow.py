@@ -406,6 +406,7 @@ def test_a_child_that_is_forked_in_the_block_reads_on_and_ends_nothing(lender, b
         assert has(tensors, 1)
 
 
+@pytest.mark.long
 def test_a_hundred_loans_leave_no_file_and_no_mapping(lender, borrower):
     publish(lender, 1)
     gc.collect()

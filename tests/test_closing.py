@@ -266,6 +266,7 @@ def test_a_rollout_that_dies_is_not_waited_for_longer_than_its_lease(opened):
     closing.join()
 
 
+@pytest.mark.long
 def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0, retain=("latest",)), opened("rollout", spot=True)
     trainer.publish(1)

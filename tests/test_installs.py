@@ -215,6 +215,7 @@ def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
         trainer.installing(1).__enter__()
 
 
+@pytest.mark.long
 def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, trainer):
     stays, dies = engine(opened, "stays"), engine(opened, "dies")
     for handle in (stays, dies):

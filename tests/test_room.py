@@ -183,6 +183,7 @@ def test_a_copy_for_which_there_is_no_memory_is_not_made_and_the_trainer_steps_o
     trainer.close(linger_s=0)
 
 
+@pytest.mark.long
 def test_a_limit_of_a_real_job_is_seen():
     if (found := own_group()) is None:
         pytest.skip("no cgroup with a controller of memory below which one can be made")

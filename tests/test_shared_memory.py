@@ -95,6 +95,7 @@ def test_what_is_in_shared_memory_is_mapped(
     assert bool(re.search("of its shared memory are mapped here", caplog.text)) == is_mapped
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("transport", "ucx_tls", "is_read"),
     [("auto", "all", True), ("ucx", "all", False), ("auto", "tcp,self", False)],

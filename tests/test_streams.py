@@ -363,6 +363,7 @@ def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(o
     assert len(came) == len(tensors)
 
 
+@pytest.mark.long
 def test_time_in_which_the_consumer_does_other_things_is_no_waiting(opened):
     tensors = rows(6)
     publisher(opened, tensors)

@@ -305,6 +305,7 @@ print("counted", code, calls, {"rich", "torch", "nixl"} & {*sys.modules}, file=s
 """
 
 
+@pytest.mark.long
 def test_a_list_of_a_thousand_replicas_of_eight_ranks_is_little_work(etcd_server):
     """Work, not time, which other tests take too: some 0.3 s of a processor, start included."""
     there = Crowd(connect(f"etcd://{etcd_server.host}", timeout_s=10), "policy")

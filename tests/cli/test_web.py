@@ -113,6 +113,7 @@ def test_a_watch_tells_each_change_and_the_last_one_of_many(store, crowd):
     assert list(told) == []
 
 
+@pytest.mark.long
 def test_a_watch_tells_that_etcd_is_away_and_goes_on(etcd_server):
     with closing(connect(f"etcd://{etcd_server.host}", timeout_s=10)) as kv:
         crowd = Crowd(kv, "policy")

@@ -76,7 +76,10 @@ class Store:
         self.kv.revoke(lease_id, timeout_s=TIMEOUT_S)
 
 
-@pytest.fixture(params=["memory", "etcd", "cluster"])
+CLUSTER = pytest.param("cluster", marks=pytest.mark.long)
+
+
+@pytest.fixture(params=["memory", "etcd", CLUSTER])
 def store(request):
     match request.param:
         case "memory":

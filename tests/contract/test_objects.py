@@ -231,6 +231,7 @@ def test_a_create_that_meets_another_one_under_way_says_who_has_won(server):
         store.create("v/three", b"mine")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ask", ["get", "get_ranges", "list"])
 def test_a_reply_that_is_cut_short_is_never_taken_for_all_of_it(server, ask):
     store = objects.ObjectStore("s3://weights/p")
@@ -297,6 +298,7 @@ def test_parts_grow_with_their_object():
     assert objects.upload_part_bytes(objects.UPLOAD_PART_BYTES * 10_000 + 1) == 9 * mib
 
 
+@pytest.mark.long
 def test_a_store_that_dribbles_is_given_up(server, monkeypatch):
     monkeypatch.setattr(objects, "REQUEST_S", 1.0)
     monkeypatch.setattr(objects, "RETRY_S", 0.1)

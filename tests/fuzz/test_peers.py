@@ -166,6 +166,7 @@ def test_a_bad_peer_fails_nobody_who_has_another(what):
     reads_from_the_good("auto", what)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 30 * TIMES)
 @settings(long, max_examples=2 * TIMES)
 @given(spoiled())

@@ -88,6 +88,7 @@ def grown(etcd_endpoint, started, tmp_path):
     return grown
 
 
+@pytest.mark.long
 def test_what_is_read_in_place_takes_no_memory(grown):
     assert grown("auto", COUNT * TENSOR_BYTES) <= IN_PLACE_BYTES
 

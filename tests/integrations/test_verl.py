@@ -234,6 +234,7 @@ def test_a_rollout_whose_server_fails_has_rejected_the_version(job):
     assert all(is_all(tensors, 3.0) for tensors in got)
 
 
+@pytest.mark.long
 def test_weights_that_never_come_are_missed_at_the_deadline():
     job = Job(timeout_s=2)
     job.connect()

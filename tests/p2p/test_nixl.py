@@ -152,6 +152,7 @@ def test_a_source_killed_before_the_read_is_a_failed_transfer(spawn, environment
     assert failed_in_time(reader.ask("connect", *where))
 
 
+@pytest.mark.long
 def test_a_source_killed_during_a_read_is_a_failed_transfer(spawn):
     source, reader = spawn(SOURCE, 64 << 20, environment=TCP), spawn(READER, environment=TCP)
     assert reader.ask("connect", *source.hear()) == ["connected"]
@@ -285,6 +286,7 @@ source.close()
 """
 
 
+@pytest.mark.long
 def test_no_thread_waits_for_a_copy_by_spinning(spawn):
     source, reader = spawn(SOURCE, 64 << 20), spawn(READER)
     assert reader.ask("connect", *source.hear()) == ["connected"]
@@ -308,6 +310,7 @@ def test_a_process_ends_although_it_closed_nothing(spawn):
     assert ending.process.wait(20) == 0
 
 
+@pytest.mark.long
 def test_the_first_read_from_an_idle_source_is_fast(spawn):
     source = spawn(SOURCE, 4096)
     where = source.hear()

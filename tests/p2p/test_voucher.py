@@ -232,6 +232,7 @@ def test_what_a_process_does_not_vouch_for_is_not_copied(
     assert reason in refused[0].message
 
 
+@pytest.mark.long
 def test_an_agent_that_takes_the_name_of_another_has_not_its_voucher(spawn, honest, reader):
     evil = Source(spawn(SOURCE, SIZE, honest.agent))
     descriptor, address = borrowed(evil, honest, reader)

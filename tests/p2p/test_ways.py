@@ -132,6 +132,7 @@ while True:
 SIZE = 64 << 20
 
 
+@pytest.mark.long
 def test_tcp_carries_the_bytes_between_fabrics_and_not_within_one(spawn):
     reader = spawn(READER, "west", SIZE)
     for fabric, way in (("west", "any"), ("east", "tcp")):

@@ -146,6 +146,7 @@ def test_nobody_listens():
     assert unavailable("etcd://127.0.0.1:1,127.0.0.1:2", timeout_s=0.5) == "connection refused"
 
 
+@pytest.mark.long
 def test_an_etcd_that_starts_later_is_waited_for_and_that_is_said_once(etcd_server, caplog):
     etcd_server.kill()
     with ThreadPoolExecutor() as pool:
@@ -183,6 +184,7 @@ def test_something_else_listens():
         )
 
 
+@pytest.mark.long
 def test_an_etcd_that_is_stopped_is_not_called_something_else(etcd_server):
     etcd_server.suspend()
     reason = unavailable(f"etcd://{etcd_server.host}", within_s=20.0)

@@ -117,6 +117,7 @@ def test_the_deadline_counts_from_when_a_keep_alive_was_sent(open_session, etcd,
     assert session.deadline in (sent_s + 1, sent_s + 1.25)
 
 
+@pytest.mark.long
 def test_it_renews_three_times_within_the_ttl(open_session, etcd):
     open_session()
     times_s = []

@@ -601,6 +601,7 @@ def test_an_attempt_that_arrives_after_its_call_was_answered_changes_nothing(mon
     assert not other.check(["k"])
 
 
+@pytest.mark.long
 def test_without_etcd_calls_fail_after_the_timeout(etcd_server, opened):
     store = opened(f"etcd://{etcd_server.host}", "s", timeout=timedelta(seconds=1))
     store.set("k", "v")
@@ -612,6 +613,7 @@ def test_without_etcd_calls_fail_after_the_timeout(etcd_server, opened):
         EtcdStore(f"etcd://{etcd_server.host}", "s", timeout=SHORT)
 
 
+@pytest.mark.long
 def test_who_waits_survives_a_restart_of_etcd(etcd_server, opened):
     store = opened(f"etcd://{etcd_server.host}", "s", timeout=timedelta(seconds=30))
     store.set("before", "v")
@@ -624,6 +626,7 @@ def test_who_waits_survives_a_restart_of_etcd(etcd_server, opened):
     assert store.get("before") == b"v"
 
 
+@pytest.mark.long
 def test_a_store_may_be_opened_before_etcd_runs(etcd_server, opened):
     etcd_server.kill()
     future = in_thread(lambda: opened(f"etcd://{etcd_server.host}", "s"))
@@ -787,6 +790,7 @@ def test_a_client_whose_lease_has_ended_says_so_and_writes_nothing(opened):
     assert successor.get("k") == b"new"
 
 
+@pytest.mark.long
 def test_who_only_waits_learns_too_that_its_lease_has_ended(opened):
     endpoint = f"memory://{unique()}"
     store = opened(endpoint, "s", ttl_s=1)

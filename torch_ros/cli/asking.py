@@ -36,9 +36,9 @@ ENDS = {"stopped", "traced", "frozen", "closed", "gone", "replaced"}
 WATCH_S = 60.0  # a stream of etcd, then another
 
 
-def connected(endpoint: str, timeout_s: float = ANSWER_S) -> KV:
+def connected(endpoint: str, timeout_s: float | None = None) -> KV:
     """The store, which is not started for this; the caller closes it."""
-    return connect(located(endpoint), timeout_s=timeout_s)
+    return connect(located(endpoint), timeout_s=ANSWER_S if timeout_s is None else timeout_s)
 
 
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
