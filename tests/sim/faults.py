@@ -1,7 +1,6 @@
 """Faults to plant in the protocol. A simulator that does not notice them proves nothing.
 
-Each is what somebody might write who had not understood a rule: `hole` is the number that the
-rule's story has in the table of docs/TESTING.md, where it has one.
+Each is what somebody might write who had not understood a rule.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ from torch_ros.weights import delta, manifest
 @dataclass(frozen=True)
 class Fault:
     what: str
-    hole: int  # 0: not among the first
     plant: Callable  # a context manager
     scenario: str = ""  # the one that finds it; "": the simulator does
 
@@ -95,7 +93,7 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(what: str, *rules: str, hole: int = 0, scenario: str = "") -> Callable:
+def fault(what: str, *rules: str, scenario: str = "") -> Callable:
     """Register a replacement for each of `rules`, made from the original: see planting.py."""
 
     def register(change: Callable) -> Callable:
@@ -107,7 +105,7 @@ def fault(what: str, *rules: str, hole: int = 0, scenario: str = "") -> Callable
                 yield
 
         assert what not in FAULTS
-        FAULTS[what] = Fault(what, hole, plant, scenario)
+        FAULTS[what] = Fault(what, plant, scenario)
         return change
 
     return register
@@ -207,14 +205,13 @@ def _(adopt):
 
 # Names and calls
 
-fault("an incarnation has no nonce in its name", "instance", hole=1)(
+fault("an incarnation has no nonce in its name", "instance")(
     lambda instance: lambda replica, nonce: instance(replica, "0")
 )
 fault(
     "ready records without the call's number",
     "Keys.ready",
     "Keys.readies",
-    hole=4,
     scenario="ready before",
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
 fault(
@@ -222,7 +219,7 @@ fault(
     "_at_most_once",
     scenario="same nonce",
 )(lambda once: lambda create: create)
-fault("decisions are not guarded", "group_txn", hole=12)(
+fault("decisions are not guarded", "group_txn")(
     lambda make: (
         lambda *args: msgspec.structs.replace(
             txn := make(*args), guards=tuple(filter(not_on("decisions"), txn.guards))
@@ -234,7 +231,6 @@ fault("decisions are not guarded", "group_txn", hole=12)(
 @fault(
     "decisions hang on the lease of who decides",
     "group_txn",
-    hole=13,
 )
 def _(make):
     def faulty(view, seat, *args):
@@ -245,7 +241,7 @@ def _(make):
     return faulty
 
 
-@fault("an abort is told to nobody", "abort", hole=14)
+@fault("an abort is told to nobody", "abort")
 def _(rule):
     def faulty(view, seat, made, failure):
         step = rule(view, seat, made, failure)
@@ -270,7 +266,7 @@ def _(rule):
 fault("an aborted call leaves its holding", "_undo")(lambda undo: lambda seat, call: ())
 
 
-@fault("the second rank decides again", "decide", hole=12)
+@fault("the second rank decides again", "decide")
 def _(rule):
     def faulty(view, seat, call, effects):
         found = calls.find(view, seat, call.number)
@@ -310,7 +306,6 @@ def _(rule):
 @fault(
     "ready: a repeat after a lost reply waits for the peers",
     "put_ready",
-    hole=15,
     scenario="last reply",
 )
 def _(rule):
@@ -349,7 +344,7 @@ def overheard(steps, asked=lambda request: request, answered=lambda request, rep
         reply = answered(request, (yield asked(request)))
 
 
-@fault("a lost reply counts as done", "settle", hole=15, scenario="lost request")
+@fault("a lost reply counts as done", "settle", scenario="lost request")
 def _(settle):
     def answered(request, reply):
         if not (isinstance(request, Commit) and reply is UNKNOWN):
@@ -361,7 +356,7 @@ def _(settle):
     return lambda *args: overheard(settle(*args), answered=answered)
 
 
-@fault("a watch begins one revision late", "Space.has_changed", hole=5, scenario="looks away")
+@fault("a watch begins one revision late", "Space.has_changed", scenario="looks away")
 def _(has_changed):
     def faulty(self, watch):
         # Not later than now: that would be told at once, as after a wipe.
@@ -394,13 +389,11 @@ def _(settle):
 fault(
     "publish: newer versions are not guarded",
     "calls:publish",
-    hole=11,
     scenario="two trainers",
 )(edited(guards=without(NoneNewer)))
 fault(
     "publish: the version's record is not guarded",
     "calls:publish",
-    hole=6,
     scenario="two trainers",
 )(edited(guards=not_on("versions")))
 
@@ -408,7 +401,6 @@ fault(
 @fault(
     "a number keeps its uid when nobody holds it",
     "_fellow_publisher",
-    hole=6,
     scenario="published again",
 )
 def _(fellow):
@@ -419,7 +411,7 @@ def _(fellow):
     return faulty
 
 
-@fault("a number that only readers hold is published again", "_fellow_publisher", hole=6)
+@fault("a number that only readers hold is published again", "_fellow_publisher")
 def _(fellow):
     def faulty(view, seat, version):
         try:
@@ -446,7 +438,6 @@ def _(shows):
 fault(
     "a glimpse of who fills it is enough",
     "_glimpsed",
-    hole=18,
     scenario="few, not whole",
 )(lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec))
 fault("a glimpse of an older version is enough", "newest_record")(
@@ -482,7 +473,7 @@ fault("everyone reads from the oldest", "_by_place", scenario="many")(
 fault("a draining source is offered", "offered", scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
 )
-fault("a filling replica is offered", "offered", hole=18, scenario="not whole")(
+fault("a filling replica is offered", "offered", scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"filling", b"full"), keys)
 )
 
@@ -532,7 +523,7 @@ fault(
 # Sources
 
 
-@fault("a younger replica is a source", "_is_source", hole=17)
+@fault("a younger replica is a source", "_is_source")
 def _(rule):
     def faulty(*args):
         *others, _ = args
@@ -545,7 +536,6 @@ fault(
     "attach: the source's processes are not counted",
     "sources:attach",
     "claim",
-    hole=24,
     scenario="half dead",
 )(
     lambda rule: (
@@ -571,7 +561,6 @@ def _gone_has_nothing(_):
 @fault(
     "a claim is not guarded on nobody being there",
     "claim_of",
-    hole=20,
     scenario="freed meanwhile",
 )
 def _(claim_of):
@@ -582,7 +571,7 @@ def _(claim_of):
     return faulty
 
 
-fault("birth order does not predict", "_predicted", hole=20, scenario="burst")(
+fault("birth order does not predict", "_predicted", scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates, **_: sources.best_of(
             candidates, sources.suspects(view, seat.keys)
@@ -692,7 +681,7 @@ def _(add):
     return faulty
 
 
-@fault("a suspicion is a verdict", "candidates_of", hole=22, scenario="flaky")
+@fault("a suspicion is a verdict", "candidates_of", scenario="flaky")
 def _(rule):
     def faulty(view, seat, ref, before, lost=()):
         bad = sources.suspects(view, seat.keys)
@@ -986,7 +975,7 @@ fault("a failed call leaves its reader records", "calls:withdraw")(
 # Bytes, and the word that says whether they count
 
 
-@fault("the word is not asked for after the bytes have landed", "ReadPass._end", hole=2)
+@fault("the word is not asked for after the bytes have landed", "ReadPass._end")
 def _(end):
     return lambda self, batches: end(self, unasked(batches))
 
@@ -998,7 +987,6 @@ def unasked(batches):
 @fault(
     "of batches that end together only the ranks of the first are asked",
     "ReadPass._end",
-    hole=2,
     scenario="end together",
 )
 def _(end):
@@ -1008,7 +996,6 @@ def _(end):
 @fault(
     "of several sources only the first is asked for its word",
     "ReadPass._end",
-    hole=2,
     scenario="second source",
 )
 def _(end):
@@ -1021,7 +1008,6 @@ def _(end):
 @fault(
     "the word is asked for before staged bytes have landed",
     "ReadPass._end",
-    hole=2,
     scenario="staged landing",
 )
 def _(end):
@@ -1058,7 +1044,6 @@ fault(
 @fault(
     "a manifest that was read once is believed",
     "Peers.state",
-    hole=9,
     scenario="moved",
 )
 def _(shown):
@@ -1075,7 +1060,6 @@ def _(shown):
 @fault(
     "the word does not name the call",
     "mark",
-    hole=10,
 )
 def _(mark):
     return lambda uid, call: 1
@@ -1084,14 +1068,13 @@ def _(mark):
 @fault(
     "the word names the call, not the content",
     "mark",
-    hole=10,
     scenario="other version",
 )
 def _(mark):
     return lambda uid, call: call
 
 
-fault("the word is not voided before tensors are written", "Mailbox.void", hole=8)(
+fault("the word is not voided before tensors are written", "Mailbox.void")(
     lambda void: lambda self: None
 )
 
@@ -1127,7 +1110,6 @@ def _(landed):
 @fault(
     "what was read of another version is kept",
     "Replication.start",
-    hole=6,
     scenario="other version",
 )
 def _(start):
@@ -1153,7 +1135,6 @@ fault(
 fault(
     "reads of a lost source are not ended",
     "close_all",
-    hole=3,
     scenario="late landing",
 )(lambda close_all: lambda reads: None)
 
@@ -1185,12 +1166,11 @@ def _(rule):
 fault(
     "unpublish: only readers of this incarnation count",
     "Keys.readers_of_any",
-    hole=5,
     scenario="earlier readers",
 )(lambda name: lambda self, run, version, source: self.readers_of(run, version, source))
 
 
-@fault("unpublish waits without a bound", "unpublish:unpublish", hole=19, scenario="stuck reader")
+@fault("unpublish waits without a bound", "unpublish:unpublish", scenario="stuck reader")
 def _(rule):
     def faulty(*args, **kwargs):
         step = rule(*args, **kwargs)
@@ -1201,19 +1181,18 @@ def _(rule):
 
 # Retention
 
-fault("the last copy is not kept", "keeping", hole=21)(
+fault("the last copy is not kept", "keeping")(
     lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_needed=False)
 )
 fault(
     "what a copy may go for is not guarded",
     "keeping",
-    hole=21,
     scenario="retained meanwhile",
 )(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=()))
-fault("a witness may be draining", "retention:_counts", hole=21, scenario="both drain")(
+fault("a witness may be draining", "retention:_counts", scenario="both drain")(
     lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
-fault("a witness may be filling", "retention:_counts", hole=21)(
+fault("a witness may be filling", "retention:_counts")(
     lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
 )
 fault("a spot replica is a witness", "retention:_counts", scenario="only on spot")(
@@ -1628,7 +1607,6 @@ fault(
 @fault(
     "a group is complete before all have come",
     "join",
-    hole=16,
     scenario="comes late",
 )
 def _(rule):
@@ -1645,7 +1623,6 @@ def _(rule):
 @fault(
     "a rank that lost its seat does not come back",
     "find_group",
-    hole=5,
     scenario="comes back",
 )
 def _(rule):
@@ -1657,7 +1634,7 @@ def _(rule):
     return faulty
 
 
-@fault("ranks that come back bring nothing", "adopted", hole=5)
+@fault("ranks that come back bring nothing", "adopted")
 def _(adopted):
     return lambda shards: ([], None)
 

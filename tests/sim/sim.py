@@ -23,7 +23,7 @@ STORY = 60  # steps of the story that a failure shows
 ENOUGH = 2000  # seeds, in which each kind of event must have happened
 TESTING = Path(__file__).parents[2] / "docs" / "TESTING.md"
 MISFIT = "does not fit"  # an accident: the code has changed, and the fault is none any more
-HEAD = "| planted fault | hole | found by | breaks |\n| --- | --- | --- | --- |\n"
+HEAD = "| planted fault | found by | breaks |\n| --- | --- | --- |\n"
 
 
 def _one(task: tuple[int, int]) -> tuple[int, Counter | None, str]:
@@ -106,7 +106,7 @@ def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
         by = f"scene *{fault.scenario}*" if fault.scenario else "seed"
         where = f"{by}, {found[0]}" if found else f"**nobody**, {seeds} seeds"
         breaks = found[1] if found else ""
-        row = f"| {what} | {fault.hole or ''} | {where} | {breaks} |"
+        row = f"| {what} | {where} | {breaks} |"
         print(row, flush=True)
         print(f"    {what}: {found[2] if found else ''}", file=sys.stderr, flush=True)
         if found and found[1] != MISFIT:
