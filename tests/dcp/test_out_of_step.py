@@ -273,6 +273,6 @@ def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
         return True
 
     with pytest.raises(DeadlineExceeded):
-        publish(trainer.handles[1], 0.5)
+        publish(trainer.handles[1], 2)
     tries = [trainer.each(do) for _ in range(2)]
     assert tries == [[False, False], [True, True]]

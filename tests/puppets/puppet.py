@@ -22,6 +22,13 @@ NAMESPACES = Path("/proc/thread-self/ns/net"), Path("/proc/thread-self/ns/mnt")
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def is_readable(fd, timeout_s=None):
+    """Whether there is something to read from that file, whatever its number: one may be large."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
 class Puppet:
     """One process, in a session of its own, on the network of the thread that starts it.
 
@@ -120,7 +127,7 @@ class Puppet:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.returncode is None and not is_enough():
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            if not select.select([self._reports], [], [], left_s)[0]:
+            if not is_readable(self._reports, left_s):
                 return
             reports = os.read(self._reports, 4096).decode().split()
             assert reports, "the warm parent has ended"

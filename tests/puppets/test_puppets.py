@@ -1,11 +1,12 @@
 """The kit itself: a fork of the warm parent is what a process of its own would be."""
 
 import os
-import select
 import signal
 from pathlib import Path
 
 import pytest
+
+from puppets.puppet import is_readable
 
 TALK = """
 import atexit, os, sys, threading
@@ -78,7 +79,7 @@ def test_a_puppet_ends_with_the_tests_that_started_it(started):
     tests = started.start(STARTER, Path(__file__).parents[1], started.folder, talks=True)
     puppet = os.pidfd_open(int(tests.hear()))
     tests.kill()
-    assert select.select([puppet], [], [], 20)[0]
+    assert is_readable(puppet, 20)
     os.close(puppet)
 
 

@@ -102,8 +102,8 @@ def test_an_etcd_that_hangs_is_unavailable_in_time(kv, etcd_server):
 def test_an_etcd_that_restarts_is_found_again_with_its_records(kv, etcd_server):
     rev = put(kv, value=b"kept")
     etcd_server.kill()
-    until = time.monotonic() + 2  # the pauses between attempts to connect grow meanwhile
-    while time.monotonic() < until:
+    end_s = time.monotonic() + 2  # the pauses between attempts to connect grow meanwhile
+    while time.monotonic() < end_s:
         assert not is_answering(kv)
         time.sleep(0.1)
     etcd_server.start()
