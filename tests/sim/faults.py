@@ -886,6 +886,9 @@ fault(
     "_is_with_other_arguments",
     scenario="refused argument",
 )(lambda rule: lambda call, own: False)
+fault(
+    "a peer's deadline is taken for that of a look", "claimed:_answer", scenario="gives up first"
+)(lambda answer: lambda rule, view: rule(view))
 fault("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")(
     lambda leave: lambda *_: None
 )

@@ -255,7 +255,39 @@ def refused_argument(scene: Scene) -> None:
     scene.play()
 
 
+def gives_up_first(scene: Scene) -> None:
+    """I6: a rank whose time is over ends the call for a peer that waits for a mute source."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("t")
+        readers = scene.start_named("r").processes
+        scene.when(lambda: all(reader.reads_from for reader in readers), "two readers")
+        me.mute_until_s = scene.now_s + LONG_S
+        scene.reach("mute")
+        scene.until("over")
+
+    def read(me: Process) -> None:
+        scene.until("t")
+        scene.slow_s[me] = SOON_S
+        began_s = scene.now_s
+        try:
+            replicate(me, timeout_s=LONG_S if me.rank else 2.0)
+            demand(False, f"I1: {me} has read from a mute source")
+        except DeadlineExceeded:
+            took_s = scene.now_s - began_s
+            demand(took_s < SOON_S, f"I6: its peer gave up, and {me} waited for {took_s:.0f} s")
+        scene.reach(f"{me} has ended")
+        scene.until("r.1/0 has ended", "r.1/1 has ended")
+        scene.reach("over")
+
+    scene.start("t", train, size=1)
+    scene.start("r", read, size=2)
+    scene.play()
+
+
 SCENES |= {
+    "gives up first": gives_up_first,
     "refused argument": refused_argument,
     "leaves a loop": leaves_a_loop,
     "follows again": follows_again,

@@ -5,12 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable
+from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable, TorchRosError
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls, elsewhere, presence, resting, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
@@ -18,7 +18,7 @@ from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.records import Suspect
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Source
-from torch_ros.store.loops import Step, settle
+from torch_ros.store.loops import Done, Step, settle
 from torch_ros.store.txn import Delete, Put, Ranges, Txn, View, one
 
 T = TypeVar("T")
@@ -193,8 +193,25 @@ class ClaimedSources:
             raise left
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
-        seating, steps = self.call.seating, settle(self.call.asked, ranges, rule)
-        return glance(partial(seating.run, steps), self.call.deadline, unknown=unknown)
+        seating = self.call.seating
+        steps = settle(self.call.asked, ranges, partial(_answer, rule))
+        nothing = cast("T | TorchRosError", unknown)
+        found = glance(partial(seating.run, steps), self.call.deadline, unknown=nothing)
+        if isinstance(found, TorchRosError):
+            raise found
+        return found
+
+
+def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosError]:
+    """What the rule says; its error is an answer, too.
+
+    A peer may have ended the call, with a DeadlineExceeded of its own, which must not be taken for
+    that of a look at etcd.
+    """
+    try:
+        return rule(view)
+    except TorchRosError as error:
+        return Done(error)
 
 
 def _replica_at(place: str) -> str:
