@@ -258,7 +258,10 @@ def test_a_rank_that_never_began_a_save_is_in_step_with_its_next(replicas, first
 
 @pytest.mark.long
 def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
-    """One left a try out: what it finds next is always the try before, unless it skips that."""
+    """One left a try out: what it finds next is always the try before, unless it skips that.
+
+    It skips that at once if its peer waits in the next one already.
+    """
     trainer, _ = replicas
 
     def publish(handle, timeout_s):
@@ -274,5 +277,6 @@ def test_ranks_that_try_the_same_again_and_again_come_into_step(replicas):
 
     with pytest.raises(DeadlineExceeded):
         publish(trainer.handles[1], 2)
-    tries = [trainer.each(do) for _ in range(2)]
-    assert tries == [[False, False], [True, True]]
+    first, second = (trainer.each(do) for _ in range(2))
+    assert first in ([False, False], [True, True])
+    assert second == [True, True]
