@@ -39,9 +39,13 @@ def outline(state_dict: Mapping[str, object]) -> Outline:
         _visit(state_dict, found)
     except RuntimeError:  # a tensor that is not plain memory has no strides, or no shape
         found.is_known = False
-    if 0 in found.addresses and any(  # a tensor's memory was freed, or it never had any
-        not address and local.numel()
-        for address, local in zip(found.addresses, found.locals.values(), strict=True)
+    if (
+        found.is_known
+        and 0 in found.addresses
+        and any(  # a tensor's memory was freed, or it never had any
+            not address and local.numel()
+            for address, local in zip(found.addresses, found.locals.values(), strict=True)
+        )
     ):
         found.is_known = False
     found.tokens.append([mesh.get_coordinate() for mesh in found.meshes.values()])
