@@ -108,7 +108,7 @@ async def draw_top(endpoint: str, fleet: top.Fleet) -> None:
 
 
 def draw(endpoint: str, *command: str) -> None:
-    """What a command says, as a terminal shows it."""
+    """The output of a command, as a terminal shows it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, WIDTH))
     program = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint]

@@ -1,4 +1,4 @@
-"""What tests of any folder do: have a store, wait for something, call several ranks at once."""
+"""Steps that many tests take: have a store, wait for something, call several ranks at once."""
 
 import mmap
 import time
@@ -33,7 +33,7 @@ def read_only(path: Path, *shape: int) -> torch.Tensor:
 def until(
     holds: Callable[[], T], limit_s: float = LIMIT_S, *, by=None, pause_s: float = 0.005
 ) -> T:
-    """What `holds` returns, as soon as that is true.
+    """Wait until `holds()` is true, and return it.
 
     Args:
         by: The puppet that is to bring it about: its log is shown where it has ended, or is late.
@@ -47,6 +47,6 @@ def until(
 
 
 def at_once(*calls: Callable[[], T]) -> list[T]:
-    """What each call returns, made by a thread each; the first error is raised."""
+    """Make each call in a thread, and return all results; the first error is raised."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -24,7 +24,7 @@ def environment(**more):
 
 @pytest.fixture
 def tabbed(tmp_path):
-    """What a line may go on with."""
+    """The words that may come next in a line."""
 
     def ask(line, **more):
         out = tmp_path / "candidates"

@@ -93,7 +93,7 @@ def test_the_readme_has_the_two_commands_and_the_makefile_has_them():
 
 
 def anchors(document):
-    """Of its headings, as code hosts and the site make them."""
+    """The anchors of its headings, as code hosts and the site make them."""
     for heading in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
         text = re.sub(r"\]\([^)]*\)", "", heading)
         yield re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-")

@@ -203,7 +203,7 @@ class ClaimedSources:
 
 
 def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosError]:
-    """What the rule says; its error is an answer, too.
+    """The step of the rule; its error is an answer, too.
 
     A peer may have ended the call, with a DeadlineExceeded of its own, which must not be taken for
     that of a look at etcd.

@@ -72,7 +72,7 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
 
 
 def _tensors(manifests: list[Manifest]) -> Logical:
-    """What ranks show; none, if some are about to show other tensors already."""
+    """The tensors that ranks show; none, if some are about to show other tensors already."""
     try:
         return logical([manifest.layout for manifest in manifests])
     except ManifestMismatch:
