@@ -15,7 +15,7 @@ from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard import host_copies as copies
-from torch_ros.shard.filling import Dropped
+from torch_ros.shard.beside import Dropped
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module

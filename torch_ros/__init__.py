@@ -18,17 +18,17 @@ from torch_ros.release import RELEASE
 
 if TYPE_CHECKING:
     from torch_ros.costs import Costs
+    from torch_ros.face.aio import AsyncHandle
+    from torch_ros.face.handle import ShardHandle
+    from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.records import Install
-    from torch_ros.shard.aio import AsyncHandle
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
-    from torch_ros.shard.handle import ShardHandle
     from torch_ros.shard.installs import Installed
-    from torch_ros.shard.opening import open  # noqa: A004
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
-    from torch_ros.shard.streams import Stream
     from torch_ros.weights.chunked import Chunked
     from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
 
@@ -56,14 +56,14 @@ __all__ = [
     "Replica",
     "Report",
     "ShardHandle",
-    "Stream",
+    "Stream",  # feature streams
     "Transform",
     "errors",
     "open",
 ]
 
 _HOMES = {  # imported at their first use
-    "AsyncHandle": "torch_ros.shard.aio",
+    "AsyncHandle": "torch_ros.face.aio",
     "Borrowed": "torch_ros.shard.borrowing",
     "Cast": "torch_ros.weights.transforms",
     "Chunked": "torch_ros.weights.chunked",
@@ -82,10 +82,10 @@ _HOMES = {  # imported at their first use
     "ReadReport": "torch_ros.shard.report",
     "Replica": "torch_ros.protocol.fleet",
     "Report": "torch_ros.shard.report",
-    "ShardHandle": "torch_ros.shard.handle",
-    "Stream": "torch_ros.shard.streams",
+    "ShardHandle": "torch_ros.face.handle",
+    "Stream": "torch_ros.features.streams.stream",  # feature streams
     "Transform": "torch_ros.weights.transforms",
-    "open": "torch_ros.shard.opening",
+    "open": "torch_ros.face.opening",
 }
 
 

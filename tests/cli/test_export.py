@@ -13,8 +13,8 @@ from scraping import exporting, scrape
 from users import limited
 
 import torch_ros
+from torch_ros.features.streams import filling
 from torch_ros.protocol.keys import EVERY_MODEL
-from torch_ros.shard import filling
 from torch_ros.store.txn import Read
 
 

@@ -23,13 +23,15 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "p2p": {"numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
-    "checkpoints": {"face", "weights", "torch"},
-    "bucket": {"checkpoints", "face", "weights", "torch", "numpy", "msgspec"},
+    "features": set(),
+    "face": {"features", "store", "protocol", "weights", "p2p", "transfer", "shard", "torch"},
+    "checkpoints": {"public", "weights", "torch"},
+    "bucket": {"checkpoints", "public", "weights", "torch", "numpy", "msgspec"},
     "metrics": {"bucket", "protocol", "shard"},
     "cli": {
         "bucket",
         "checkpoints",
-        "face",
+        "public",
         "metrics",
         "p2p",
         "protocol",
@@ -38,18 +40,19 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "msgspec",
         "rich",
     },
-    "dcp": {"shard", "transfer", "weights", "torch"},
-    "integrations": {"bucket", "face", "torch"},
-    "integrations/vllm": {"face", "integrations", "torch"},
+    "dcp": {"face", "shard", "transfer", "weights", "torch"},
+    "integrations": {"bucket", "public", "torch"},
+    "integrations/vllm": {"public", "integrations", "torch"},
 }
 ON_THE_GROUND = {"errors", "printable", "numpy"}  # what the ground's modules may import
-FACE = {
+FEATURE = {"store", "protocol", "weights", "p2p", "transfer", "shard", "torch", "numpy", "msgspec"}
+ROOT = {
     "__init__",
     "__main__",
-}  # the public face may name everything; "face" in an arrow is `import torch_ros`
+}  # may name everything; "public" in an arrow is `import torch_ros`
 LAZY = {  # what a file starts when it is asked to, and does not stand on
     "store/__init__.py": ("torch_ros.store.distributed",),
-    "shard/opening.py": ("torch_ros.metrics", "torch_ros.bucket.floor"),
+    "face/opening.py": ("torch_ros.metrics", "torch_ros.bucket.floor"),
 }
 DOORS = {
     "argcomplete": "cli/completing.py",
@@ -78,9 +81,18 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def allowed_in(folder):
+    """What the files of a folder may import. A feature knows the core, and no other feature."""
+    if folder.startswith("features/"):
+        return {folder, *FEATURE, *GROUND}
+    return {folder, *ARROWS[folder], *GROUND}
+
+
 def folder_of(name):
     """The folder that a name of ours comes from; "" for the root."""
     parts = name.split(".")[1:]
+    if parts[0] == "features" and len(parts) > 2:
+        return "/".join(parts[:2])
     paths = ("/".join(parts[:depth]) for depth in (2, 1))
     return next((path for path in paths if path in ARROWS), "")
 
@@ -89,12 +101,12 @@ def broken_arrows(package):
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package)
         folder = str(file.parent)
-        if folder == "." and file.stem in FACE:
+        if folder == "." and file.stem in ROOT:
             continue
         if folder == "." and file.stem not in GROUND:
-            yield f"{file} lies in the root; only the face and the ground may"
+            yield f"{file} lies in the root; only the package's own and the ground may"
             continue
-        allowed = ON_THE_GROUND if folder == "." else {folder, *ARROWS[folder], *GROUND}
+        allowed = ON_THE_GROUND if folder == "." else allowed_in(folder)
         for name in imported(path):
             top, *rest = name.split(".")
             if top in DOORS and DOORS[top] not in {str(file), folder}:
@@ -103,8 +115,9 @@ def broken_arrows(package):
                 continue
             elif top == "torch_ros":
                 is_ground = bool(rest) and rest[0] in GROUND
-                target = rest[0] if is_ground else folder_of(name) if rest else "face"
-                if target not in allowed:
+                target = rest[0] if is_ground else folder_of(name) if rest else "public"
+                is_feature = target.startswith("features/") and "features" in allowed
+                if target not in allowed and not is_feature:
                     yield f"{file} imports {name}"
             elif top not in {*allowed, *sys.stdlib_module_names}:
                 yield f"{file} imports {name}"
@@ -139,7 +152,7 @@ def test_a_broken_arrow_is_seen(tmp_path):
     (tmp_path / "store/kv.py").write_text("from torch_ros.protocol.keys import Keys\n")
     (tmp_path / "transfer/card.py").write_text("import torch_ros\nimport torch_ros.store.kv\n")
     assert list(broken_arrows(tmp_path)) == [
-        "loose.py lies in the root; only the face and the ground may",
+        "loose.py lies in the root; only the package's own and the ground may",
         "protocol/keys.py imports torch",
         "protocol/keys.py imports nixl.nixl_agent; only p2p/nixl.py may",
         "spans.py imports torch",

@@ -14,9 +14,9 @@ from scraping import scrape
 import torch_ros
 from puppets.servers import free_port
 from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
+from torch_ros.features.streams import filling
 from torch_ros.metrics import HandleCollector, serve
 from torch_ros.metrics.process import serve_as_told
-from torch_ros.shard import filling
 from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
 from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-FOLDERS = ("bucket", "p2p", "protocol", "shard", "store", "transfer", "weights")
+FOLDERS = ("bucket", "face", "features", "p2p", "protocol", "shard", "store", "transfer", "weights")
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.features.streams.filling import IDLE_S
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
 from torch_ros.protocol.records import (
@@ -44,7 +45,6 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.shard.filling import IDLE_S
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer import peers
 from torch_ros.transfer.card import Word

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from torch_ros import arguments, environment
 from torch_ros.errors import UsageError
-from torch_ros.shard.handle import ShardHandle
-from torch_ros.shard.opening import open  # noqa: A004
+from torch_ros.face.handle import ShardHandle
+from torch_ros.face.opening import open  # noqa: A004
 
 Purpose = Literal["save", "load"]
 

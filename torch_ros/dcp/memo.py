@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_ros.dcp.outline import Outline
-from torch_ros.shard.handle import ShardHandle
+from torch_ros.face.handle import ShardHandle
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout

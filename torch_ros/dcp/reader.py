@@ -27,11 +27,11 @@ from torch_ros.dcp.destination import StateDict
 from torch_ros.dcp.memo import memos
 from torch_ros.dcp.planner import ROSLoadPlanner
 from torch_ros.errors import TorchRosError
+from torch_ros.face.handle import ShardHandle
 from torch_ros.printable import log_of
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import LoadRequest, LoadTarget, unanimous
 from torch_ros.shard.finding import PinnedVersion
-from torch_ros.shard.handle import ShardHandle
 from torch_ros.weights.manifest import OBJECT, LogicalTensor, dtype_named, logical
 
 log: logging.Logger = log_of(__name__)

@@ -22,9 +22,9 @@ from torch_ros.dcp.memo import Memo, as_bytes, memos
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
 from torch_ros.errors import UsageError
+from torch_ros.face.handle import ShardHandle
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.shard.handle import ShardHandle
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import is_strided, local_chunks

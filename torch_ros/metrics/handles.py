@@ -47,12 +47,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[Shard], float]], ...] = (
     (
         "streams",
         "Streams that have not read all yet.",
-        lambda shard: len(shard.observed.streams),
+        lambda shard: len(shard.observed.open["streams"]),
     ),
     (
         "loans",
         "Versions that are borrowed, until they are given back.",
-        lambda shard: len(shard.observed.loans),
+        lambda shard: len(shard.observed.open["loans"]),
     ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (

@@ -23,6 +23,11 @@ def is_there(view: View, seat: Seat, call: Call, source: Source) -> Step[bool]:
     return Done(still_offers(view, seat, version_read(view, seat, call), source))
 
 
+def offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> Step[bool]:
+    """As `is_there`, for who reads outside of a call."""
+    return Done(still_offers(view, seat, ref, source))
+
+
 def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
     """Whether what its processes show is held still, by whatever name."""
     for range_ in there_ranges(seat, ref, source):

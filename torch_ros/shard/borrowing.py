@@ -99,7 +99,7 @@ def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iter
     """The tensors of a version, for as long as the block lasts."""
     loans = _borrow(shard, version, shard.deadline(f"borrow {version}", timeout_s))
     try:
-        shard.observed.loans.add(id(loans))
+        shard.observed.open["loans"].add(id(loans))
         yield loans.borrowed
     except Exception:
         loans.leave()  # an error of its own has the block's as its context
@@ -113,7 +113,7 @@ def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iter
     else:
         loans.leave()
     finally:
-        shard.observed.loans.discard(id(loans))
+        shard.observed.open["loans"].discard(id(loans))
 
 
 def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:

@@ -36,9 +36,9 @@ from torch_ros.protocol.keys import family
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
+from torch_ros.shard.beside import Bell
 from torch_ros.shard.collective import collectively, refuse
 from torch_ros.shard.core import Shard
-from torch_ros.shard.filling import Bell
 from torch_ros.shard.replication import fetch_version
 from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.transfer.registered import LocalState

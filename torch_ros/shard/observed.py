@@ -1,6 +1,7 @@
 """The facts about one shard that collectors ask for, from any thread and at any time."""
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable
 
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import VersionRef
@@ -32,8 +33,8 @@ class Observed:
             "staging": lambda: reading.staging_bytes,
         }
 
-        self.streams: Collection[object] = ()  # that have not read all yet
-        self.loans: set[int] = set()  # that have not ended, by a number that tells them apart
+        # The things that have not ended yet, by their kind.
+        self.open: defaultdict[str, set[object]] = defaultdict(set)
 
     def heard_of(self, ref: VersionRef | None) -> None:
         """Note a version that somebody has, if it is newer than what was heard of before."""

@@ -15,15 +15,14 @@ from torch_ros.printable import log_of
 from torch_ros.protocol.claimed import RETRY_S, glance
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges
-from torch_ros.protocol.presence import there_ranges
+from torch_ros.protocol.presence import offers, there_ranges
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
-from torch_ros.protocol.streams import is_there
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.shard.ahead import Prefetched
 from torch_ros.shard.base import Base
+from torch_ros.shard.beside import Dropped
 from torch_ros.shard.core import Shard
-from torch_ros.shard.filling import Dropped
 from torch_ros.transfer.delta_reading import DeltaRead
 from torch_ros.transfer.feed import FeedSource, Supply, connect
 from torch_ros.transfer.reading import Reading
@@ -198,7 +197,7 @@ class Prefetching:
 
     def _is_there(self, ref: VersionRef, source: Source, deadline: Deadline) -> bool:
         seat, ask = self._shard.group.seat, self._shard.group.ask
-        rule = partial(is_there, seat=seat, ref=ref, source=source)
+        rule = partial(offers, seat=seat, ref=ref, source=source)
         return glance(partial(ask, there_ranges(seat, ref, source), rule), deadline, unknown=True)
 
     # The end

@@ -14,17 +14,17 @@ import torch
 from torch_ros import arguments
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, UsageError
-from torch_ros.protocol import streams
+from torch_ros.features.streams import rules
+from torch_ros.features.streams.buffers import Lane
+from torch_ros.features.streams.filling import Filling, Wanted
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
-from torch_ros.shard.filling import Filling, Wanted
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import View
-from torch_ros.transfer.streamed import Lane
 
 CLOSE_S = 5.0  # for its thread to see reads in flight to their end, and to take its record back
 
@@ -135,7 +135,6 @@ class Streams:
         self._shard = shard
         self._numbers = itertools.count(1)
         self._open: set[Filling] = set()
-        shard.observed.streams = self._open
         self._spare: list[Lane] = []  # connected, and used by nobody
         shard.before_end.append(self.close)
 
@@ -181,7 +180,7 @@ class Streams:
         keys = group.seat.keys
 
         def perform(call: GroupCall) -> VersionRef:
-            call.decide(spec_ranges(keys), partial(streams.version_to_stream, spec=spec))
+            call.decide(spec_ranges(keys), partial(rules.version_to_stream, spec=spec))
             return call.ref
 
         def rule(view: View) -> Step[VersionRef]:
@@ -195,6 +194,7 @@ class Streams:
     def _begun(self, filling: Filling) -> Lane:
         """The means of its reads. Either this sees that the handle closes, or `close` sees it."""
         self._open.add(filling)
+        self._shard.observed.open["streams"].add(filling)
         self._shard.require_usable()
         try:
             return self._spare.pop()
@@ -203,6 +203,7 @@ class Streams:
 
     def _ended(self, filling: Filling, lane: Lane | None) -> None:
         self._open.discard(filling)
+        self._shard.observed.open["streams"].discard(filling)
         if lane is None:
             return
         if filling.error is None and not self._shard.is_closed and not self._spare:

@@ -12,12 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
+from torch_ros.face.aio import AsyncHandle
+from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
-from torch_ros.shard.aio import AsyncHandle
 from torch_ros.shard.archives import Archives
 from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
@@ -30,7 +31,6 @@ from torch_ros.shard.prefetching import Prefetching
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
-from torch_ros.shard.streams import Stream, Streams
 from torch_ros.store.loops import Done
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.named import Named, tensors_of
@@ -71,7 +71,8 @@ class ShardHandle:
         """For torch_ros.dcp; no stable interface."""
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
-        self._reads, self._streams = Reads(shard), Streams(shard)
+        self._reads = Reads(shard)
+        self._streams = Streams(shard)  # feature streams
         self._installs = Installs(shard)
         self._prefetching = Prefetching(shard)
 
@@ -664,6 +665,7 @@ class ShardHandle:
         """
         return self._reads.serve(timeout_s)
 
+    # feature streams {
     def stream(
         self,
         version: int | str,
@@ -717,6 +719,8 @@ class ShardHandle:
         as much is kept until the handle closes, or streams other tensors.
         """
         return self._streams.open(version, fqns, buffer_bytes, timeout_s, source)
+
+    # } streams
 
     # Borrowing
 

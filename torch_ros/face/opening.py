@@ -11,6 +11,7 @@ from torch_ros import arguments, environment
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
+from torch_ros.face.handle import ShardHandle
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
@@ -23,7 +24,6 @@ from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.falling_back import newest_run
 from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
-from torch_ros.shard.handle import ShardHandle
 from torch_ros.shard.host_copies import seen_here, shard_of
 from torch_ros.shard.identity import Identity, identify
 from torch_ros.store.endpoint import connect as connect_store

@@ -11,7 +11,6 @@ from torch_ros.errors import BackendError, SourceLost, VersionNotFound
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.elsewhere import TRIES_MAX, is_to_be_left
 from torch_ros.protocol.legible import keyed
-from torch_ros.protocol.presence import still_offers
 from torch_ros.protocol.records import Call, Holding, Outcome, Reader, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.sources import (
@@ -139,11 +138,6 @@ def attach(
     guards = (view.unchanged(held), view.unchanged(reader))
     ops = (Put(reader, Reader(0).encode(), lease_id), Get(seat.keys.shards(source)))
     return Act(Txn(guards, ops), lambda reply: learn(gotten(reply)[0]))
-
-
-def is_there(view: View, seat: Seat, ref: VersionRef, source: Source) -> Step[bool]:
-    """Whether a source that makes no progress may still make some."""
-    return Done(still_offers(view, seat, ref, source))
 
 
 def has_other(

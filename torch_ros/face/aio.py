@@ -13,7 +13,7 @@ from torch_ros.deadline import is_cancelled, unless_cancelled
 from torch_ros.shard.core import Shard
 
 if TYPE_CHECKING:
-    from torch_ros.shard.handle import ShardHandle
+    from torch_ros.face.handle import ShardHandle
 
 T = TypeVar("T")
 TURN_S = 0.2  # between two looks of one that waits for its turn

@@ -24,8 +24,9 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.features.streams import filling
+from torch_ros.features.streams import stream as streams
 from torch_ros.p2p.memory import MemoryTransfer
-from torch_ros.shard import filling, streams
 from torch_ros.shard.tally import tallies
 from torch_ros.store.txn import Read
 from torch_ros.transfer.batches import Preparation

@@ -26,14 +26,16 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.features.streams import rules
+from torch_ros.features.streams.buffers import BUFFERS, Buffers, Lane, Named, Part
 from torch_ros.printable import log_of
-from torch_ros.protocol import streams
 from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.claimed import GLANCE_S, RETRY_S, glance, suspect
 from torch_ros.protocol.keys import inst_at, replica_of, stream_of
-from torch_ros.protocol.presence import there_ranges
+from torch_ros.protocol.presence import offers, there_ranges
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
+from torch_ros.shard.beside import Bell, Dropped
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.tally import tallies
@@ -46,7 +48,6 @@ from torch_ros.store.txn import Ranges, View
 from torch_ros.transfer.feed import Arrivals, Feed, FeedSource, Supply, connect
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.streamed import BUFFERS, Buffers, Lane, Named, Part
 from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.manifest import OBJECT, logical
 from torch_ros.weights.plan import ReadPlan
@@ -56,24 +57,6 @@ log: logging.Logger = log_of(__name__)
 IDLE_S = 5.0  # for which a source waits for a consumer that does not ask for a buffer
 LOOK_S = 2.0  # who waits looks this often, whatever he heard
 HEAL_TRIES = 2  # of a buffer whose digests differ
-
-
-class Dropped(ClosedError):
-    """Nobody wants the stream, or what is prefetched, any more.
-
-    One of ours: nobody waits for a source that is mute.
-    """
-
-
-class Bell:
-    """Rung by any thread, in a finalizer too. Who waits takes the latch, then looks, then waits."""
-
-    def __init__(self) -> None:
-        self.latch: Latch = Latch()
-
-    def ring(self) -> None:
-        rung, self.latch = self.latch, Latch()
-        rung.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +289,8 @@ class Filling:
     def _choose(self, lost: SourceLost | None, deadline: Deadline) -> tuple[str, str]:
         seat, ref, tried = self._group.seat, self.wanted.ref, self._tried
         only = self.wanted.only
-        rule = partial(streams.choose, seat=seat, ref=ref, tried=tried, lost=lost, only=only)
-        place, layout = self._group.ask(streams.choice_ranges(seat, ref), rule, deadline)
+        rule = partial(rules.choose, seat=seat, ref=ref, tried=tried, lost=lost, only=only)
+        place, layout = self._group.ask(rules.choice_ranges(seat, ref), rule, deadline)
         if tried[inst_at(place)]:
             deadline.check(str(lost))
             time.sleep(RETRY_S)
@@ -352,14 +335,14 @@ class Filling:
             session = self._session = self._lease(deadline)
             key = group.seat.keys.reader(ref.run, ref.version, inst, self._name, group.seat.rank)
             rule = partial(
-                streams.attach,
+                rules.attach,
                 seat=group.seat,
                 ref=ref,
                 place=place,
                 reader=key,
                 lease_id=session.lease_id,
             )
-            steps = settle(deadline.what, streams.attach_ranges(group.seat, ref, place, key), rule)
+            steps = settle(deadline.what, rules.attach_ranges(group.seat, ref, place, key), rule)
             try:
                 return run(steps, group.kv, deadline, check=partial(self._check_with, session))
             except _LeaseEnded:
@@ -424,7 +407,7 @@ class Filling:
 
     def _is_there(self, source: Source) -> bool:
         seat, ref = self._group.seat, self.wanted.ref
-        rule = partial(streams.is_there, seat=seat, ref=ref, source=source)
+        rule = partial(offers, seat=seat, ref=ref, source=source)
         return self._glance(there_ranges(seat, ref, source), rule, unknown=True)
 
     def _has_other(self, source: Source, silent_s: float) -> bool:
@@ -432,14 +415,14 @@ class Filling:
             return False
         seat, ref = self._group.seat, self.wanted.ref
         rule = partial(
-            streams.has_other,
+            rules.has_other,
             seat=seat,
             ref=ref,
             source=source,
             tried=self._tried,
             silent_s=silent_s,
         )
-        return self._glance(streams.choice_ranges(seat, ref), rule, unknown=False)
+        return self._glance(rules.choice_ranges(seat, ref), rule, unknown=False)
 
     def _glance(self, ranges: Ranges, rule: Callable[[View], Step[bool]], *, unknown: bool) -> bool:
         deadline = Deadline(self.wanted.what, GLANCE_S, check_open=self._check)

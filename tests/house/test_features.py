@@ -1,0 +1,36 @@
+"""A feature is a folder: without it, and the lines that bear its mark, the rest stands."""
+
+import re
+import subprocess
+import sys
+
+from without import FEATURES, PACKAGE, stripped
+
+MARK = re.compile(r"# (?:feature (\w+)|\} (\w+))")
+
+
+def marks(package):
+    for path in sorted(package.rglob("*.py")):
+        for one in MARK.finditer(path.read_text()):
+            yield str(path.relative_to(package)), one[1] or one[2]
+
+
+def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updates():
+    command = [sys.executable, PACKAGE.parent / "tests/house/without.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (
+        0,
+        [f"{feature}: stands" for feature in FEATURES],
+    ), done.stderr
+
+
+def test_marks_name_features_and_stand_above_the_core():
+    found = list(marks(PACKAGE))
+    assert {feature for _, feature in found} == set(FEATURES)
+    above = ("__init__.py", "face/", "cli/", "metrics/", "dcp/")
+    assert [file for file, _ in found if not file.startswith(above)] == []
+
+
+def test_marked_lines_are_left_out():
+    text = "a\nb  # feature x\n    # feature x {\n    c\n\n    # } x\nd  # feature y\n"
+    assert stripped(text, "x") == "a\nd  # feature y\n"

@@ -1,0 +1,106 @@
+"""The package without one of its features: what is left imports, publishes, replicates and updates.
+
+python tests/house/without.py [FEATURE...]    each of them, in a process of its own; all features
+
+A feature is a folder of torch_ros/features, and the lines elsewhere that bear its mark: one that
+ends in `# feature NAME`, and those from `# feature NAME {` to `# } NAME`.
+"""
+
+import importlib
+import os
+import pkgutil
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "torch_ros"
+FEATURES = sorted(path.parent.name for path in PACKAGE.glob("features/*/__init__.py"))
+EXTRAS = {"verl", "vllm"}  # which no environment of the tests has
+
+
+def stripped(text: str, feature: str) -> str:
+    """The text without the lines that bear the feature's mark."""
+    within = rf"^[ ]*# feature {feature} \{{\n.*?^[ ]*# \}} {feature}\n"
+    text = re.sub(within, "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(rf"^.*# feature {feature}\n", "", text, flags=re.MULTILINE)
+
+
+def remove(feature: str, package: Path) -> None:
+    """Remove a feature from a copy of the package."""
+    shutil.rmtree(package / "features" / feature)
+    for path in package.rglob("*.py"):
+        before = path.read_text()
+        if (after := stripped(before, feature)) != before:
+            path.write_text(after)
+
+
+def modules(name: str) -> Iterator[str]:
+    package = importlib.import_module(name)
+    for info in pkgutil.walk_packages(package.__path__, f"{name}."):
+        if not EXTRAS & set(info.name.split(".")):
+            yield info.name
+
+
+def use() -> None:
+    """Import all there is, publish, replicate and update."""
+    import torch
+
+    for name in modules("torch_ros"):
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    import torch_ros
+
+    source, target = torch.arange(5.0), torch.zeros(5)
+    trainer = torch_ros.open("m", endpoint="memory://without", replica="t")
+    rollout = torch_ros.open("m", endpoint="memory://without", replica="r")
+    trainer.register({"w": source})
+    rollout.register({"w": target})
+    trainer.publish(1)
+    assert rollout.replicate() == 1
+    trainer.unpublish()
+    source += 1
+    trainer.publish(2)
+    assert rollout.update()
+    assert torch.equal(source, target)
+    rollout.close()
+    trainer.close(linger_s=0)
+
+
+def try_without(feature: str) -> int:
+    """The exit status of a child that uses the package without the feature."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "torch_ros"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        remove(feature, copy)
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                sys.path.insert(0, folder)
+                use()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)  # the parent's cleanup is not the child's
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(features: list[str]) -> int:
+    importlib.import_module("torch.distributed.checkpoint")  # once for all children
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_ros"]:
+        del sys.modules[name]  # torch loads what is installed as a rendezvous of its own
+    sys.path[:] = [path for path in sys.path if not (Path(path or ".") / "torch_ros").exists()]
+    sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+    failed = [feature for feature in features if try_without(feature)]
+    for feature in features:
+        print(f"{feature}: {'fails' if feature in failed else 'stands'}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or FEATURES))
