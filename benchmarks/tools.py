@@ -30,7 +30,7 @@ from harness import Actors, Child, Sample, Setup, ask_all, etcd_at, rounds, say,
 from report import machine
 
 import torch_ros
-from torch_ros.shard import opening
+from torch_ros.face import opening
 from torch_ros.store.kv import KV
 
 VERSIONS, EVERY_S = 20, 0.2  # of a round

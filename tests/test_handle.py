@@ -35,10 +35,11 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.face import opening
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Holding
-from torch_ros.shard import core, opening
+from torch_ros.shard import core
 from torch_ros.store import memory
 from torch_ros.store.txn import Put
 from torch_ros.transfer import batches

@@ -27,8 +27,8 @@ from space import IndexedSpace
 import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.face import opening
 from torch_ros.protocol import sources
-from torch_ros.shard import opening
 from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import (
     Created,

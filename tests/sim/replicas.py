@@ -17,7 +17,7 @@ import torch
 
 from torch_ros.costs import Costs
 from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
-from torch_ros.shard import opening
+from torch_ros.face import opening
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
