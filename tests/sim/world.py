@@ -32,7 +32,7 @@ from stores import Connection, Store, wakes
 from story import short
 from wires import LOOK_S, Wire
 
-from torch_ros import deadline, protocol, shard, transfer
+from torch_ros import deadline, face, features, protocol, shard, transfer
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
 from torch_ros.p2p import lending
@@ -60,8 +60,8 @@ INHABITED = (
     *(run, session, deadline, manifest),
     *(
         importlib.import_module(found.name)
-        for package in (protocol, transfer, shard)
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        for package in (protocol, transfer, shard, features, face)
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
         if found.name != tracing.__name__
     ),
 )
