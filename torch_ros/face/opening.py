@@ -26,6 +26,7 @@ from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.host_copies import seen_here, shard_of
 from torch_ros.shard.identity import Identity, identify
+from torch_ros.shard.seams import Feature
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.meter import OnProgress
@@ -334,10 +335,20 @@ class _Means:
             group = Group.join(kv, own, deadline)
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
-            shard.at_last.append(sign.close)
+            shard.attach(_Signed(sign))
             undo.pop_all()
         log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
         return shard
+
+
+class _Signed(Feature):
+    """The sign of a seat, which stays until its handle has closed."""
+
+    def __init__(self, sign: Sign) -> None:
+        self._sign = sign
+
+    def has_closed(self) -> None:
+        self._sign.close()
 
 
 def _chosen(transport: str | None) -> tuple[str, str]:

@@ -41,6 +41,7 @@ from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
+from torch_ros.shard.seams import Feature
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
@@ -117,8 +118,7 @@ class Shard:
     floor: Floor | None  # the bucket that `open` was given
     intake: Intake
     is_closed: bool
-    before_end: list[Callable[[], object]]  # done first when it closes
-    at_last: list[Callable[[], object]]  # and when it shows nothing any more; then the transport
+    features: list[Feature]  # that are attached
     lock: threading.RLock  # of the call that is under way
     beside: list[int]  # threads in prefetches: others go on beside the first, and the rest wait
 
@@ -148,7 +148,7 @@ class Shard:
         self.forerunner, self.floor = None, None
         self.intake = Intake(group.ledger)
         self.is_closed = False
-        self.before_end, self.at_last = [], []
+        self.features = []
         self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
@@ -182,6 +182,10 @@ class Shard:
 
     def _made_delta(self, outcome: Outcome, size_bytes: int, elapsed_s: float) -> None:
         self.observed.tally.made_delta(outcome, size_bytes, elapsed_s)
+
+    def attach(self, feature: Feature) -> None:
+        """Tell a feature of what happens here from now on."""
+        self.features.append(feature)
 
     # One call at a time
 
@@ -414,8 +418,8 @@ class Shard:
         with self._ending:
             if self not in _open_shards:
                 return
-            for end in self.before_end:
-                end()
+            for feature in self.features:
+                feature.closes()
             try:
                 self.group.close(partial(self._hand_over, linger_s, drains=drains))
             finally:
@@ -427,8 +431,8 @@ class Shard:
                     self.mailbox.close()
                     self.deltas.close()
                     self.tensors.forget()
-                    for end in self.at_last:
-                        end()
+                    for feature in self.features:
+                        feature.has_closed()
                     self.transport.close()
                 _open_shards.discard(self)
                 self.observed.end()

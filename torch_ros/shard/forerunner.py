@@ -41,6 +41,7 @@ from torch_ros.shard.collective import collectively, refuse
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import fetch_version
 from torch_ros.shard.room import available_bytes, ranks_here
+from torch_ros.shard.seams import Feature
 from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import LocalChunk, LocalTensor
@@ -102,7 +103,7 @@ class Room:
         self._memory.close()
 
 
-class Forerunner:
+class Forerunner(Feature):
     """One rank's part of it: a thread from the first order on, and a handle of its own.
 
     Args:
@@ -128,7 +129,7 @@ class Forerunner:
         self._shard: Shard | None = None
         self._room: Room | None = None
         self._thread: threading.Thread | None = None
-        shard.before_end.append(self.close)
+        shard.attach(self)
         shard.observed.staged["forerunner"] = lambda: room.size_bytes if (room := self._room) else 0
 
     # Called by the replica
@@ -193,7 +194,7 @@ class Forerunner:
                 f"copy, {limit} {there}; set seeding_bytes, or use seeding='foreground'"
             )
 
-    def close(self) -> None:
+    def closes(self) -> None:
         """End it; what it has is offered no more."""
         self._is_closed = True
         self._news.ring()

@@ -23,6 +23,7 @@ from torch_ros.shard.ahead import Prefetched
 from torch_ros.shard.base import Base
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.core import Shard
+from torch_ros.shard.seams import Feature
 from torch_ros.transfer.delta_reading import DeltaRead
 from torch_ros.transfer.feed import FeedSource, Supply, connect
 from torch_ros.transfer.reading import Reading
@@ -35,15 +36,14 @@ TURN_S = 0.02  # between looks whether those before have ended, or this one is o
 CLOSE_S = 5.0  # for reads in flight to end, when the handle closes
 
 
-class Prefetching:
+class Prefetching(Feature):
     """The prefetches of one handle, one at a time."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._reading: Reading | None = None  # connected; for prefetches alone
         shard.observed.staged["prefetched"] = lambda: self.held_bytes
-        shard.before_end.append(shard.ahead.take)
-        shard.at_last.append(self.close)
+        shard.attach(self)
 
     @property
     def held_bytes(self) -> int:
@@ -202,7 +202,11 @@ class Prefetching:
 
     # The end
 
-    def close(self) -> None:
+    def closes(self) -> None:
+        """Drop what is staged; who fetches has fetched in vain."""
+        self._shard.ahead.take()
+
+    def has_closed(self) -> None:
         """Wait for the one that is under way, which has been told to end; disconnect."""
         with suppress(DeadlineExceeded):  # it does so itself, when it ends
             self._in_turn(Deadline("close", CLOSE_S), lambda: None)

@@ -541,7 +541,7 @@ def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, mo
 
     def closing(shard, *args):
         shard.is_closed = True
-        engine._streams.close()
+        engine._streams.closes()
         return beside(shard, *args)
 
     monkeypatch.setattr(streams, "Filling", closing)

@@ -23,6 +23,7 @@ from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
+from torch_ros.shard.seams import Feature
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import View
 
@@ -128,7 +129,7 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
         self.close()
 
 
-class Streams:
+class Streams(Feature):
     """The streams of one handle, until it closes."""
 
     def __init__(self, shard: Shard) -> None:
@@ -136,7 +137,7 @@ class Streams:
         self._numbers = itertools.count(1)
         self._open: set[Filling] = set()
         self._spare: list[Lane] = []  # connected, and used by nobody
-        shard.before_end.append(self.close)
+        shard.attach(self)
 
     def open(
         self,
@@ -211,7 +212,7 @@ class Streams:
         else:
             lane.close()
 
-    def close(self) -> None:
+    def closes(self) -> None:
         """End all; wait for what they have in flight."""
         left = list(self._open)
         for filling in left:
