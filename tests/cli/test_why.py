@@ -15,11 +15,11 @@ from test_ls import published
 
 import torch_ros
 from torch_ros.cli import main, waiting
+from torch_ros.cli.waits import Blamed, Hop, Why
 from torch_ros.p2p import life
 from torch_ros.printable import printable
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import GroupRecord, SeenRecord, ShardRecord, VersionRecord
-from torch_ros.protocol.waits import Blamed, Hop, Why
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn, Watch, one
 

@@ -22,10 +22,10 @@ from random import Random
 from replicas import Process
 from scenes import Scene, publish, replicate
 
+from torch_ros.cli.waits import Why, wait_ranges, why
 from torch_ros.errors import StoreUnavailable, TorchRosError
 from torch_ros.protocol.keys import Keys, parse_model
 from torch_ros.protocol.records import SchemaRecord, VersionRecord
-from torch_ros.protocol.waits import Why, wait_ranges, why
 from torch_ros.store.txn import Put, Read, Txn
 
 FOR_EVER_S = 10_000.0

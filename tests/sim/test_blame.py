@@ -5,7 +5,7 @@ from unittest.mock import patch
 import blame
 import pytest
 
-from torch_ros.protocol import waits
+from torch_ros.cli import waits
 
 EACH = pytest.mark.parametrize("kind", list(blame.KINDS))
 

@@ -6,11 +6,13 @@ from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 
+from torch_ros.cli import waits
+from torch_ros.cli.waits import Blamed, Why, wait_ranges
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, UsageError
 from torch_ros.p2p.life import Life, State, look
 from torch_ros.printable import some
-from torch_ros.protocol import seen, waits
+from torch_ros.protocol import seen
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (
     EVERY_MODEL,
@@ -23,7 +25,6 @@ from torch_ros.protocol.keys import (
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import SeenRecord, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
-from torch_ros.protocol.waits import Blamed, Why, wait_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Wait, follow

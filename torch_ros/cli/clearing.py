@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from torch_ros.cli import asking
+from torch_ros.cli.leftovers import Leftover, clearing, leftover_ranges, leftovers
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import Contention
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.leftovers import Leftover, clearing, leftover_ranges, leftovers
 from torch_ros.protocol.records import SeenRecord
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Read

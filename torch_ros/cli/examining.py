@@ -12,6 +12,7 @@ import msgspec
 
 from torch_ros.cli import asking
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
+from torch_ros.cli.waits import Blamed
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
 from torch_ros.p2p import rdma, trial
@@ -22,7 +23,6 @@ from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, rep
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.schema import require_own
-from torch_ros.protocol.waits import Blamed
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.health import EtcdHealth, health
 from torch_ros.store.kv import KV

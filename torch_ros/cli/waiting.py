@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from torch_ros.protocol.waits import Blamed, Why
+from torch_ros.cli.waits import Blamed, Why
 
 DOES = {  # by the state of a process, as `p2p/life.py` names it
     "running": "runs",
