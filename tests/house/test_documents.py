@@ -209,6 +209,7 @@ def test_the_pictures_are_what_their_script_draws():
 
 PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
 WORDS_MAX = {
+    ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
     ROOT / "docs" / "PROTOCOL.md": 9000,
     **dict.fromkeys(PROTOCOL_PAGES, 1500),
