@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
     from torch_ros.features.streams.stream import Stream  # feature streams
+    from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.records import Install
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch_ros.shard.installs import Installed
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
-    from torch_ros.weights.transforms import Cast, Float8, MadeTensor, Transform
+    from torch_ros.weights.transforms import MadeTensor, Transform
 
 rdma.load_first()
 
@@ -38,13 +39,13 @@ __version__ = RELEASE
 __all__ = [
     "AsyncHandle",
     "Borrowed",
-    "Cast",
+    "Cast",  # feature transforms
     "Chunked",
     "Contents",
     "Costs",
     "DrainReport",
     "Fleet",
-    "Float8",
+    "Float8",  # feature transforms
     "Held",
     "HugePageReport",
     "Install",
@@ -65,13 +66,13 @@ __all__ = [
 _HOMES = {  # imported at their first use
     "AsyncHandle": "torch_ros.face.aio",
     "Borrowed": "torch_ros.shard.borrowing",
-    "Cast": "torch_ros.weights.transforms",
+    "Cast": "torch_ros.features.transforms.casting",  # feature transforms
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
     "DrainReport": "torch_ros.shard.report",
     "Fleet": "torch_ros.protocol.fleet",
-    "Float8": "torch_ros.weights.transforms",
+    "Float8": "torch_ros.features.transforms.casting",  # feature transforms
     "Held": "torch_ros.protocol.fleet",
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "Install": "torch_ros.protocol.records",

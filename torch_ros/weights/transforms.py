@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Protocol, Self, runtime_checkable
 
@@ -52,7 +51,7 @@ class MadeTensor:
 
 
 @lru_cache(64)  # thousands of tensors are made of as many
-def _elementwise(dtype: torch.dtype, dims: int) -> MadeTensor:
+def elementwise(dtype: torch.dtype, dims: int) -> MadeTensor:
     return MadeTensor(dtype, (1,) * dims)
 
 
@@ -88,145 +87,12 @@ class Transform(Protocol):
         """
 
 
-def _matches(fqn: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Casts floating-point tensors to another dtype.
-
-    Args:
-        dtype: Such as torch.bfloat16.
-        keep: Names of tensors that are left as they are, as patterns ("*.norm.*").
-    """
-
-    dtype: torch.dtype
-    keep: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        arguments.instance(torch.dtype)("Cast: dtype", self.dtype)
-        if not self.dtype.is_floating_point:
-            raise UsageError(f"Cast: dtype={self.dtype}: expected a floating-point dtype")
-        arguments.texts("Cast: keep", self.keep)
-        object.__setattr__(self, "keep", tuple(self.keep))  # equal by repr
-
-    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
-        """It itself, of the other dtype."""
-        if not dtype.is_floating_point or _matches(fqn, self.keep):
-            return {}
-        return {fqn: _elementwise(self.dtype, len(shape))}
-
-    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
-        """As torch casts."""
-        made[fqn].copy_(box)
-
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-SCALE_MIN = torch.finfo(torch.float32).tiny  # a smaller one has few bits: quotients overflow
-CACHE_BYTES = 2 << 20  # at a time on a host: with 16 MiB it took up to ten times as long
-
-
-@dataclass(frozen=True, slots=True)
-class Float8:
-    """Quantises matrices to torch.float8_e4m3fn, with float32 scales in tensors of their own.
-
-    A scale is the largest absolute value of its row, or its block, divided by 448, and 1 if all of
-    them are zero. An element divided by its scale is rounded to the nearest float8; that times the
-    scale is nearly the element. A tensor of more than two dimensions, such as a stack of experts,
-    is taken for so many matrices. Tensors of fewer dimensions, and all that are not floating-point
-    ones of 16 bits or more, are left as they are.
-
-    By rows, "w.weight" of shape (N, K) gets a "w.weight_scale" of shape (N, 1), as with the
-    "channel" strategy of compressed-tensors; a shard has whole rows. With `block=(128, 128)` it
-    gets a "w.weight_scale_inv" of shape (N / 128, K / 128), rounded up, as in DeepSeek-V3's
-    checkpoints (`weight_block_size`); the edges of shards lie between blocks.
-
-    Args:
-        names: Names of the tensors to quantise, as patterns ("*_proj.weight").
-        keep: Those among them that are left as they are ("*.mlp.gate.*").
-        block: Rows and columns that have a scale together; None: each row has its own.
-        suffix: By which the name of the scales is longer than the tensor's. None: "_scale", with
-            blocks "_scale_inv", although engines multiply by both.
-    """
-
-    names: Sequence[str]
-    keep: Sequence[str] = ()
-    block: tuple[int, int] | None = None
-    suffix: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("names", "keep"):
-            arguments.texts(f"Float8: {name}", getattr(self, name))
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # equal by repr
-        if self.block is not None:
-            if not isinstance(self.block, Sequence) or len(self.block) != 2:
-                raise UsageError(f"Float8: block={self.block!r}: expected rows and columns")
-            for size in self.block:
-                arguments.whole(1, 1 << 31)("Float8: block", size)
-            object.__setattr__(self, "block", tuple(self.block))
-        if self.suffix is None:
-            object.__setattr__(self, "suffix", "_scale_inv" if self.block else "_scale")
-        arguments.text("Float8: suffix", self.suffix)
-
-    def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
-        """It itself, quantised, and its scales."""
-        is_matrix = len(shape) > 1 and dtype.is_floating_point and dtype.itemsize > 1
-        if not is_matrix or not _matches(fqn, self.names) or _matches(fqn, self.keep):
-            return {}
-        per = self._per(shape)
-        return {
-            fqn: _elementwise(FP8, len(shape)),
-            f"{fqn}{self.suffix}": MadeTensor(torch.float32, per),
-        }
-
-    def _per(self, shape: Shape) -> Shape:
-        return (*(1,) * (len(shape) - 2), *(self.block or (1, max(1, shape[-1]))))
-
-    def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
-        """Computed in float32.
-
-        Raises: UsageError: An element is not finite.
-        """
-        quantised, scales = made[fqn], made[f"{fqn}{self.suffix}"]
-        per = self._per(tuple(box.shape))
-        most = CACHE_BYTES // box.itemsize if box.is_cpu else box.numel()
-        for offsets, sizes in _cut(tuple(box.shape), per, most):
-            place = MadeTensor(torch.float32, per).made_of(offsets, sizes)
-            part = _part(box, offsets, sizes)
-            self._quantise(fqn, part, _part(quantised, offsets, sizes), _part(scales, *place))
-
-    def _quantise(
-        self, fqn: str, box: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        rows, columns = box.shape[-2:]
-        high, wide = self.block or (1, columns)
-        values = box.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if rows % high or columns % wide:
-            values = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
-        *others, down, across = values.shape
-        blocks = values.view(*others, down // high, high, across // wide, wide)
-        largest = blocks.abs().amax((-3, -1))
-        if not bool(torch.isfinite(largest).all()):
-            raise UsageError(
-                f"tensor {fqn!r} has elements that are not finite as float32; expected finite "
-                "ones, to quantise; look where they come from, or name it in keep"
-            )
-        # A GPU multiplies by the inverse of a plain number, which rounds otherwise than a host.
-        scale = largest / torch.full_like(largest, FP8_MAX)
-        scale.clamp_(min=SCALE_MIN).masked_fill_(largest == 0, 1)
-        blocks.div_(scale[..., :, None, :, None])
-        quantised.copy_(values[..., :rows, :columns])
-        scales.copy_(scale)
-
-
 SAID = (TorchRosError, MemoryError, torch.OutOfMemoryError)  # errors that say enough
 
 
 class _AsIs:
     def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
-        return {fqn: _elementwise(dtype, len(shape))}
+        return {fqn: elementwise(dtype, len(shape))}
 
     def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
         copy_bits(made[fqn], box)
@@ -306,12 +172,12 @@ class Making:
         if memory.nbytes <= most_bytes:
             yield memory, made
             return
-        for offsets, sizes in _cut(tuple(memory.shape), self.units, most_bytes // memory.itemsize):
+        for offsets, sizes in cut(tuple(memory.shape), self.units, most_bytes // memory.itemsize):
             parts = {
-                name: _part(made[name], *output.made_of(offsets, sizes))
+                name: part(made[name], *output.made_of(offsets, sizes))
                 for name, output in self.outputs.items()
             }
-            yield _part(memory, offsets, sizes), parts
+            yield part(memory, offsets, sizes), parts
 
     def fill(self, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
         """Raises: UsageError: The transform raised."""
@@ -359,11 +225,11 @@ def _failed(transform: Transform, fqn: str, error: Exception) -> UsageError:
     return UsageError(f"tensor {fqn!r}: {transform!r} failed ({reason}); leave it out of that")
 
 
-def _part(tensor: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
+def part(tensor: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
     return tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
 
-def _cut(sizes: Shape, units: Shape, most: int) -> Iterator[Box]:
+def cut(sizes: Shape, units: Shape, most: int) -> Iterator[Box]:
     """Boxes of whole units that are all of this one, of at most so many elements, or one unit."""
     if not sizes:
         yield (), ()
@@ -371,5 +237,5 @@ def _cut(sizes: Shape, units: Shape, most: int) -> Iterator[Box]:
     step = max(1, most // (units[0] * math.prod(sizes[1:]))) * units[0]
     for start in range(0, sizes[0], step):
         size = min(step, sizes[0] - start)
-        for offsets, rest in _cut(sizes[1:], units[1:], most // size):
+        for offsets, rest in cut(sizes[1:], units[1:], most // size):
             yield (start, *offsets), (size, *rest)

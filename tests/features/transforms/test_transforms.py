@@ -15,12 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ros import Cast, Chunked, Float8, MadeTensor
 from torch_ros.errors import UsageError
+from torch_ros.features.transforms import casting
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights import transforms
 from torch_ros.weights.local import local_chunks
-from torch_ros.weights.transforms import Making, _cut
+from torch_ros.weights.transforms import Making, cut
 
 FP8 = torch.float8_e4m3fn
 ALL = ("*",)
@@ -84,7 +84,7 @@ SHAPES_IN_PIECES = [
 @pytest.mark.parametrize(("shape", "piece_bytes"), SHAPES_IN_PIECES)
 def test_float8_is_what_plain_torch_makes_of_it(monkeypatch, block, dtype, shape, piece_bytes):
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(transforms, "CACHE_BYTES", piece_bytes // 4)
+    monkeypatch.setattr(casting, "CACHE_BYTES", piece_bytes // 4)
     tensor = (torch.randn(shape) * torch.logspace(-3, 2, shape[1])).to(dtype)
     tensor[0, 0], tensor[-1] = -3.0, 0.0
     before = tensor.clone()
@@ -304,7 +304,7 @@ boxes = st.lists(
 def test_pieces_are_all_of_a_box_once_in_whole_units(box, most):
     sizes, units = box
     seen = torch.zeros(sizes, dtype=torch.int64)
-    for offsets, part in _cut(sizes, units, most):
+    for offsets, part in cut(sizes, units, most):
         at = tuple(slice(o, o + s) for o, s in zip(offsets, part, strict=True))
         seen[at] += 1
         assert math.prod(part) <= max(most, math.prod(units))

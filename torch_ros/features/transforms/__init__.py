@@ -1,0 +1,1 @@
+"""Casts and quantises copies. Without it a program brings transforms of its own."""
