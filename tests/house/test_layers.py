@@ -52,7 +52,8 @@ ROOT = {
 }  # may name everything; "public" in an arrow is `import torch_ros`
 LAZY = {  # what a file starts when it is asked to, and does not stand on
     "store/__init__.py": ("torch_ros.store.distributed",),
-    "face/opening.py": ("torch_ros.metrics", "torch_ros.bucket.floor"),
+    "face/opening.py": ("torch_ros.metrics",),
+    "features/fallback/stored.py": ("torch_ros.bucket",),
 }
 DOORS = {
     "argcomplete": "cli/completing.py",

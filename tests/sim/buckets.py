@@ -20,7 +20,7 @@ OLD_RUN, OLD_NUMBER = "before", 3
 
 @dataclass
 class ModelBucket:
-    """As `BucketFloor`, of versions that archivers have written before."""
+    """As `FallbackBucket`, of versions that archivers have written before."""
 
     world: object
     list_s: float = 0.0  # that a list takes, at most

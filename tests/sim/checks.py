@@ -18,9 +18,9 @@ from torch_ros.errors import (
     SeatLost,
     StoreUnavailable,
 )
+from torch_ros.features.fallback.rules import TTLS
 from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.floor import TTLS
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import (
     Decisions,

@@ -1,8 +1,8 @@
 """The rules of the package, by their names alone: who plants a fault need not know where one is.
 
 `"decide"` is a function or a constant of a module, `"Keys.ready"` a method of a class. Where the
-package has several of one name, a module that knows the one that is meant goes before it:
-`"membership:leave"`.
+package has several of one name, a module or a feature that knows the one that is meant goes before
+it: `"membership:leave"`.
 """
 
 import functools
@@ -37,9 +37,7 @@ def owners(rule: str) -> list[tuple[Any, str]]:
     name, _, method = path.partition(".")
     known = {module: getattr(module, name) for module in _places()[name]}
     meant = [
-        value
-        for module, value in known.items()
-        if known_by in ("", module.__name__.rpartition(".")[2])
+        value for module, value in known.items() if known_by in ("", *module.__name__.split("."))
     ]
     if not meant or any(value is not meant[0] for value in meant):
         found = ", ".join(module.__name__ for module in known)

@@ -205,7 +205,7 @@ class World(Scheduler):
         self.versions: dict[str, int] = {}  # by uid
         self.is_calm = False
         self.meetings: dict[str, set] = {}
-        self.floor = None  # the bucket of those that have one
+        self.below = None  # the bucket of those that have one
         self.loans: dict[Process, list[Loan]] = {}
         self.steps = 0
         self.shapes = rng.choice(SHAPES)
@@ -247,14 +247,14 @@ class World(Scheduler):
 
     def _archive(self, apart: Random) -> None:
         times_s = {"list_s": apart.choice([0.0, 15.0]), "read_s": apart.choice([0.02, 0.2, READ_S])}
-        self.floor = ModelBucket(self, fails=apart.choice([0.0, 0.1, 0.4]), **times_s)
+        self.below = ModelBucket(self, fails=apart.choice([0.0, 0.1, 0.4]), **times_s)
         for version in sorted(apart.sample(range(6), apart.randrange(1, 4))):
-            key = self.floor.archive(version, self.number())
+            key = self.below.archive(version, self.number())
             if apart.random() < 0.3:
-                self.floor.corrupt.add(key)
+                self.below.corrupt.add(key)
 
     def _populate(self) -> None:
-        late_s = Random(f"{self.seed}/late").choice([0, 30, 60, 90]) if self.floor else 0
+        late_s = Random(f"{self.seed}/late").choice([0, 30, 60, 90]) if self.below else 0
         for number in range(self.rng.choice([1, 1, 1, 2])):
             if late_s:
                 self.at(self.now_s + late_s, self._launch_late, f"t{number}")
@@ -333,7 +333,7 @@ class World(Scheduler):
                 made.borrow_bytes, made.loads = apart.choice([200, 600, 1500]), True
             if Random(f"{self.seed}/{made.number}/ahead").random() < 0.5 and not is_trainer:
                 made.seeding = "host" if self.is_in_datacenters and not made.loads else made.seeding
-            if self.floor and Random(f"{self.seed}/{made.number}/bucket").random() < 0.7:
+            if self.below and Random(f"{self.seed}/{made.number}/bucket").random() < 0.7:
                 made.bucket = URL
             if Random(f"{self.seed}/{made.number}/gap").random() < GAPS:
                 made.sharding = "gap"
@@ -766,7 +766,7 @@ class World(Scheduler):
             "choose_transport": lambda *_, replica, **__: Wire(
                 world, world.current.process, replica
             ),
-            "floor_of": lambda url, _: world.floor if url else None,
+            "bucket_below": lambda url, _: world.below if url else None,
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "STEP_BYTES": 7,
             "BATCH_BYTES": 7,  # less than a block; odd, so that several sources take turns

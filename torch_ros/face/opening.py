@@ -12,6 +12,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
+from torch_ros.features.fallback.flow import Fallback, bucket_below, newest_run  # feature fallback
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
@@ -21,8 +22,6 @@ from torch_ros.protocol.keys import AHEAD, BUCKET, DEFAULT_DATACENTER, Keys, for
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
-from torch_ros.shard.falling_back import newest_run
-from torch_ros.shard.floor import Floor
 from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.host_copies import seen_here, shard_of
 from torch_ros.shard.identity import Identity, identify
@@ -56,7 +55,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
     "world_size": arguments.optional(arguments.whole(1, 999_999)),
     "run": arguments.optional(arguments.text),
-    "bucket": arguments.maybe_text,
+    "bucket": arguments.maybe_text,  # feature fallback
     "datacenter": arguments.text,
     "fabric": arguments.optional(arguments.text),
     "wan_devices": arguments.texts,
@@ -88,7 +87,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     rank: int | None = None,
     world_size: int | None = None,
     run: str | None = None,
-    bucket: str | None = None,
+    bucket: str | None = None,  # feature fallback
     retain: Sequence[str | int] = (),
     datacenter: str = DEFAULT_DATACENTER,
     fabric: str | None = None,
@@ -220,7 +219,6 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
     _require_free(place.replica, run)
-    floor = floor_of(environment.value(environment.BUCKET) if bucket is None else bucket, model)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
@@ -235,7 +233,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         drain_s=drain_s,
     )
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
-    own = partial(own, newest_stored=floor and partial(newest_run, floor, deadline))
+    # feature fallback {
+    below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
+    own = partial(own, newest_stored=below and partial(newest_run, below, deadline))
+    # } fallback
     install = Install() if installs else None
     shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
 
@@ -247,7 +248,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         there = partial(there, run=shard.group.seat.run, datacenter=shard.group.seat.datacenter)
         return means.shard(name, there, settings, deadline)
 
-    shard.floor = floor
+    # feature fallback {
+    if below is not None:
+        shard.attach(Fallback(shard, below))
+    # } fallback
     if seeding == "host":
         shard.forerunner = Forerunner(shard, ahead, seeding_bytes)
     if environment.value(environment.METRICS_PORT):
@@ -261,18 +265,6 @@ def _require_free(replica: str, run: str | None) -> None:
         raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
     if run == BUCKET:
         raise UsageError(f"run={run!r}: versions that come from a bucket have that name")
-
-
-def floor_of(url: str, model: str) -> Floor | None:
-    """The bucket below a model's runs; None: no URL is given.
-
-    Raises: UsageError: It is no URL of a store, or the extra `bucket` is not installed.
-    """
-    if not url:
-        return None
-    from torch_ros.bucket.floor import BucketFloor  # noqa: PLC0415  # an extra
-
-    return BucketFloor(url, model)
 
 
 def _serve_figures() -> None:

@@ -34,7 +34,6 @@ from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import refuse
 from torch_ros.shard.contract import conclude
-from torch_ros.shard.floor import Floor
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.intake import Intake
@@ -115,7 +114,6 @@ class Shard:
     reports: Reports
     observed: Observed
     forerunner: RunsAhead | None
-    floor: Floor | None  # the bucket that `open` was given
     intake: Intake
     is_closed: bool
     features: list[Feature]  # that are attached
@@ -145,7 +143,7 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.forerunner, self.floor = None, None
+        self.forerunner = None
         self.intake = Intake(group.ledger)
         self.is_closed = False
         self.features = []

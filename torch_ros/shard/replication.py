@@ -11,7 +11,6 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
-    BucketError,
     CorruptWeights,
     SourceLost,
     TorchRosError,
@@ -34,10 +33,10 @@ from torch_ros.protocol.versions import Spec
 from torch_ros.shard import tracing
 from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
-from torch_ros.shard.falling_back import FallBack, require_floor
 from torch_ros.shard.leap import Applied, Leap
 from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.report import ReadReport, Stopwatch
+from torch_ros.shard.seams import Supplier
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
@@ -65,7 +64,7 @@ class Target:
 
     def __init__(self, shard: Shard, base: Base | None = None) -> None:
         self._shard, self.base = shard, base
-        self.falls: FallBack | None = None  # to a bucket, when nobody has a version
+        self.supplier: Supplier | None = None  # of versions that no replica has
 
     @property
     def bytes_total(self) -> int:
@@ -92,7 +91,7 @@ class Target:
 def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef:
     """Read a whole version into the registered tensors."""
     shard.intake.begins(deadline)
-    target.falls = FallBack.of(shard, spec, deadline)
+    target.supplier = _supplier(shard, spec, deadline)
     made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
     return _healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
 
@@ -107,15 +106,18 @@ def replicate_if_there(
     """
     shard.intake.begins(deadline)
     spec, tries = replace(spec, may_miss=True), list[Replication]()
-    target.falls = FallBack.of(shard, spec, deadline)
-    where = " or in a bucket" if target.falls is not None else ""  # or ranks would differ silently
+    target.supplier = supplier = _supplier(shard, spec, deadline)
 
     def made(avoided: Collection[str]) -> Replication:
         tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
         return tries[-1]
 
     ref: VersionRef | None = _healed(
-        shard, f"{_asked(spec)}, if it is there{where}", deadline, made, lambda read: read.if_there
+        shard,
+        f"{_asked(spec)}, if it is there{supplier.called if supplier else ''}",
+        deadline,
+        made,
+        lambda read: read.if_there,
     )
     if ref is None and any(each.ref is not None for each in tries):
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
@@ -123,6 +125,11 @@ def replicate_if_there(
     if ref is None:
         shard.intake.ends(None, deadline)
     return ref
+
+
+def _supplier(shard: Shard, spec: Spec, deadline: Deadline) -> Supplier | None:
+    found = (feature.supplier(spec, deadline) for feature in shard.features)
+    return next((supplier for supplier in found if supplier is not None), None)
 
 
 def _asked(spec: Spec) -> str:
@@ -154,8 +161,8 @@ def _healed(
     """Read a version; once more after CorruptWeights, preferring other sources.
 
     Before that, in full from the same ones, if deltas had brought a part: what they were applied to
-    may be wrong. Of a bucket's, which cannot be read, the one before it, until there is none. All
-    ranks get the same error, so all of them try again.
+    may be wrong. Where a supplier has others for what cannot be read, the next, until it has none.
+    All ranks get the same error, so all of them try again.
     """
     verb = deadline.what.partition(" ")[0]  # of the caller's own call
     with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
@@ -177,7 +184,7 @@ def _healed(
                 tries_left -= 1
                 avoided = replication.sources
                 try:
-                    if avoided:  # a bucket is none
+                    if avoided:  # what is no replica is none
                         suspect(shard.group, avoided, str(error))
                 except BackendError as lost:  # the second read checks the bytes whatever its source
                     log.warning("%s may be read from again: %s", replication.source, lost)
@@ -223,19 +230,19 @@ class Replication:
         self._call: GroupCall | None = None
 
     def known_failure(self, error: TorchRosError) -> TorchRosError:
-        """Of ranks that read a bucket and fail in several ways, that which ended the call."""
+        """Of ranks that fail in several ways by a supplier, the error that ended the call."""
         call = self._call
-        if call is None or not call.manifest or not isinstance(error, BucketError | UsageError):
+        if call is None or not call.manifest or not isinstance(error, BackendError | UsageError):
             return error
         outcome = call.decided.outcome
         return outcome.failure.error() if outcome and outcome.failure else error
 
     def is_passed_over(self, error: TorchRosError) -> bool:
-        """Whether a version of a bucket could not be read, and the call is made once more."""
-        falls, call = self._target.falls, self._call
-        if falls is None or call is None:
+        """Whether the call is made once more, for another version than it was decided for."""
+        supplier, call = self._target.supplier, self._call
+        if supplier is None or call is None or not call.manifest:
             return False
-        return falls.is_passed_over(call.manifest, error)
+        return supplier.is_passed_over(call.decided, error)
 
     def perform(self, call: GroupCall) -> ReadReport:
         self._decide(call)
@@ -255,7 +262,7 @@ class Replication:
     def _decide(self, call: GroupCall) -> None:
         self._target.prepare()
         self._book_lost_time()
-        self._call, falls = call, self._target.falls
+        self._call, supplier = call, self._target.supplier
         is_relay = self._terms.is_relayed and self._shard.settings.relay
         rule = partial(calls.replicate, spec=self._spec, is_relay=is_relay)
         claim = partial(
@@ -263,10 +270,10 @@ class Replication:
             sources_max=sources_max(self._target.bytes_total),
             avoided=self._avoided,
         )
-        if falls is None:
+        if supplier is None:
             claim(rule)
         else:
-            falls.decide(call, rule, claim)
+            supplier.decide(call, rule, claim)
 
     def read(self, call: GroupCall) -> ReadReport:
         """Do what was decided."""
@@ -284,18 +291,24 @@ class Replication:
         what = f"version {call.ref.version} of {shard.model!r}"
         with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
             if call.manifest:
-                self._fall_back(call, meter)
+                self._read_from_elsewhere(call, meter)
             else:
                 self._read_from_sources(call, meter)
         self._commit(call)
         return self._report(call)
 
-    def _fall_back(self, call: GroupCall, meter: Meter) -> None:
-        falls = require_floor(self._target.falls, call)
+    def _read_from_elsewhere(self, call: GroupCall, meter: Meter) -> None:
+        supplier = self._target.supplier
+        if supplier is None:
+            raise UsageError(
+                f"{call.asked}: rank {call.seat.rank} was opened without bucket=..., and rank "
+                f"{call.decided.by} reads {call.manifest!r} from one; all ranks must be given "
+                "the same"
+            )
         self._shard.word.void()
         self.start(call.ref)
-        self.source, self._should_be_fast = falls.url, False
-        self.progress = falls.fill(call, meter)
+        self.source, self._should_be_fast = supplier.where, False
+        self.progress = supplier.fill(call, meter)
 
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
         claimed, before = ClaimedSources(call), call.reroutes

@@ -12,7 +12,7 @@ from replicas import TTL_S, Process
 from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
 
 from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError
-from torch_ros.protocol.floor import TTLS
+from torch_ros.features.fallback.rules import TTLS
 
 
 def _with_bucket(scene: Scene, **options) -> ModelBucket:
@@ -20,14 +20,14 @@ def _with_bucket(scene: Scene, **options) -> ModelBucket:
         scene.contents[of.version] = content
         scene.reach("the bucket is read")
 
-    scene.floor = ModelBucket(scene, **options)
-    scene.floor.on_begin = on_begin
-    return scene.floor
+    scene.below = ModelBucket(scene, **options)
+    scene.below.on_begin = on_begin
+    return scene.below
 
 
 def _versions(scene: Scene) -> float:
     """How much of a version was read from the bucket."""
-    return scene.floor.cells / sum(np.prod(shape) for _, shape in scene.shapes)
+    return scene.below.cells / sum(np.prod(shape) for _, shape in scene.shapes)
 
 
 def cold_start(scene: Scene) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch_ros
 import torch_ros.bucket
 from puppets.objects import ObjectServer
-from torch_ros.bucket import floor, objects
+from torch_ros.bucket import objects
 from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.errors import (
     BucketError,
@@ -25,10 +25,9 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
-from torch_ros.protocol import floor as rules
+from torch_ros.features.fallback import flow, rules, stored
+from torch_ros.features.fallback.rules import GAP_S
 from torch_ros.protocol.call import GroupCall
-from torch_ros.protocol.floor import GAP_S
-from torch_ros.shard import falling_back
 from torch_ros.store import run
 
 pytest.importorskip("obstore")
@@ -81,6 +80,12 @@ def archived(opened, url):
             return trainer.run
 
     return publish
+
+
+def below(handle):
+    """The bucket below a handle's runs; None: it has none."""
+    found = (each.below for each in handle._shard.features if isinstance(each, flow.Fallback))
+    return next(found, None)
 
 
 def zeros(count=COUNT):
@@ -201,8 +206,8 @@ def test_a_run_that_etcd_has_forgotten_goes_on_under_its_name_in_the_bucket(arch
 @memory_only
 def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch, caplog):
     stays = threading.Event()
-    monkeypatch.setattr(falling_back, "RUN_S", 0.5)
-    monkeypatch.setattr(floor.BucketFloor, "newest_run", lambda _: stays.wait(60))
+    monkeypatch.setattr(flow, "RUN_S", 0.5)
+    monkeypatch.setattr(stored.FallbackBucket, "newest_run", lambda _: stays.wait(60))
     try:
         began_s = time.monotonic()
         opened("trainer", bucket=url)
@@ -395,7 +400,7 @@ def test_what_a_trainer_publishes_while_the_bucket_is_listed_is_read(
         trainer.publish(3)
         stays.wait(60)
 
-    monkeypatch.setattr(floor.BucketFloor, "choose", stands_still)
+    monkeypatch.setattr(stored.FallbackBucket, "choose", stands_still)
     try:
         assert reader.replicate("latest") == 3
     finally:
@@ -432,7 +437,7 @@ def test_versions_that_are_deltas_are_named_in_the_log_and_give_no_run(opened, b
                 archiver.archive(lambda *_: None)
         model = trainer.model
     assert bucket.list() == {7: "full", 8: "delta"}
-    assert floor.BucketFloor(url, model).newest_run() == (0, "")
+    assert stored.FallbackBucket(url, model).newest_run() == (0, "")
     reader, _ = begun()
     assert reader.replicate("latest") == 7
     assert "1 up to 8 are newer, and deltas" in caplog.text
@@ -440,15 +445,15 @@ def test_versions_that_are_deltas_are_named_in_the_log_and_give_no_run(opened, b
 
 @memory_only
 def test_no_run_has_the_name_of_what_comes_from_a_bucket(opened, url, monkeypatch):
-    monkeypatch.setattr(floor.BucketFloor, "newest_run", lambda _: (3, "bucket"))
+    monkeypatch.setattr(stored.FallbackBucket, "newest_run", lambda _: (3, "bucket"))
     assert opened("trainer", bucket=url).run != "bucket"
 
 
 @memory_only
 def test_an_empty_url_is_no_bucket_whatever_the_environment_says(opened, url, monkeypatch):
     monkeypatch.setenv("TORCH_ROS_BUCKET", url)
-    assert opened("trainer", bucket="")._shard.floor is None
-    assert opened("another")._shard.floor is not None
+    assert below(opened("trainer", bucket="")) is None
+    assert below(opened("another")).url == url
 
 
 @memory_only
@@ -525,7 +530,7 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
     monkeypatch.setattr(GroupCall, "give_up", giving_up)
 
     def replicate(rank):
-        fill = rank._shard.floor.contents
+        fill = below(rank).contents
 
         def contents(manifest):
             if not has_ended.is_set():
@@ -533,7 +538,7 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
                 raise rounds[rank.rank]
             return fill(manifest)
 
-        rank._shard.floor.contents = contents
+        below(rank).contents = contents
         mine = zeros()
         rank.register(mine)
         try:
@@ -609,7 +614,7 @@ def test_kernels_end_before_the_bucket_is_read_and_before_anything_is_shown(
 
         return telling
 
-    for module, name in ((falling_back, "finish_kernels"), (floor, "fill_chunks")):
+    for module, name in ((flow, "finish_kernels"), (stored, "fill_chunks")):
         monkeypatch.setattr(module, name, told(name, getattr(module, name)))
     assert reader.replicate("latest") == 7
     kernels = ("finish_kernels", False)

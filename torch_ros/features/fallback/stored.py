@@ -1,4 +1,4 @@
-"""A bucket as the floor of a model's handles: what they have when no process holds anything."""
+"""What the handles of a model have of a bucket when no process holds anything."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class BucketVersion:
         return fill_chunks(self.bucket.store, folder, self.stored, (layout, memory), look)
 
 
-class BucketFloor:
+class FallbackBucket:
     """The bucket of `torch_ros.open(..., bucket=url)`. Any thread may call it.
 
-    Its users see it as `torch_ros.shard.floor.Floor`, which says more.
+    Its users see it as `below.BucketBelow`, which says more.
     """
 
     url: str

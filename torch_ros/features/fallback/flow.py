@@ -16,13 +16,9 @@ from torch_ros.errors import (
     SeatLost,
     TorchRosError,
     UnreadableVersion,
-    UsageError,
 )
-from torch_ros.printable import log_of
-from torch_ros.protocol import calls
-from torch_ros.protocol.call import Effects, GroupCall
-from torch_ros.protocol.claimed import glance
-from torch_ros.protocol.floor import (
+from torch_ros.features.fallback.below import BucketBelow
+from torch_ros.features.fallback.rules import (
     Quiet,
     Stored,
     fall_back,
@@ -30,11 +26,15 @@ from torch_ros.protocol.floor import (
     is_filled,
     may_fall_back,
 )
+from torch_ros.printable import log_of
+from torch_ros.protocol import calls
+from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.claimed import glance
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.core import Shard
-from torch_ros.shard.floor import Floor
+from torch_ros.shard.seams import Feature
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, Wait, settle
 from torch_ros.store.txn import Ranges, View, whole
@@ -50,15 +50,39 @@ LOOK_S = 1.0  # who waits for a bucket looks this often whether to go on
 RUN_S = 10.0  # `open` waits as long for the name of a run, which it can do without
 
 
-class FallBack:
+class Fallback(Feature):
+    """The bucket that `open` was given, below all runs, for one shard."""
+
+    def __init__(self, shard: Shard, below: BucketBelow) -> None:
+        self._shard, self.below = shard, below
+
+    def supplier(self, spec: Spec, deadline: Deadline) -> "FallingBack":
+        return FallingBack(self._shard, self.below, spec, deadline)
+
+
+def bucket_below(url: str, model: str) -> BucketBelow | None:
+    """The bucket below a model's runs; None: no URL is given.
+
+    Raises: UsageError: It is no URL of a store, or the extra `bucket` is not installed.
+    """
+    if not url:
+        return None
+    from torch_ros.features.fallback.stored import FallbackBucket  # noqa: PLC0415  # an extra
+
+    return FallbackBucket(url, model)
+
+
+class FallingBack:
     """One rank's way to the bucket in one call of its caller, over all seats and tries.
 
     Rank 0 alone waits, lists and decides. Its peers wait for what it decides, and read too.
     """
 
-    def __init__(self, shard: Shard, floor: Floor, spec: Spec, deadline: Deadline) -> None:
-        self._shard, self._floor, self._deadline = shard, floor, deadline
-        self.url: str = floor.url
+    called: str = " or in a bucket"
+
+    def __init__(self, shard: Shard, below: BucketBelow, spec: Spec, deadline: Deadline) -> None:
+        self._shard, self._below, self._deadline = shard, below, deadline
+        self.where: str = below.url
         ledger = shard.group.ledger
         self._is_open = may_fall_back(spec, ledger, shard.group.seat.rank)
         self._asked, self._spec = spec, replace(spec, may_miss=False) if self._is_open else spec
@@ -69,12 +93,6 @@ class FallBack:
         self._found: Stored | None = None
         self._has_none = False  # it was asked, and that is the answer
         self._failure: UnreadableVersion | None = None
-
-    @classmethod
-    def of(cls, shard: Shard, spec: Spec, deadline: Deadline) -> "FallBack | None":
-        """None: this handle has no bucket."""
-        floor = shard.floor
-        return None if floor is None else cls(shard, floor, spec, deadline)
 
     # Deciding
 
@@ -126,10 +144,10 @@ class FallBack:
 
     def _ask(self, call: GroupCall) -> None:
         """Find a version in the bucket, or that there is none, or that it has to be asked again."""
-        shard, floor, quiet = self._shard, self._floor, self._quiet_of(call.seat, call.number)
-        log.info("%s: nobody has a version of %r; asking %s", call.asked, shard.model, floor.url)
+        shard, below, quiet = self._shard, self._below, self._quiet_of(call.seat, call.number)
+        log.info("%s: nobody has a version of %r; asking %s", call.asked, shard.model, below.url)
         layout, avoided = shard.tensors.require("replicate").layout, frozenset(self._avoided)
-        choose = partial(floor.choose, layout, avoided, is_alone=shard.is_alone)
+        choose = partial(below.choose, layout, avoided, is_alone=shard.is_alone)
         try:
             found = _left_alone(choose, partial(self._look_at_store, call, quiet))
         except _IsHeld:
@@ -149,7 +167,7 @@ class FallBack:
         elif self._asked.may_miss:
             self._has_none = True
         else:
-            log.info("%s: %s has no version that fits; it waits on", call.asked, floor.url)
+            log.info("%s: %s has no version that fits; it waits on", call.asked, below.url)
             quiet.begin()
 
     def _look_at_store(self, call: GroupCall, quiet: Quiet) -> None:
@@ -167,7 +185,7 @@ class FallBack:
         group.ledger.check()
         if group.seat is not call.seat:
             raise SeatLost(call.seat.replica, "its seat was lost meanwhile")
-        self._deadline.check(f"{awaited} of {self._floor.url}")
+        self._deadline.check(f"{awaited} of {self.where}")
 
     # Reading
 
@@ -175,15 +193,15 @@ class FallBack:
         """Fill the registered tensors with what was decided, and show them. The word is clear.
 
         Raises:
-            BucketError, UnreadableVersion, ManifestMismatch: As `FloorVersion.fill`.
+            BucketError, UnreadableVersion, ManifestMismatch: As `StoredContents.fill`.
         """
-        shard, floor = self._shard, self._floor
+        shard = self._shard
         shard.digests = Digests()  # those that are shown are of what was here before
         shard.mailbox.show_digests(shard.digests)
         registered = shard.tensors.require("replicate")
         tensors = registered.phases[-1]  # of tied ones the first, as in each read
         total = sum(memory.nbytes for memory in tensors.memory)
-        log.info("%s: reading version %d from %s", call.asked, call.ref.version, floor.url)
+        log.info("%s: reading version %d from %s", call.asked, call.ref.version, self.where)
         if self._standing is not None and self._standing >= call.ref.version:
             log.warning(
                 '%s: run %r has had versions up to %d; to publish from %d on, open with run="new"',
@@ -192,7 +210,7 @@ class FallBack:
                 self._standing,
                 call.ref.version,
             )
-        fetch = partial(floor.contents, call.decided.manifest)
+        fetch = partial(self._below.contents, call.decided.manifest)
         contents = _left_alone(fetch, partial(self._check, call, "the manifest"))
         finish_kernels(registered.cuda_devices)  # those that still use the old content
         meter.expect(total)
@@ -227,44 +245,33 @@ class FallBack:
 
         _glance(call, seat.own, rule)
 
-    def is_passed_over(self, manifest: str, error: TorchRosError) -> bool:
+    def is_passed_over(self, decided: Call, error: TorchRosError) -> bool:
         """Note that a version of the bucket could not be read. Whether to make the call once more.
 
         Args:
-            manifest: The one that the failed call was decided for; "": none.
+            decided: The call that failed.
         """
-        if not manifest or not isinstance(error, UnreadableVersion | ManifestMismatch):
+        if not decided.manifest or not isinstance(error, UnreadableVersion | ManifestMismatch):
             return False
         if isinstance(error, UnreadableVersion):  # else it has none that fits
             self._failure = error
         self._found = None
-        self._avoided.add(manifest)
+        self._avoided.add(decided.manifest)
         if self._quiet is not None:
             self._quiet.is_over = True  # nobody but this replica held anything
         log.warning("%s; trying the version before it", error)
         return True
 
 
-def newest_run(floor: Floor, deadline: Deadline) -> tuple[int, str]:
+def newest_run(below: BucketBelow, deadline: Deadline) -> tuple[int, str]:
     """The number and the name of the bucket's newest run; (0, ""): none, or it does not answer."""
     brief = Deadline(deadline.what, min(RUN_S, deadline.left_s()), check_open=deadline.check_open)
     try:
-        return _left_alone(floor.newest_run, lambda: brief.check(f"the list of {floor.url}"))
+        return _left_alone(below.newest_run, lambda: brief.check(f"the list of {below.url}"))
     except (BucketError, DeadlineExceeded) as error:
-        deadline.check(f"the list of {floor.url}")
+        deadline.check(f"the list of {below.url}")
         log.warning("%s; a new run is begun, which is not the bucket's", error)
         return 0, ""
-
-
-def require_floor(falls: FallBack | None, call: GroupCall) -> FallBack:
-    """Raises: UsageError: Rank 0 has a bucket, and this rank has none."""
-    if falls is None:
-        raise UsageError(
-            f"{call.asked}: rank {call.seat.rank} was opened without bucket=..., and rank "
-            f"{call.decided.by} reads {call.decided.manifest!r} from one; all ranks must be given "
-            "the same"
-        )
-    return falls
 
 
 class _IsHeld(Exception):

@@ -1,18 +1,18 @@
-"""The seam to a bucket below all runs: docs/protocol/fallback.md."""
+"""The bucket below all runs, as those see it that fall back: docs/protocol/fallback.md."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from torch_ros.protocol.floor import Stored
+from torch_ros.features.fallback.rules import Stored
 from torch_ros.weights.manifest import Layout
 
 Look = Callable[[int], object]
 """Told how many more bytes have been filled, and asked whether to go on: it raises if not."""
 
 
-class FloorVersion(Protocol):
+class StoredContents(Protocol):
     """A version of a bucket, of which the manifest is here."""
 
     def fill(self, layout: Layout, memory: Sequence[torch.Tensor], look: Look) -> int:
@@ -25,7 +25,7 @@ class FloorVersion(Protocol):
         """
 
 
-class Floor(Protocol):
+class BucketBelow(Protocol):
     """The bucket that `open` was given. Any thread may call it; a call lasts as long as the store.
 
     Raises:
@@ -46,5 +46,5 @@ class Floor(Protocol):
             is_alone: They have to be all that the version has, too.
         """
 
-    def contents(self, manifest: str) -> FloorVersion:
+    def contents(self, manifest: str) -> StoredContents:
         """The version of a manifest's key."""

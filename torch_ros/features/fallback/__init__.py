@@ -1,0 +1,1 @@
+"""A bucket below all runs, read while no replica has a version. Without it they wait for one."""
