@@ -21,7 +21,7 @@ from torch_ros.errors import TorchRosError
 WORKERS = 2
 STORY = 60  # steps of the story that a failure shows
 ENOUGH = 2000  # seeds, in which each kind of event must have happened
-TESTING = Path(__file__).parents[2] / "docs" / "TESTING.md"
+FOUND = Path(__file__).parent / "found.md"
 MISFIT = "does not fit"  # an accident: the code has changed, and the fault is none any more
 HEAD = "| planted fault | found by | breaks |\n| --- | --- | --- |\n"
 
@@ -96,7 +96,7 @@ def find(what: str, pool, seeds: int) -> tuple[int, str, str] | None:
 
 
 def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
-    """The rows of those that are found, for the table in docs/TESTING.md."""
+    """The rows of those that are found, for the table in found.md."""
     print(HEAD, end="")
     rows = {}
     for what in names:
@@ -116,18 +116,16 @@ def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
 
 
 def table() -> dict[str, str]:
-    """The rows of the table in docs/TESTING.md, by fault."""
-    rows = TESTING.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    """The rows of the table in found.md, by fault."""
+    rows = FOUND.read_text().partition(HEAD)[2].splitlines()
     return {row.split(" | ")[0][2:]: row for row in rows}
 
 
 def write(names: list[str], rows: dict[str, str]) -> None:
     """Put the rows of these faults into that table; one that is not found has none."""
-    before, _, rest = TESTING.read_text().partition(HEAD)
     known = {what: row for what, row in table().items() if what not in names} | rows
-    lines = "\n".join(known[what] for what in FAULTS if what in known)
-    after = re.sub(r"All \d+ are found", f"All {len(FAULTS)} are found", rest.partition("\n\n")[2])
-    TESTING.write_text(f"{before}{HEAD}{lines}\n\n{after}")
+    lines = "".join(f"{known[what]}\n" for what in FAULTS if what in known)
+    FOUND.write_text(f"{FOUND.read_text().partition(HEAD)[0]}{HEAD}{lines}")
 
 
 def main() -> int:
@@ -137,7 +135,7 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="the whole story of a failure")
     parser.add_argument("--fails", type=int, default=5, help="stop after so many")
     parser.add_argument("--faults", nargs="*", help="plant these, or all")
-    parser.add_argument("--write", action="store_true", help="into the table of docs/TESTING.md")
+    parser.add_argument("--write", action="store_true", help="into the table of found.md")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes")
     options = parser.parse_args()
     if options.faults is not None:
