@@ -155,7 +155,7 @@ def test_operations_lists_each_thread_of_a_handle():
 
 def test_the_runbook_is_short():
     words = re.findall(r"\S*\w\S*", (ROOT / "docs" / "OPERATIONS.md").read_text())
-    assert len(words) <= 9000
+    assert len(words) <= 7500
 
 
 def lines_of_the_log():
@@ -211,7 +211,7 @@ PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
 WORDS_MAX = {
     ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
-    ROOT / "docs" / "PROTOCOL.md": 9000,
+    ROOT / "docs" / "PROTOCOL.md": 7800,
     **dict.fromkeys(PROTOCOL_PAGES, 1500),
 }
 
