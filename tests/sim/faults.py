@@ -1035,6 +1035,18 @@ fault(
 )(lambda _: lambda *_: None)
 
 
+@fault("an older publisher is not asked again", "elder", scenario="older goes on")
+def _(rule):
+    found = []
+
+    def faulty(view, seat, ref):
+        step = found[0] if found else rule(view, seat, ref)
+        found.extend([step] if isinstance(step, Done) else [])
+        return step
+
+    return faulty
+
+
 fault(
     "a version that its publisher wrote to stays what it is",
     "withdrawal:withdraw",

@@ -2136,6 +2136,40 @@ def other_bytes(scene: Scene) -> None:
     scene.play()
 
 
+def older_goes_on(scene: Scene) -> None:
+    """I6: what is published is not compared with the next content of an older publisher."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("offered")
+        scene.until("compares")
+        unpublish(me)
+        publish(me, 2, 8)
+        scene.reach("2 is there")
+        scene.until("r has 1")
+
+    def train_too(me: Process) -> None:
+        scene.until("offered")
+        scene.hold("compares", me, reads_shards, lambda: "2 is there" in scene.reached)
+        try:
+            publish(me, 1)
+        except VersionConflict as error:
+            raise Broken(f"I6: it was compared with the version after it: {error}") from error
+        demand("after compares" in scene.reached, "it was not compared")
+        scene.reach("1 is there")
+        scene.until("r has 1")
+
+    def read(me: Process) -> None:
+        scene.until("1 is there")
+        replicate(me, 1)
+        scene.reach("r has 1")
+
+    scene.start("a", train, size=1, digests="full")
+    scene.start("b", train_too, size=1, digests="full")
+    scene.start("r", read, size=1)
+    scene.play()
+
+
 def who_is_believed(_: Scene) -> None:
     """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
@@ -2838,6 +2872,7 @@ SCENES = {
     "moved": moved,
     "withdrawn": withdrawn,
     "other bytes": other_bytes,
+    "older goes on": older_goes_on,
     "unpublished alone": unpublished_alone,
     "unpublished meanwhile": unpublished_meanwhile,
     "failed before": failed_before,
