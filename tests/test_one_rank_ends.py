@@ -20,9 +20,12 @@ import pytest
 import torch
 
 import torch_ros
-from torch_ros.errors import TorchRosError
+from torch_ros.errors import CallAborted, SeatLost, TorchRosError
+from torch_ros.protocol import membership
+from torch_ros.protocol.seating import _Taking
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
 from torch_ros.shard.reads import Given
+from torch_ros.store.loops import Wait
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
@@ -200,6 +203,56 @@ CALLS = {
     "save": (to_publish, saved),
     "load": (newer, loaded),
 }
+
+
+@pytest.mark.parametrize(
+    "count", [QUICK, pytest.param(MANY, marks=pytest.mark.long)], ids=["quick", "many"]
+)
+def test_who_is_struck_in_open_ends_it_for_its_peer(opened, pool, monkeypatch, caplog, count):
+    waits, line, lines = threading.Event(), [0], list[int]()
+    take, join = _Taking.take, membership.join
+
+    def struck_take(self, applicant, *args):
+        if applicant.rank:
+            return take(self, applicant, *args)
+        with struck_at(line[0]) as counted:
+            seat = take(self, applicant, *args)
+        lines.append(counted[0])
+        return seat
+
+    def seen_join(view, who, nonce):
+        step = join(view, who, nonce)
+        if isinstance(step, Wait) and who.rank:
+            waits.set()
+        return step
+
+    monkeypatch.setattr(_Taking, "take", struck_take)
+    monkeypatch.setattr(membership, "join", seen_join)
+
+    def ranks():
+        waits.clear()
+        options = {"world_size": 2, "timeout_s": TIMEOUT_S}
+        peer = pool.submit(opened, f"pair{line[0]}", rank=1, **options)
+        assert waits.wait(TIMEOUT_S)
+        with suppress(Struck):
+            opened(f"pair{line[0]}", rank=0, **options)
+        return peer
+
+    assert ranks().result(TIMEOUT_S).rank == 1
+    for line[0] in [3 + n * lines[0] // count for n in range(count)]:
+        peer, struck_s = ranks(), time.monotonic()
+        try:
+            handle = peer.result(TIMEOUT_S)
+        except CallAborted as error:
+            assert "open of replica" in str(error)
+        else:  # it had all that it needs, unless nobody was struck
+            with pytest.raises(SeatLost, match="closed its handle"):
+                handle.register({"w": torch.ones(1)})
+                handle.publish(1)
+        assert time.monotonic() - struck_s < SOON_S, line
+    name, line[0] = f"pair{line[0]}", 0
+    assert opened(name).version is None, "another start has the name"
+    assert "was already there" not in caplog.text
 
 
 def moments(lines: int, count: int) -> list[int]:

@@ -409,17 +409,20 @@ class CallAborted(PeerError):
     """Another rank of this group failed for a reason of its own, so the call failed for all."""
 
     _message = (
-        "call {self.call} of replica {self.replica!r} was given up by rank {self.rank}: "
-        "{self.reason}"
+        "{self._what} of replica {self.replica!r} was given up by rank {self.rank}: {self.reason}"
     )
 
     replica: str
-    call: int
+    call: int  # 0: `open`
     rank: int
     reason: str
 
     def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
         self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
+
+    @property
+    def _what(self) -> str:
+        return f"call {self.call}" if self.call else "open"
 
 
 class InstallRejected(PeerError):

@@ -1590,6 +1590,30 @@ def _(rule):
     return faulty
 
 
+fault("whose open is interrupted tells nobody", "call_off", scenario="struck in open")(
+    lambda _: lambda *_, **__: Done(None)
+)
+fault(
+    "a newcomer is told of an open before its own",
+    "_is_called_off",
+    scenario="struck in open, not shared",
+)(lambda _: lambda _: False)
+
+
+@fault(
+    "whose open is interrupted tells only those that wait",
+    "call_off",
+    scenario="struck at the end of open",
+)
+def _(rule):
+    def faulty(view, who, failure, note_lease_id):
+        group = records.GroupRecord.at(view, who.group)
+        is_over = group is not None and group.is_complete
+        return Done(None) if is_over else rule(view, who, failure, note_lease_id)
+
+    return faulty
+
+
 @fault("nobody watches the neighbour", "watch_over", scenario="dies")
 def _(rule):
     def faulty(view, seat):

@@ -38,6 +38,10 @@ class Breaks(Exception):
     """An engine's own loader fails."""
 
 
+class Struck(BaseException):
+    """Ctrl-C."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One call that all ranks of an incarnation make."""
@@ -276,7 +280,7 @@ class Process:
                 seeding_bytes=start.seeding_bytes,
                 costs=CHEAP_COPIES,
             )
-        except TorchRosError as error:
+        except (TorchRosError, Struck) as error:
             world.saw(f"open: {type(error).__name__}")
             world.tell(self, f"open raises {error}")
             assert not start.is_probe, f"I6: with all faults over, open fails: {error}"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import msgspec
 from checks import Broken, demand
-from replicas import TTL_S, Process, Start, Task
+from replicas import TTL_S, Process, Start, Struck, Task
 from story import short
 from world import MANY, SHAPES, World
 
@@ -43,6 +43,7 @@ from torch_ros.protocol.records import (
     VersionRef,
     answers_of,
 )
+from torch_ros.protocol.seating import NOTE_TTL_S
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
@@ -1057,6 +1058,67 @@ def comes_late(scene: Scene) -> None:
     scene.start("t", train)
     scene._suspend(scene.processes[1], 5.0)
     scene.play()
+
+
+def strike() -> None:
+    raise Struck
+
+
+def struck_in_open(scene: Scene, *, is_shared: bool = True) -> None:
+    """Ctrl-C in `open` on a rank ends it on peers that wait and that come, and in no next start."""
+
+    def train(me: Process) -> None:
+        demand(me.start is not first, f"{me} is open, and a rank was interrupted")
+        scene.reach("over")
+
+    def restart(_: Process) -> None:
+        scene.until("struck")
+        struck_s = scene.now_s
+        has_ended = lambda: all(process.is_gone for process in first.processes)
+        scene.when(has_ended, "the end of all who opened with it", 3.0)
+        scene.start("t", train)
+        scene.until("over")
+        demand(scene.now_s < struck_s + NOTE_TTL_S, "the next start met no note")
+
+    first = scene.start("t", train, size=3, nonce=scene.token() if is_shared else None)
+    victim, peer, third = first.processes
+    waits = lambda what: isinstance(what, Watch) and "has ranks" in what.reason
+    scene.hold("waits", peer, waits, lambda: True)
+    if is_shared:  # else it would be of another start
+        is_read = lambda what: isinstance(what, Read)
+        scene.hold("comes", third, is_read, lambda: "struck" in scene.reached)
+    else:
+        scene.hold("waits too", third, waits, lambda: True)
+    there = {"waits"} if is_shared else {"waits", "waits too"}
+    strike_then = lambda: there <= scene.reached and strike()
+    scene.hold("struck", victim, puts("/shards/"), strike_then)
+    scene.start("r", restart, size=1)
+    scene.play()
+
+
+def struck_at_the_end_of_open(scene: Scene) -> None:
+    """Ctrl-C in an `open` that has returned on a peer ends that peer's calls."""
+
+    def train(me: Process) -> None:
+        demand(me is not victim, "it was interrupted")
+        scene.reach("open")
+        began_s = scene.now_s
+        with suppress(SeatLost):
+            publish(me, 1)
+            raise Broken("I7: it is offered without one rank")
+        demand(scene.now_s < began_s + 3, "I6: its peer has gone, and was waited for")
+        scene.reach("over")
+
+    victim, peer = scene.start("t", train, nonce=scene.token()).processes
+    looks = lambda what: isinstance(what, Read) and "sits" in scene.reached
+    completes = lambda what: puts("/groups/")(what) and "looks" in scene.reached
+    scene.hold("sits", peer, puts("/shards/"), lambda: True, is_reply=True)
+    scene.hold("looks", peer, looks, lambda: "struck" in scene.reached)
+    scene.hold("sits last", victim, puts("/shards/"), lambda: "looks" in scene.reached)
+    strike_then = lambda: "open" in scene.reached and strike()
+    scene.hold("struck", victim, completes, strike_then, is_reply=True)
+    scene.play()
+    demand("over" in scene.reached, "it was not tried")
 
 
 def looks_away(scene: Scene) -> None:
@@ -2819,6 +2881,9 @@ SCENES = {
     "last change": last_change,
     "looks away": looks_away,
     "comes late": comes_late,
+    "struck in open": struck_in_open,
+    "struck in open, not shared": partial(struck_in_open, is_shared=False),
+    "struck at the end of open": struck_at_the_end_of_open,
     "dies": dies,
     "fed already": fed_already,
     "published again": published_again,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torch_ros.errors import Fenced, SeatLost, UsageError, VersionConflict
+from torch_ros.errors import CallAborted, Fenced, SeatLost, UsageError, VersionConflict
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import schema
 from torch_ros.protocol.applicant import Applicant
@@ -108,6 +108,8 @@ def require_own(group: GroupRecord, who: Applicant) -> None:
     is_own = k.family(group.nonce) == k.family(who.left_behind)
     if is_own and group.left is not None:
         raise Fenced(who.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
+    if is_own and group.refusal is not None:
+        raise group.refusal.error()
     if not is_own and group.left is None:
         raise Fenced(who.replica, f"another start has taken its name ({group.nonce})")
 
@@ -119,7 +121,12 @@ def _is_open_to(group: GroupRecord, who: Applicant) -> bool:
         return k.family(group.nonce) == k.family(who.left_behind) and group.nonce != who.left_behind
     if who.is_shared or group.is_shared:
         return who.is_shared and k.family(group.nonce) == who.nonce
-    return "." not in group.nonce
+    return "." not in group.nonce and not _is_called_off(group)
+
+
+def _is_called_off(group: GroupRecord) -> bool:
+    """Whether it says so only to peers that wait: a newcomer may be of the next start."""
+    return group.refusal is not None and group.refusal.kind == CallAborted.__name__
 
 
 def create_group(view: View, who: Applicant) -> Step[bool | None]:
@@ -163,7 +170,8 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         guards = (*guards, view.unchanged(decisions))
         ops.append(Delete(one(decisions)))
         ops += [Delete(one(key)) for key in records_of(view, who.keys, inst)]
-    is_replaced = old is not None and old.left is None and not who.left_behind
+    is_there = old is not None and old.left is None and old.refusal is None
+    is_replaced = is_there and not who.left_behind
     guards = (view.unchanged(who.group), Empty(seats), *is_new, *guards)
     return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
 
@@ -433,6 +441,30 @@ def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None
         raise error
 
     return Act(Txn((view.unchanged(who.group),), (put,)), fail)
+
+
+def call_off_ranges(who: Applicant) -> tuple[Range, ...]:
+    return (one(who.group), who.keys.decisions_of(who.replica), who.keys.holdings())
+
+
+def call_off(view: View, who: Applicant, failure: Failure, note_lease_id: int) -> Step[None]:
+    """This rank ends by an error of its own before it has its seat: let no peer wait for it.
+
+    Args:
+        who: With the nonce of the group that it has joined, or was about to make.
+    """
+    group = GroupRecord.at(view, who.group)
+    if group is None or group.refusal is not None or group.left is not None or who.left_behind:
+        return Done(None)
+    if group.is_complete and group.nonce == who.nonce:  # peers have returned
+        seat = seat_of(who, Joined(group, 0, is_complete=True))
+        return leave(view, seat, note_lease_id)
+    if group.nonce != who.nonce and not _is_open_to(group, who):
+        return Done(None)
+    refused = msgspec.structs.replace(group, refusal=failure)
+    put = Put(who.group, refused.encode(), note_lease_id)
+    seen = Delete(who.keys.seen_of(who.replica))
+    return Act(Txn((view.unchanged(who.group),), (put, seen)), lambda _: None)
 
 
 def watch_over(view: View, seat: Seat) -> Step[SeatLost | None]:

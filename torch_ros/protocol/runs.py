@@ -94,7 +94,7 @@ def _users(
     for _, where, _ in keyed(look(keys.holdings()), k.parse_holding):
         yield where.run, ""
     for _, replica, group, _ in readable(look(keys.groups()), k.parse_group, GroupRecord):
-        if group.left is None:
+        if group.left is None and group.refusal is None:
             yield group.run, replica
 
 

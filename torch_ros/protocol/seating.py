@@ -30,6 +30,7 @@ from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
 from torch_ros.protocol.membership import Joined
 from torch_ros.protocol.outage import Outage, Patience
+from torch_ros.protocol.records import Failure
 from torch_ros.protocol.seat import Seat
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
@@ -82,8 +83,9 @@ class Seating:
             taking = _Taking(kv, applicant, deadline)
             try:
                 seat = taking.take(applicant, left_behind)
+                seating = cls(kv, applicant, taking.session, seat)
             except BaseException as error:
-                taking.session.close()
+                taking.end(error)
                 # Others won all races, or its lease ended: it starts over with another.
                 if error is not taking.lost and not isinstance(error, Contention):
                     raise
@@ -93,7 +95,6 @@ class Seating:
                 left_behind = applicant.shared_nonce
             else:
                 break
-        seating = cls(kv, applicant, taking.session, seat)
         taking.fence = seating.fence
         if not taking.session.is_valid():  # lost before there was anybody to tell
             reason = "its lease ended while it joined"
@@ -413,6 +414,7 @@ class _Taking:
         self.lost: SeatLost | None = None
         self.fence, self._kv, self._deadline = fence, kv, deadline
         self._replica, self._granting = applicant.replica, threading.Lock()
+        self._who = dataclasses.replace(applicant, nonce=applicant.shared_nonce)
         with self._granting:
             self.session = Session(
                 kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
@@ -440,19 +442,36 @@ class _Taking:
             nonce = shared or secrets.token_hex(4)
             if left_behind:
                 nonce = f"{k.family(left_behind)}.{secrets.token_hex(4)}"
+            self._who = dataclasses.replace(applicant, nonce=nonce, left_behind=left_behind)
             who = dataclasses.replace(
-                applicant,
+                self._who,
                 lease_id=self.session.lease_id,
-                nonce=nonce,
-                left_behind=left_behind,
                 fresh_run=f"run-{secrets.token_hex(4)}",
                 at_ms=wall_ms(),
             )
             find = partial(membership.find_group, who=who)
             found = self._ask(membership.find_ranges(who), find) or self._create(self._told(who))
+            self._who = dataclasses.replace(who, nonce=found or nonce)
             if found and (joined := self._join(who, found)) is not None:
                 return membership.seat_of(who, joined)
             left_behind = left_behind or shared
+
+    def end(self, error: BaseException) -> None:
+        """Give up. Peers that wait for this rank are told of an error that is none of ours."""
+        try:
+            if self._who.world_size > 1 and not isinstance(error, TorchRosError):
+                self._call_off(self._who, error)
+        except TorchRosError as untold:
+            log.info("replica %r: its peers were not told: %s", self._replica, untold)
+        finally:
+            self.session.close()
+
+    def _call_off(self, who: Applicant, error: BaseException) -> None:
+        failure = Failure.of(error, replica=who.replica, call=0, rank=who.rank)
+        lease_id, _ = self._kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
+        call_off = partial(membership.call_off, who=who, failure=failure, note_lease_id=lease_id)
+        steps = settle("open", membership.call_off_ranges(who), call_off)
+        run(steps, self._kv, Deadline("open", LEAVE_S))
 
     def _ask(self, ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
         steps = settle(self._deadline.what, ranges, rule)
