@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -83,24 +83,47 @@ def test_a_sign_is_seen_until_it_is_closed():
     other.close()
 
 
-def test_a_sign_that_somebody_has_closed_takes_no_other_file_with_it():
-    sign = life.Sign()
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), sign._fd)
-        number = sign._fd
+def test_signs_take_no_open_files():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len([*Path("/proc/self/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (there + 10, limits[1]))
+    try:
+        signs = [life.Sign() for _ in range(30)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for sign in signs:
+        told = life.own()._replace(sign=sign.name)
+        assert life.look(os.getpid(), told) == "running"
         sign.close()
-        os.fstat(number)
-        os.close(number)
+        assert life.look(os.getpid(), told) == "closed"
+
+
+def test_who_starts_another_program_has_closed_its_signs():
+    sign = life.Sign()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        told = of(other)._replace(sign=sign.name)
+        await_state(other.pid, told, "closed")
+        other.kill()
+    sign.close()
+
+
+def test_where_the_system_shows_no_files_in_memory_nobody_is_said_to_have_closed(monkeypatch):
+    monkeypatch.setattr(life, "_has_closed", lambda *_: True)
+    assert life.Sign().name == ""
 
 
 def test_files_that_cannot_be_seen_are_not_said_to_be_closed(child, monkeypatch):
     told = of(child)._replace(sign="0badcafe")
     assert life.look(child.pid, told) == "closed"
 
-    def hidden(path):
-        raise PermissionError
+    read_text = Path.read_text
 
-    monkeypatch.setattr(Path, "iterdir", hidden)
+    def hidden(path, **options):
+        if path.name == "maps":
+            raise PermissionError
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
     assert life.look(child.pid, told) == "running"
 
 

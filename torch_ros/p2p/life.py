@@ -1,7 +1,7 @@
 """Whether a process that was once told of is the one that has its number now, and what it does."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -44,24 +44,24 @@ _FROZEN = (
 
 
 class Sign:
-    """A file in memory that is open as long as something lives in this process, until `close`.
+    """A file in memory that is mapped as long as something lives in this process, until `close`.
 
-    Others of this host see by its name, "" where the system has no such files, whether it is.
+    Others of this host see by its name, "" where the system shows no such files, whether it is. It
+    takes a page of addresses, and no open file: a process may have many handles, or close all its
+    files.
     """
 
     def __init__(self) -> None:
-        self.name, self._fd = token_hex(8), -1
+        self.name: str = token_hex(8)
+        self._page: object = None
         try:
-            self._fd = os.memfd_create(f"{_SIGN} {self.name}", os.MFD_CLOEXEC)
+            self._page = _shown_page(self.name)
         except OSError:
             self.name = ""
 
     def close(self) -> None:
         """Idempotent."""
-        fd, self._fd = self._fd, -1
-        with suppress(OSError):  # somebody has closed all files of this process
-            if fd >= 0 and os.readlink(f"/proc/self/fd/{fd}") == _link(self.name):  # noqa: PTH115
-                os.close(fd)
+        self._page = None  # nobody else has it
 
 
 class Life(NamedTuple):
@@ -103,23 +103,29 @@ def look(pid: int, life: Life) -> State:
     return "frozen" if state == "running" and _is_frozen(pid) else state
 
 
-def _link(sign: str) -> str:
-    """How the kernel shows the open file of that name."""
-    return f"/memfd:{_SIGN} {sign} (deleted)"
+def _shown_page(sign: str) -> object:
+    """A page of the file of that name, mapped for as long as anybody has the answer.
+
+    Raises:
+        OSError: The system has no such files, or does not show them.
+    """
+    fd = os.memfd_create(f"{_SIGN} {sign}", os.MFD_CLOEXEC)
+    try:
+        page = mapped.read_only(fd, 1)
+    finally:
+        os.close(fd)
+    if _has_closed(os.getpid(), sign):
+        raise OSError("/proc/self/maps shows no files in memory")
+    return page
 
 
 def _has_closed(pid: int, sign: str) -> bool:
-    """Whether this process has the file open no more; False if it cannot be seen."""
+    """Whether this process has the file mapped no more; False if it cannot be seen."""
     try:
-        return _link(sign) not in _files(pid)
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return False
-
-
-def _files(pid: int) -> Iterator[str]:
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed just now
-            yield os.readlink(each)  # noqa: PTH115  # a name, and no path
+    return f"/memfd:{_SIGN} {sign} (deleted)\n" not in maps
 
 
 def _is_frozen(pid: int) -> bool:

@@ -405,4 +405,4 @@ class SeenRecord(Record, frozen=True):
     boot: str = ""  # with the next two, what tells it from others that have its number
     namespace: Number = 0
     started: Number = 0
-    sign: str = ""  # of a file that it has open until its handle is closed
+    sign: str = ""  # of a file that it has mapped until its handle is closed
