@@ -2,88 +2,22 @@
 
 import math
 import os
+import resource
 import subprocess
 import sys
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_ros
+from torch_ros.p2p import cgroups
 from torch_ros.shard import host_copies
-from torch_ros.shard.room import V1, V2, available_bytes, groups, left_in
+from torch_ros.shard.room import NAMES, V1, V2, available_bytes, left_in
 
 V1_NONE = 9223372036854771712
-MOUNTED_V1 = (
-    "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
-)
-MOUNTED_V2 = "41 31 0:38 {root} {at} rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
-SLURM = "/slurm/uid_0/job_7/step_0"
-
-
-def v1(root="/"):
-    return MOUNTED_V1.format(root=root)
-
-
-def v2(root="/", at="/sys/fs/cgroup"):
-    return MOUNTED_V2.format(root=root, at=at)
-
-
-LAYOUTS = {  # /proc/self/cgroup, mountinfo, and the folders from the process's own on
-    "v2 at the root": ("0::/\n", v2(), ["/sys/fs/cgroup"]),
-    "v2 of systemd": (
-        "0::/user.slice/app.scope\n",
-        v2(),
-        ["/sys/fs/cgroup/user.slice/app.scope", "/sys/fs/cgroup/user.slice", "/sys/fs/cgroup"],
-    ),
-    "v1": (
-        f"4:memory:{SLURM}\n3:cpuset:/other\n1:name=systemd:/init\n",
-        v1(),
-        [f"/sys/fs/cgroup/memory{path}" for path in (SLURM, "/slurm/uid_0/job_7", "/slurm/uid_0")]
-        + ["/sys/fs/cgroup/memory/slurm", "/sys/fs/cgroup/memory"],
-    ),
-    "v1 with other controllers": (
-        "4:cpu,memory,pids:/a\n",
-        v1().replace("rw,memory", "rw,cpu,memory,pids"),
-        ["/sys/fs/cgroup/memory/a", "/sys/fs/cgroup/memory"],
-    ),
-    "hybrid": (
-        "4:memory:/job\n0::/job\n",
-        v1() + "\n" + v2(at="/sys/fs/cgroup/unified"),
-        [f"/sys/fs/cgroup/{each}" for each in ("memory/job", "memory", "unified/job", "unified")],
-    ),
-    "a container that sees its own group": (
-        "4:memory:/docker/c0\n",
-        v1("/docker/c0"),
-        ["/sys/fs/cgroup/memory"],
-    ),
-    "a group within such a container": (
-        "4:memory:/docker/c0/job\n",
-        v1("/docker/c0"),
-        ["/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory"],
-    ),
-    "a name that only begins alike": (
-        "4:memory:/docker/c01\n",
-        v1("/docker/c0"),
-        ["/sys/fs/cgroup/memory"],
-    ),
-    "a namespace, from outside": ("0::/../other\n", v2(), ["/sys/fs/cgroup"]),
-    "a mount from outside of the namespace": ("0::/\n", v2("/../.."), ["/sys/fs/cgroup"]),
-    "a name with spaces and colons": (
-        "0::/a b:c\n",
-        v2(at="/sys/fs/c\\040g"),
-        ["/sys/fs/c g/a b:c", "/sys/fs/c g"],
-    ),
-    "nothing told": ("", "", ["/sys/fs/cgroup"]),
-    "garbage": ("x\n:\n0\n", "y\n - \n - cgroup2\n1 2 - cgroup x memory", ["/sys/fs/cgroup"]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_groups_of_a_process_are_found(layout):
-    cgroup, mountinfo, folders = LAYOUTS[layout]
-    assert [str(folder) for _, folder in groups(cgroup, mountinfo)] == folders
 
 
 @pytest.mark.parametrize(
@@ -115,6 +49,9 @@ def test_a_group_has_left_what_its_limit_and_its_use_leave(names, files, left):
     assert left_in(names, lambda name: files.get(name, "")) == left
 
 
+MOUNTED = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
+
+
 def write(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -125,7 +62,7 @@ def test_the_narrowest_group_on_the_way_up_counts(tmp_path):
     assert available_bytes(tmp_path) == math.inf
     write(tmp_path / "proc", meminfo="MemTotal: 900 kB\nMemAvailable:     100 kB\n")
     assert available_bytes(tmp_path) == 100 * 1024
-    write(tmp_path / "proc/self", cgroup="0::/job/step/task", mountinfo=v2())
+    write(tmp_path / "proc/self", cgroup="0::/job/step/task", mountinfo=MOUNTED)
     top = tmp_path / "sys/fs/cgroup"
     write(top / "job/step/task", memory_max="max", memory_current=4000)
     assert available_bytes(tmp_path) == 100 * 1024
@@ -158,11 +95,10 @@ print(int(available_bytes()))
 
 def own_group():
     """A new group of a real hierarchy below this process's own, and the file of its limit."""
-    for names, folder in groups(
-        *(Path(f"/proc/self/{n}").read_text() for n in ("cgroup", "mountinfo"))
-    ):
-        if (Path(folder) / names.limits[0]).exists():
-            return Path(folder) / f"torch_ros_{os.getpid()}", names.limits[0]
+    for version, folder in cgroups.own("memory", cgroups.reader()):
+        limit = NAMES[version].limits[0]
+        if (Path(folder) / limit).exists():
+            return Path(folder) / f"torch_ros_{os.getpid()}", limit
     return None
 
 
@@ -181,6 +117,58 @@ def test_a_copy_for_which_there_is_no_memory_is_not_made_and_the_trainer_steps_o
     trainer.unpublish()
     assert [*trainer.list()] == [2]
     trainer.close(linger_s=0)
+
+
+@contextmanager
+def room_left(size_bytes):
+    """Within it, this process may map so many bytes more."""
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmSize" in x]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = 1024 * int(line.split()[1]) + size_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+ROOM_BYTES = 100 << 20
+
+
+@pytest.fixture
+def trainer():
+    endpoint = f"memory://{uuid.uuid4().hex}"
+    with torch_ros.open("m", retain=("latest",), endpoint=endpoint, linger_s=0) as trainer:
+        yield trainer
+
+
+def large():
+    return {"w": torch.zeros(3 * ROOM_BYTES, dtype=torch.uint8)}
+
+
+def test_a_copy_that_the_own_limit_leaves_no_room_for_is_an_error_that_names_it(trainer):
+    tensors = large()
+    with room_left(ROOM_BYTES), pytest.raises(MemoryError) as caught:
+        trainer.publish_copy(1, tensors)
+    assert "a buffer for copies takes 3145" in str(caught.value)
+    assert "too little: RLIMIT_AS (ulimit -v) leaves" in str(caught.value)
+    assert trainer.version is None
+    assert trainer.publish_copy(1, tensors)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_retained_version_that_the_own_limit_leaves_no_room_for_is_dropped(
+    trainer, monkeypatch, caplog, is_checked
+):
+    trainer.register(large())
+    trainer.publish(1)
+    if not is_checked:
+        monkeypatch.setattr(host_copies, "available_bytes", lambda: math.inf)
+    with room_left(ROOM_BYTES):
+        trainer.unpublish()
+    assert "may be lost, it cannot be copied: a copy" in caplog.text
+    assert "RLIMIT_AS (ulimit -v) leaves" in caplog.text
+    assert trainer.list() == {}
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 GROUND = {
+    "allocation",
     "errors",
     "printable",
     "deadline",

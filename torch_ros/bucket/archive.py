@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 import torch_ros
+from torch_ros.allocation import allocating
 from torch_ros.bucket import chain
 from torch_ros.bucket.buckets import Bucket
 from torch_ros.bucket.deltas import Encoded, difference
@@ -471,10 +472,8 @@ def _is_of(ref: torch_ros.VersionRef, there: InBucket) -> bool:
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    try:
+    with allocating("a version that is held whole", tensor.nbytes, "--stream takes two buffers"):
         return tensor.clone()
-    except RuntimeError as error:  # torch's word for it
-        raise MemoryError("all of a version; --stream takes two buffers") from error
 
 
 def _told(content: Iterator[bytes], progress: OnBytes, done: int, total: int) -> Iterator[bytes]:

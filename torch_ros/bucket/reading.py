@@ -12,6 +12,7 @@ from threading import Thread
 import numpy as np
 import torch
 
+from torch_ros.allocation import allocating
 from torch_ros.bucket.files import PART_BYTES, StoredFile, StoredVersion, is_part
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.weights.columns import Ints, numbered
@@ -228,7 +229,8 @@ def landed(
     begins = [run[0] * PART_BYTES for run in runs]
     ends = [min((run[-1] + 1) * PART_BYTES, file.size_bytes) for run in runs]
     for run, begin, found in zip(runs, begins, store.get_ranges(key, begins, ends), strict=True):
-        content = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
+        with allocating("a stretch of a file", found.nbytes):
+            content = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
         landing = content.numpy()
         landing[:] = np.frombuffer(found, np.uint8)
         for number in run:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torch_ros
+from torch_ros.allocation import allocating
 from torch_ros.checkpoints import framing
 from torch_ros.checkpoints.framing import FILE_BYTES, INDEX, NAMES, Tensors, size_bytes
 from torch_ros.errors import FolderError, TorchRosError, UsageError, VersionNotFound, reason
@@ -227,13 +228,11 @@ def write_dcp(
         MemoryError: There is too little.
     """
     total = sum(map(size_bytes, tensors.values()))
-    try:
+    with allocating("all of a version", total, "safetensors take 128 MiB"):
         state = {
             name: torch.empty(shape, dtype=dtype, device="cpu")
             for name, (dtype, shape) in tensors.items()
         }
-    except RuntimeError as error:  # torch's word for it
-        raise MemoryError(f"{total} bytes for all of it; safetensors take 128 MiB") from error
     report = handle.read(contents.version, state, timeout_s=READ_S)
     require_same(handle.model, contents, report.uid)
     try:

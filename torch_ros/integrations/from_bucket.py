@@ -1,5 +1,6 @@
 """Versions of a bucket, for an engine that shares nothing else with the trainer."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ import torch
 
 import torch_ros
 from torch_ros import bucket
+from torch_ros.allocation import allocating
 from torch_ros.integrations.seams import Weights
 
 
@@ -76,10 +78,12 @@ class BucketVersions:
         wanted = {fqn: found.tensors[fqn] for fqn in names}
         if wanted != {fqn: (one.dtype, one.shape) for fqn, one in self._copy.items()}:
             self._copy = {}  # before the memory for another one is taken
-            self._copy = {
-                fqn: torch.empty(shape, dtype=dtype, device="cpu")
-                for fqn, (dtype, shape) in wanted.items()
-            }
+            size_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in wanted.values())
+            with allocating("a copy of a bucket's version", size_bytes):
+                self._copy = {
+                    fqn: torch.empty(shape, dtype=dtype, device="cpu")
+                    for fqn, (dtype, shape) in wanted.items()
+                }
         self._copied = ""
         self._to_copy.load(self._copy, found.version, uid=found.uid)
         self._copied = found.uid

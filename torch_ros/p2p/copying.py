@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torch_ros.p2p import cma
+from torch_ros.p2p import cgroups, cma
 from torch_ros.spans import Spans
 
 THREADS_MAX = 4  # a few fill the memory's channels
@@ -38,8 +38,9 @@ def thread_count() -> int:
     if not cma.is_allowed(os.environ.get("UCX_TLS", "")):
         return 0
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
-    return max(1, min(cores, THREADS_MAX))
+    cores = min(len(os.sched_getaffinity(0)), cgroups.cores())
+    cores //= max(1, int(ranks) if ranks.isdecimal() else 1)
+    return max(1, int(min(cores, THREADS_MAX)))
 
 
 def copy(spans: Spans) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
+from torch_ros.allocation import allocating, limited
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p import life
@@ -73,7 +74,8 @@ class HostCopy:
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
         self.size_bytes: int = ends[-1]
         with ExitStack() as undo:  # nothing unmaps it: its pages would stay for good
-            self._memory = LastingMemory(ends[-1])
+            with allocating("a copy of what is unpublished", ends[-1]):
+                self._memory = LastingMemory(ends[-1])
             undo.callback(self._memory.close)
             room = torch.from_numpy(self._memory.bytes)
             self._chunks = [
@@ -103,8 +105,9 @@ def _require_room(size_bytes: int, ranks: int) -> None:
     needed = size_bytes * ranks
     there = available_bytes()
     if needed > there:
+        by = f": {limits}" if (limits := limited()) else ""
         raise MemoryError(
-            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free"
+            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free{by}"
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torch_ros.allocation import allocating
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta, TransferFailed
@@ -92,10 +93,8 @@ class DeltaRoom:
         if self._buffer is None or self._buffer.nbytes < size_bytes + ALIGNMENT_BYTES:
             self.close()
             room_bytes = size_bytes + size_bytes // 8 + ALIGNMENT_BYTES
-            try:
+            with allocating("what is read by deltas", room_bytes):
                 self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device="cpu")
-            except RuntimeError as error:  # torch's word for it
-                raise MemoryError(f"no {room_bytes} bytes for deltas") from error
             region = Region(self._buffer.data_ptr(), self._buffer.nbytes)
             self._pages.ask([region])
             self._registration = self._transport.register([region])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torch_ros.allocation import allocating
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S
@@ -56,7 +57,8 @@ class Ring:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._lasting = LastingMemory(size_bytes)
+        with allocating("the memory that deltas are published from", size_bytes):
+            self._lasting = LastingMemory(size_bytes)
         self.bytes: npt.NDArray[np.uint8] = self._lasting.bytes
         self.pool: torch.Tensor = torch.from_numpy(self.bytes)
         self.table = DeltaTable()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_ros.allocation import allocating
 from torch_ros.p2p import mapped
 from torch_ros.p2p.lending import LentMemory
 
@@ -54,11 +55,13 @@ class Turns:
         self._published = self.filled
 
     def _made(self, size_bytes: int) -> Buffer:
-        if self._device.type == "cpu" and size_bytes:
-            with suppress(OSError):  # it only makes readers on this host faster
-                if self._lender is not None:
-                    lent = LentMemory(self._lender, size_bytes)
-                    return Buffer(torch.frombuffer(lent.bytes, dtype=torch.uint8), lent)
-                room = torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8)
-                return Buffer(room)
-        return Buffer(torch.empty(size_bytes, dtype=torch.uint8, device=self._device))
+        if self._device.type != "cpu":
+            return Buffer(torch.empty(size_bytes, dtype=torch.uint8, device=self._device))
+        with suppress(OSError):  # it only makes readers on this host faster
+            if size_bytes and self._lender is not None:
+                lent = LentMemory(self._lender, size_bytes)
+                return Buffer(torch.frombuffer(lent.bytes, dtype=torch.uint8), lent)
+            if size_bytes:
+                return Buffer(torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8))
+        with allocating("a buffer for copies", size_bytes):
+            return Buffer(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))

@@ -12,6 +12,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from torch_ros.allocation import allocating
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
@@ -132,10 +133,8 @@ class Buffers:
     def __init__(self, transport: Transport, pages: HugePages, parts: Sequence[Part]) -> None:
         sizes = [max((p.size_bytes for p in parts[n::BUFFERS]), default=0) for n in range(BUFFERS)]
         self._parts, self._phases = parts, dict[int, Phase]()
-        try:
+        with allocating("a stream with two buffers", sum(sizes), "pass a smaller buffer_bytes"):
             self._memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        except RuntimeError as error:  # torch's word for it
-            raise MemoryError(f"{sum(sizes)} bytes for two buffers") from error
         self._lent: list[weakref.ref[object]] = []
         self._registrations: list[Registration] = []
         try:
