@@ -44,8 +44,8 @@ def test_a_publisher_whose_ranks_go_on_to_other_tensors_does_not_fail_the_next(o
     goes_on.register({"w0": torch.ones(1024, dtype=torch.float64)})
     of = Manifests.of
 
-    def shown(self, inst, deadline):
-        return [*of(self, inst, deadline), goes_on._shard.mailbox.manifest]
+    def shown(self, inst, deadline, world_size):
+        return [*of(self, inst, deadline, world_size), goes_on._shard.mailbox.manifest]
 
     monkeypatch.setattr(Manifests, "of", shown)
     second.publish(1)
@@ -58,14 +58,14 @@ def test_the_next_content_of_an_older_publisher_is_not_taken_for_this_one(opened
     first.publish(1)
     of, next_ones = Manifests.of, [2.0]
 
-    def shown(self, inst, deadline):
+    def shown(self, inst, deadline, world_size):
         if next_ones:  # while the second one is in its call
             first.unpublish()
             first.unregister()
             value = next_ones.pop()
             first.register({f"w{n}": torch.full((1024,), value) for n in range(8)})
             first.publish(2)
-        return of(self, inst, deadline)
+        return of(self, inst, deadline, world_size)
 
     monkeypatch.setattr(Manifests, "of", shown)
     second.publish(1)
@@ -129,6 +129,21 @@ def test_several_ranks_compare_all_of_their_parts(opened):
         for failed in [pool.submit(handle.publish, 1) for handle in third]:
             with pytest.raises(VersionConflict, match="'w'"):
                 failed.result(20)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_publisher_that_has_lost_a_process_is_not_compared(opened, pool, monkeypatch, left):
+    def rank(replica, number):
+        handle = opened(replica, rank=number, world_size=2, digests="full")
+        handle.register({f"w{number}": torch.full((4,), float(number))})
+        return handle
+
+    first = list(pool.map(lambda n: rank("first", n), range(2)))
+    second = list(pool.map(lambda n: rank("second", n), range(2)))
+    assert list(pool.map(lambda handle: handle.publish(1), first)) == [True, True]
+    shards = Manifests.shards
+    monkeypatch.setattr(Manifests, "shards", lambda *args: shards(*args)[:left])
+    assert list(pool.map(lambda handle: handle.publish(1), second)) == [True, True]
 
 
 @pytest.mark.parametrize(("model", "is_told"), [("default", True), ("m", False)])

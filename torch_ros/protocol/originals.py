@@ -79,7 +79,14 @@ def elder_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     return (*seat.own, seat.keys.holdings_of(ref.run, ref.version))
 
 
-def elder(view: View, seat: Seat, ref: VersionRef) -> Step[str | None]:
+class Elder(NamedTuple):
+    """An older publisher of what a replica is about to offer."""
+
+    inst: str
+    world_size: int
+
+
+def elder(view: View, seat: Seat, ref: VersionRef) -> Step[Elder | None]:
     """An older publisher of this content, as whose this replica is about to offer its own.
 
     None: there is none, or it has gone. Only older ones are waited for, so that nobody waits for
@@ -89,16 +96,17 @@ def elder(view: View, seat: Seat, ref: VersionRef) -> Step[str | None]:
     mine = view.get(seat.holding(ref))
     born = mine.create_rev if mine is not None else 0
     older = sorted(
-        (entry.create_rev, where.inst, holding.state)
+        (entry.create_rev, Elder(where.inst, holding.world_size), holding.state)
         for _, where, holding, entry in legible.holdings(
             view.within(seat.keys.holdings_of(ref.run, ref.version))
         )
         if holding.uid == ref.uid and holding.is_original and entry.create_rev < born
     )
-    full = [inst for _, inst, state in older if state == "full"]
+    full = [there for _, there, state in older if state == "full"]
     if full:
         return Done(full[0])
     if any(state == "filling" for _, _, state in older):
-        reason = f"{k.replica_of(older[0][1])!r} publishes version {ref.version} too, and first"
+        first = k.replica_of(older[0][1].inst)
+        reason = f"{first!r} publishes version {ref.version} too, and first"
         return Wait(reason, elder_ranges(seat, ref))
     return Done(None)

@@ -33,13 +33,20 @@ class Manifests:
             return [manifest.layout for manifest in self.own(deadline)]
         return [manifest.layout for manifest in self.of(inst, deadline)]
 
-    def of(self, inst: str, deadline: Deadline) -> list[Manifest]:
+    def of(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[Manifest]:
         """The manifests that the ranks of another replica show now, rank by rank.
+
+        Args:
+            world_size: How many there are at least.
 
         Raises:
             SourceLost: One of them is gone.
         """
-        return self._shown(self.shards(inst, deadline), replica_of(inst), deadline)
+        shards = self.shards(inst, deadline)
+        if len(shards) < world_size:
+            reason = f"{len(shards)} of its {world_size} processes are alive"
+            raise SourceLost(replica_of(inst), reason, 0, 0)
+        return self._shown(shards, replica_of(inst), deadline)
 
     def own(self, deadline: Deadline) -> list[Manifest]:
         """The manifests that the ranks of this replica show now, rank by rank.

@@ -43,21 +43,22 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
         return
     rule = partial(elder, seat=group.seat, ref=ref)
     asks = partial(group.ask, elder_ranges(group.seat, ref), rule, deadline)
-    if (inst := asks()) is None:
+    if (there := asks()) is None:
         return
+    inst = there.inst
     try:
-        manifests = shard.manifests.of(inst, deadline)
+        manifests = shard.manifests.of(inst, deadline, there.world_size)
     except PeerError as error:  # it goes: readers find that out
         log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
         return
-    theirs, there = _digests(manifests), _tensors(manifests)
-    if layout != there.digest == published(shard, ref, deadline):
+    theirs, tensors = _digests(manifests), _tensors(manifests)
+    if layout != tensors.digest == published(shard, ref, deadline):
         own = _tensors(shard.manifests.own(deadline))
-        require_same(ref.version, replica_of(inst), there, own)
+        require_same(ref.version, replica_of(inst), tensors, own)
     mine = _digests(shard.manifests.own(deadline)) if theirs.totals else Digests()
     if mine.totals and mine.depth == theirs.depth:
         fqn = first_difference(mine.totals, theirs.totals)
-        if fqn is not None and asks() == inst:  # else it showed its next content, perhaps
+        if fqn is not None and asks() == there:  # else it showed its next content, perhaps
             reason = f"{replica_of(inst)!r} has published it with other content: tensor {fqn!r}"
             raise VersionConflict(shard.model, ref.version, ref.run, reason)
     elif shard.model == DEFAULT_MODEL and shard.tensors.is_news("publishers"):
