@@ -32,10 +32,10 @@ from report import Row, machine, table
 from torch_ros.deadline import Deadline
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.claimed import ClaimedSources
-from torch_ros.protocol.forerunners import decided_next, next_version
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
+from torch_ros.protocol.policy import NEWEST, decided_next
 from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.versions import Spec, newer_ranges
@@ -158,11 +158,11 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     def ask(view: View) -> Step[VersionRef | None]:
         own_group(view, group.seat)
-        return Done(next_version(view, group.seat, LATEST, held, None).ref)
+        return Done(NEWEST.next_version(view, group.seat, LATEST, held).ref)
 
     def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
-        found = next_version(view, seat, LATEST, held, None)
-        return decided_next(view, seat, call, held, found)
+        found = NEWEST.next_version(view, seat, LATEST, held)
+        return decided_next(view, seat, call, found)
 
     def decide(call: GroupCall) -> VersionRef | None:
         call.decide(ranges, effects, is_cheap=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
+    from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.protocol.records import Install
     from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
@@ -59,6 +60,7 @@ __all__ = [
     "ShardHandle",
     "Stream",  # feature streams
     "Transform",
+    "UpdatePolicy",
     "errors",
     "open",
 ]
@@ -86,6 +88,7 @@ _HOMES = {  # imported at their first use
     "ShardHandle": "torch_ros.face.handle",
     "Stream": "torch_ros.features.streams.stream",  # feature streams
     "Transform": "torch_ros.weights.transforms",
+    "UpdatePolicy": "torch_ros.protocol.policy",
     "open": "torch_ros.face.opening",
 }
 

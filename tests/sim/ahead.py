@@ -11,7 +11,7 @@ from scenes import SCENES, Scene, publish, puts, replicate, unpublish
 from seeding import crossings
 
 from torch_ros.errors import UsageError
-from torch_ros.shard.forerunner import STUCK_S
+from torch_ros.features.seeding.forerunner import STUCK_S
 
 POLL_S = 0.5
 SOON_S = 5.0  # for what is looked at every 2 s to be read; the world is a slow one
@@ -43,7 +43,7 @@ def _poll(
 
 
 def _released(me: Process) -> None:
-    ahead = me.handle._shard.forerunner
+    ahead = me.ahead
     me.world.when(lambda: ahead._room is None, f"the copy of {me} let go of", 2 * TTL_S)
 
 
@@ -217,7 +217,7 @@ def no_memory(scene: Scene) -> None:
     def follow(me: Process, names) -> None:
         _first(me)
         if me.rank:
-            me.handle._shard.forerunner._bytes_max = 1
+            me.ahead._bytes_max = 1
         try:
             me.handle.update(timeout_s=100)
         except UsageError as error:
@@ -227,7 +227,7 @@ def no_memory(scene: Scene) -> None:
         demand(me.handle.version == 1, f"{me} has given up what it held")
         scene.reach(f"{me} failed")
         scene.until("r0.1/0 failed", "r0.1/1 failed")
-        me.handle._shard.forerunner._bytes_max = None
+        me.ahead._bytes_max = None
         _poll(me, 2)
         scene.reach("r0 has 2")
         _stay(me, names)
@@ -242,7 +242,7 @@ def newest_here(scene: Scene) -> None:
         _first(me)
         scene.slow_s[me] = 0.3
         demand(not me.handle.update(timeout_s=100), "it went to what is far")
-        ahead = me.handle._shard.forerunner
+        ahead = me.ahead
         scene.when(lambda: ahead._shard and ahead._shard.group.ledger.held, "a copy", 300.0)
         scene.slow_s[me] = 0.0
         scene.reach("fetched")

@@ -19,6 +19,7 @@ from torch_ros.errors import (
     StoreUnavailable,
 )
 from torch_ros.features.fallback.rules import TTLS
+from torch_ros.features.seeding.rules import is_forerunner
 from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.legible import readable
@@ -58,7 +59,7 @@ def demand(holds: object, why: str) -> None:
 def _replica(inst: str) -> str:
     """Whose group's record it is that a holding of that name hangs on."""
     name = k.replica_of(inst)
-    return name if k.is_forerunner(inst) else name.partition("+")[0]
+    return name if is_forerunner(inst) else name.partition("+")[0]
 
 
 def told_at_once(check: Callable) -> Callable:
@@ -209,7 +210,7 @@ class Checks:
                 not is_late or world.now_s < process.suspended_until_s + 1,
                 f"I7: {process} is sent to {peer}, dead since {peer.died_s}",
             )
-        is_ahead = k.is_forerunner(source.inst)
+        is_ahead = is_forerunner(source.inst)
         demand(is_ahead or start is not process.start, f"{process} reads from itself")
         if is_ahead:
             world.saw("fetched ahead, and taken")
@@ -247,7 +248,7 @@ class Checks:
         if depth and self._is_leaf(inst):
             return  # nothing comes of it, and who reads from it is about to find that
         demand((inst, born) != goal and depth < 50, f"{process} reads from {inst}, in a cycle")
-        if "+" in inst or k.is_forerunner(inst) or not self._is_born(inst, born):
+        if "+" in inst or is_forerunner(inst) or not self._is_born(inst, born):
             return
         for peer in self.starts[inst].processes:
             for reader_born, *source in peer.reads_from:
@@ -660,7 +661,7 @@ class Checks:
             demand(step in allowed, f"I5: {key} goes from {old.state} to {new.state}")
         if new.state == "full":
             self._covers(key, inst, new)
-        if k.is_forerunner(inst):
+        if is_forerunner(inst):
             self._changed_ahead(key, inst, new)
             return
         if old is None and k.lingers(inst):
@@ -676,7 +677,7 @@ class Checks:
             other
             for other, holding in self.holdings.items()
             if holding.state == new.state == "filling"
-            and k.is_forerunner(k.parse_holding(other).inst)
+            and is_forerunner(k.parse_holding(other).inst)
             if other.rpartition("/")[0] == key.rpartition("/")[0]
         ]
         demand(len(filling) < 2, f"I15: forerunners of one datacenter fill {filling}")
@@ -684,7 +685,7 @@ class Checks:
             return
         self.world.saw("fetched ahead")
         for process in self.starts[inst].processes:
-            ahead = process.handle and process.handle._shard.forerunner
+            ahead = process.ahead
             if ahead is None or ahead._room is None or process.is_gone:
                 continue
             group = ahead._shard.group
@@ -711,12 +712,11 @@ class Checks:
         demand(not lacks, f"I9: {key} is full, and its ranks lack {lacks}")
 
     def _layout_of(self, shard: ShardRecord):
-        handle = self.world.process_of(shard).handle
-        if handle is None:
+        process = self.world.process_of(shard)
+        if (handle := process.handle) is None:
             return None
         mailboxes = [handle._shard.mailbox, *(copy.mailbox for copy in handle._shard.copies.made)]
-        ahead = handle._shard.forerunner
-        mailboxes += [ahead._shard.mailbox] if ahead and ahead._shard else []
+        mailboxes += [process.forerunner.mailbox] if process.forerunner else []
         shown = next((each.manifest for each in mailboxes if each.card == shard.card), None)
         return shown and shown.layout
 
@@ -947,7 +947,7 @@ class Checks:
         for key, holding in self.holdings.items():
             inst = k.parse_holding(key).inst
             start = self.starts[k.owner_of(inst)]
-            is_copy = "+" in inst or k.is_forerunner(inst)
+            is_copy = "+" in inst or is_forerunner(inst)
             if holding.state != "full" or is_copy or not start.is_intact:
                 continue
             for process in start.processes:

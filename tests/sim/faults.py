@@ -27,19 +27,21 @@ import lookouts  # noqa: F401
 import msgspec
 import numpy as np
 import parts  # noqa: F401
+import policies  # noqa: F401
 import seeding  # noqa: F401
 import stragglers  # noqa: F401
 from collected import collect
 from planting import changed
 
 from torch_ros.errors import CorruptWeights
+from torch_ros.features.seeding import forerunner
 from torch_ros.protocol import (
     archives,
     calls,
     closing,
-    forerunners,
     ledger,
     membership,
+    policy,
     records,
     seat,
     sources,
@@ -53,7 +55,6 @@ from torch_ros.shard import (
     base,
     borrowing,
     following,
-    forerunner,
 )
 from torch_ros.shard import installs as shard_installs
 from torch_ros.store import txn
@@ -815,7 +816,7 @@ def _(order):
 def _(run):
     def faulty(self, lookout=None):
         found = run(self, lookout)
-        return forerunners.Next() if found.said == following.STOPPED else found
+        return policy.Next() if found.said == following.STOPPED else found
 
     return faulty
 
@@ -831,10 +832,20 @@ def _(made):
 
 
 fault(
+    "what a policy has chosen is the least that is read",
+    "Chosen.to_read",
+    scenario="chosen",
+)(lambda _: policy.Policy.to_read)
+fault(
+    "who holds nothing does not ask its policy",
+    "Chosen.is_asked_first",
+    scenario="chosen",
+)(lambda _: False)
+fault(
     "who looks out does not ask its forerunner",
-    "_Search._until",
+    "NearFirst.next_version",
     scenario="idle again",
-)(lambda _: lambda self, is_idle: None)
+)(lambda rule: lambda *args: dataclasses.replace(rule(*args), until=None))
 fault("what is coming is nothing", "_is_relayed", scenario="passed by")(
     lambda rule: lambda holding: False
 )

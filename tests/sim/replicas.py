@@ -76,6 +76,7 @@ class Start:
     installs: bool = False
     seeding: str = "foreground"
     seeding_bytes: int | None = None
+    policy: Callable[[int], object] | None = None  # of a rank
     is_probe: bool = False
     loads: bool = False  # uses what dcp uses: save, and load
     store_wait_s: float | None = None  # of what it publishes
@@ -276,6 +277,7 @@ class Process:
                 else start.digests[self.rank],
                 borrow_bytes=start.borrow_bytes,
                 installs=start.installs,
+                policy=start.policy and start.policy(self.rank),
                 seeding=start.seeding,
                 seeding_bytes=start.seeding_bytes,
                 costs=CHEAP_COPIES,
@@ -340,8 +342,12 @@ class Process:
     @property
     def forerunner(self):
         """The shard of its forerunner, if that is open."""
-        ahead = self.handle and self.handle._shard.forerunner
-        return ahead and ahead._shard
+        return self.ahead and self.ahead._shard
+
+    @property
+    def ahead(self):
+        """Its forerunner, if it has one."""
+        return self.handle and getattr(self.handle._shard.policy, "forerunner", None)
 
     # Calls
 
@@ -631,7 +637,7 @@ class Process:
 
     def _await_release(self) -> None:
         """A copy that was fetched is let go of when a replica has the version."""
-        ahead, world = self.handle._shard.forerunner, self.world
+        ahead, world = self.ahead, self.world
         until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
         while ahead and ahead._room and world.now_s < until_s and self.handle.version == PROBE:
             world.sleep(4.0)

@@ -15,6 +15,7 @@ from functools import partial
 
 from torch_ros.costs import HOST_COSTS
 from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.features.seeding.rules import is_forerunner
 from torch_ros.p2p import voucher
 from torch_ros.p2p.voucher import LetGo, Neighbour
 from torch_ros.protocol import keys as k
@@ -31,7 +32,7 @@ class Wire:
     def __init__(self, world, process, replica: str) -> None:
         self.world, self.process = world, process
         self.agent = f"agent-{process.number}"
-        if k.is_forerunner(k.instance(replica, "")):
+        if is_forerunner(k.instance(replica, "")):
             self.agent = f"forerunner-{process.number}-{world.number()}"
         self.registrations: dict[int, list] = {}
         self._keys = itertools.count(1)

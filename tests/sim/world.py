@@ -35,10 +35,10 @@ from wires import LOOK_S, Wire
 from torch_ros import deadline, face, features, protocol, shard, transfer
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
+from torch_ros.features.seeding.rules import forerunner_of
 from torch_ros.p2p import lending
 from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import group, sources, versions
-from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
 from torch_ros.shard import tracing
@@ -301,7 +301,7 @@ class World(Scheduler):
     def start_of(self, replica: str, nonce: str) -> Start:
         """Whose group record that is: its creator is about to say so."""
         creator = self.current.process.start
-        if replica in {creator.replica, k.forerunner_of(creator.replica)}:
+        if replica in {creator.replica, forerunner_of(creator.replica)}:
             return creator
         return self.checks.starts[f"{replica}@{nonce}"]
 

@@ -67,14 +67,19 @@ class AsyncHandle:
         self,
         version: int | str = "latest",
         *,
-        skip: bool | None = None,
+        skip: bool | None = None,  # feature seeding
         wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> bool:
         """As `ShardHandle.update`."""
         handle = self._handle
         return await self._in_turn(
-            lambda: handle.update(version, skip=skip, wait_s=wait_s, timeout_s=timeout_s)
+            lambda: handle.update(
+                version,
+                skip=skip,  # feature seeding
+                wait_s=wait_s,
+                timeout_s=timeout_s,
+            )
         )
 
     async def prefetch(
@@ -88,11 +93,16 @@ class AsyncHandle:
         version: str = "latest",
         *,
         stop: threading.Event | Callable[[], bool] | None = None,
-        skip: bool | None = None,
+        skip: bool | None = None,  # feature seeding
         timeout_s: float | None = None,
     ) -> AsyncIterator[int]:
         """As `ShardHandle.follow`. `stop` is asked in another thread."""
-        versions = self._handle.follow(version, stop=stop, skip=skip, timeout_s=timeout_s)
+        versions = self._handle.follow(
+            version,
+            stop=stop,
+            skip=skip,  # feature seeding
+            timeout_s=timeout_s,
+        )
         while (found := await self._in_turn(lambda: next(versions, None))) is not None:
             yield found
 

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace  # feature seeding
 from functools import partial
 from typing import Literal, Self, overload
 
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
+from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
@@ -451,7 +453,7 @@ class ShardHandle:
         self,
         version: int | str = "latest",
         *,
-        skip: bool | None = None,
+        skip: bool | None = None,  # feature seeding
         wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> bool:
@@ -459,7 +461,8 @@ class ShardHandle:
 
         Collective; all ranks get the same answer. With something newer: wait until all ranks have
         come, unpublish what is held (drained), then replicate. A relative version never goes back
-        to an older one; an absolute one goes wherever it says.
+        to an older one; an absolute one goes wherever it says. With a policy (`open`) a relative
+        one goes to what that chooses, or nowhere; also where nothing is held.
 
         An update that skips, to a relative version, goes to the newest that a replica of this
         datacenter has. If none is newer than what is held:
@@ -490,7 +493,8 @@ class ShardHandle:
         was given up, the handle holds nothing, and a later `update` replicates. One that waits
         raises VersionNotFound then, if there is nothing to go to until its time is over.
         """
-        request = UpdateRequest(version, skip, timeout_s)
+        request = UpdateRequest(version, timeout_s)
+        request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
         return update(self._shard, request, wait_s) is not None
 
     def prefetch(
@@ -541,7 +545,7 @@ class ShardHandle:
         version: str = "latest",
         *,
         stop: threading.Event | Callable[[], bool] | None = None,
-        skip: bool | None = None,
+        skip: bool | None = None,  # feature seeding
         timeout_s: float | None = None,
     ) -> Iterator[int]:
         """Go to each newer version as it comes, and yield its number when it has been read.
@@ -591,7 +595,9 @@ class ShardHandle:
             return ask
 
         ask = checked(self._shard, f"follow {version}", check)
-        return newer_versions(self._shard, UpdateRequest(version, skip, timeout_s), ask)
+        request = UpdateRequest(version, timeout_s)
+        request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
+        return newer_versions(self._shard, request, ask)
 
     def read(
         self,

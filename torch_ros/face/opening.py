@@ -13,16 +13,19 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.fallback.flow import Fallback, bucket_below, newest_run  # feature fallback
+from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
+from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
+from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import AHEAD, BUCKET, DEFAULT_DATACENTER, Keys, forerunner_of
+from torch_ros.protocol.keys import BUCKET, DEFAULT_DATACENTER, Keys
+from torch_ros.protocol.policy import Chosen, UpdatePolicy
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
-from torch_ros.shard.forerunner import Forerunner
 from torch_ros.shard.host_copies import seen_here, shard_of
 from torch_ros.shard.identity import Identity, identify
 from torch_ros.shard.seams import Feature
@@ -35,7 +38,7 @@ from torch_ros.weights.manifest import Depth
 log: logging.Logger = log_of(__name__)
 
 DEFAULT_ENDPOINT = "local"
-Seeding = Literal["foreground", "host"]
+Seeding = Literal["foreground", "host"]  # feature seeding
 
 
 def _several(name: str, value: object) -> None:
@@ -46,6 +49,11 @@ def _several(name: str, value: object) -> None:
 def _function(name: str, value: object) -> None:
     if not callable(value):
         raise UsageError(f"{name}={value!r}: expected a function of two numbers")
+
+
+def _policy(name: str, value: object) -> None:
+    if not callable(getattr(value, "choose", None)):
+        raise UsageError(f"{name}={value!r}: expected an object with a method `choose`")
 
 
 OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
@@ -74,8 +82,9 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "borrow_bytes": arguments.whole(0, 1 << 50),
     "huge_pages": arguments.yes_or_no,
     "on_progress": arguments.optional(_function),
-    "seeding": arguments.one_of(get_args(Seeding)),
-    "seeding_bytes": arguments.optional(arguments.whole(0, 1 << 50)),
+    "policy": arguments.optional(_policy),
+    "seeding": arguments.one_of(get_args(Seeding)),  # feature seeding
+    "seeding_bytes": arguments.optional(arguments.whole(0, 1 << 50)),  # feature seeding
 }
 
 
@@ -107,8 +116,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     huge_pages: bool = True,
     borrow_bytes: int = 0,
     on_progress: OnProgress | None = None,
-    seeding: Seeding = "foreground",
-    seeding_bytes: int | None = None,
+    policy: UpdatePolicy | None = None,
+    seeding: Seeding = "foreground",  # feature seeding
+    seeding_bytes: int | None = None,  # feature seeding
 ) -> ShardHandle:
     """Take this process's place in a replica of `model`.
 
@@ -192,6 +202,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             of a read, by the thread that reads. Its exceptions are logged. None: a read of more
             than a second draws a bar if stderr is a terminal, on the first rank of each host;
             not if the environment has TORCH_ROS_PROGRESS=0.
+        policy: Chooses the version that `update` and `follow` go to, if they are asked for a
+            relative one: the object's method `choose(available, held)` does (`UpdatePolicy`). The
+            same on all ranks. None: the newest.
         seeding: How a newer version comes into a datacenter that does not have it. "foreground":
             an `update` reads it, however slow the link is, with nothing held meanwhile. "host":
             `update` has it fetched into host memory, in the background and by one replica of the
@@ -218,7 +231,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
-    _require_free(place.replica, run)
+    check_options(place.replica, seeding, policy)  # feature seeding
+    _require_free(run)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
@@ -237,32 +251,28 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
     own = partial(own, newest_stored=below and partial(newest_run, below, deadline))
     # } fallback
+    own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
     install = Install() if installs else None
     shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
-
-    def ahead(nonce: str, deadline: Deadline, on_progress: OnProgress) -> Shard:
-        name = replace(place, replica=forerunner_of(place.replica))
-        settings = replace(chosen, relay=True, on_progress=on_progress)
-        # Spot: nobody counts on a copy that is let go of when it has been used.
-        there = partial(applicant, shared_nonce=nonce, spot=True)
-        there = partial(there, run=shard.group.seat.run, datacenter=shard.group.seat.datacenter)
-        return means.shard(name, there, settings, deadline)
 
     # feature fallback {
     if below is not None:
         shard.attach(Fallback(shard, below))
     # } fallback
-    if seeding == "host":
-        shard.forerunner = Forerunner(shard, ahead, seeding_bytes)
+    # feature seeding {
+    ahead = _Ahead(means, place, applicant, chosen, shard)
+    forerunner = Forerunner(shard, ahead, seeding_bytes) if seeding == "host" else None
+    shard.policy = NearFirst(shard, forerunner)
+    # } seeding
+    if policy is not None:
+        shard.policy = Chosen(policy)
     if environment.value(environment.METRICS_PORT):
         _serve_figures()
     return ShardHandle(shard)
 
 
-def _require_free(replica: str, run: str | None) -> None:
-    """Raises: UsageError: One of these names is taken."""
-    if replica.endswith(AHEAD):
-        raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
+def _require_free(run: str | None) -> None:
+    """Raises: UsageError: The name is taken."""
     if run == BUCKET:
         raise UsageError(f"run={run!r}: versions that come from a bucket have that name")
 
@@ -341,6 +351,30 @@ class _Signed(Feature):
 
     def has_closed(self) -> None:
         self._sign.close()
+
+
+# feature seeding {
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Takes the seat of a replica's forerunner, with a nonce."""
+
+    means: _Means
+    place: Identity
+    applicant: Callable[..., Applicant]
+    settings: Settings
+    shard: Shard
+
+    def __call__(self, nonce: str, deadline: Deadline, on_progress: OnProgress) -> Shard:
+        place = replace(self.place, replica=forerunner_of(self.place.replica))
+        settings = replace(self.settings, relay=True, on_progress=on_progress)
+        seat = self.shard.group.seat
+        # Spot: nobody counts on a copy that is let go of when it has been used.
+        there = partial(self.applicant, shared_nonce=nonce, spot=True)
+        there = partial(there, run=seat.run, datacenter=seat.datacenter)
+        return self.means.shard(place, there, settings, deadline)
+
+
+# } seeding
 
 
 def _chosen(transport: str | None) -> tuple[str, str]:

@@ -24,6 +24,7 @@ class Applicant:
     ttl_s: int = 10
     drain_s: float = 60.0
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
+    prefers: str = ""  # the replica whose full copy it reads first, and alone
     newest_stored: Callable[[], tuple[int, str]] | None = None  # asks a bucket; may take a while
     # For each try to take a seat:
     lease_id: int = 0

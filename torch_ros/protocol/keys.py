@@ -19,7 +19,6 @@ VERSION_MAX = 2**63 - 1
 RANK_DIGITS = 6
 LINGERS = "linger"
 STREAMS = "stream"
-AHEAD = "+host"
 DEFAULT_DATACENTER = "default"
 SEEN_SLOTS = 1 << 16  # of what is on no lease, so that its number is bounded
 BUCKET = "bucket"  # the run of what comes from a bucket, below all others
@@ -86,15 +85,6 @@ def family(nonce: str) -> str:
 
 def replica_of(inst: str) -> str:
     return unquote(inst.partition("@")[0])
-
-
-def forerunner_of(replica: str) -> str:
-    """The name of the replica that fetches versions for this one; nobody else may have it."""
-    return f"{replica}{AHEAD}"
-
-
-def is_forerunner(inst: str) -> bool:
-    return replica_of(inst).endswith(AHEAD)
 
 
 @lru_cache(4096)

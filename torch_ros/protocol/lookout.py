@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from torch_ros.protocol import calls, legible
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.forerunners import FETCHED, Next, Skipping, near_range, next_version
+from torch_ros.protocol.policy import Next, Policy
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.versions import Spec, newer_refs
+from torch_ros.protocol.versions import Spec
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Unseen, View
 
@@ -20,7 +20,7 @@ def look_out(
     seat: Seat,
     spec: Spec,
     held: VersionRef | None,
-    skipping: Skipping | None,
+    policy: Policy,
     until: Callable[[], bool] | None = None,
 ) -> tuple[Next, Wait | None]:
     """The step to take, and the wait for a better one, if there is no version to go to.
@@ -29,20 +29,20 @@ def look_out(
         until: When it is true, the wait is over for this rank.
     """
     keys = seat.keys
-    if held is None:
+    if held is None and not policy.is_asked_first:
         offer = calls.elsewhere(view, seat, spec)
         if isinstance(offer, Wait):
             return Next(), Wait(offer.reason, offer.ranges, until=until)
         return Next(offer.ref), None
-    found = next_version(view, seat, spec, held, skipping)
-    ranges = [keys.versions()]
-    if found.ref is not None and found.said != FETCHED and not _is_elsewhere(view, seat, found.ref):
-        ranges.append(keys.holdings_of(found.ref.run, found.ref.version))
+    found = policy.next_version(view, seat, spec, held)
+    ranges = [keys.versions(), *policy.watched(view, seat, held)]
+    if (ref := found.goes_to) is not None and not _is_elsewhere(view, seat, ref):
+        ranges.append(keys.holdings_of(ref.run, ref.version))
     elif found.ref is not None:
         return found, None
-    if skipping is not None:
-        ranges += [near_range(seat, ref) for ref in newer_refs(view, keys, held)]
-    return Next(said=found.said), Wait("", tuple(ranges), until=until)
+    ends = [end for end in (until, found.until) if end is not None]
+    is_over = (lambda: any(end() for end in ends)) if ends else None
+    return Next(said=found.said), Wait("", tuple(ranges), until=is_over)
 
 
 def _is_elsewhere(view: View, seat: Seat, ref: VersionRef) -> bool:

@@ -76,6 +76,7 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
         datacenter=joined.group.datacenter,
         spot=joined.group.spot,
         drain_s=who.drain_s,
+        prefers=who.prefers,
     )
 
 

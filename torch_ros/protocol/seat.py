@@ -29,6 +29,7 @@ class Seat:
     datacenter: str
     spot: bool
     drain_s: float  # how long readers may finish before the source goes on without them
+    prefers: str = ""  # the replica whose full copy it reads first, and alone
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()
 

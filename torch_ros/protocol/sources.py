@@ -215,8 +215,8 @@ def _idle(
         for inst, found in eligible.items()
         if not found.readers and not found.distance and inst not in suspected
     ]
-    if own := _own_copy(eligible, seat):
-        return [own] if own in near else []
+    if preferred := _preferred(eligible, seat):
+        return [preferred] if preferred in near else []
     near.sort(key=lambda inst: eligible[inst].entry.create_rev)
     return near[: min(-(-len(near) // 2), most, SOURCES_MAX)]
 
@@ -226,11 +226,10 @@ def _still_alone(view: View, seat: Seat, ref: VersionRef) -> list[Guard]:
     return [NoneNewer(seat.keys.holdings_of(ref.run, ref.version), view.rev)]
 
 
-def _own_copy(candidates: Mapping[str, Candidate], seat: Seat) -> str:
-    """The copy that this replica's forerunner has in the same processes; "": there is none."""
-    name = k.forerunner_of(seat.replica)
+def _preferred(candidates: Mapping[str, Candidate], seat: Seat) -> str:
+    """The full copy of the replica that this one prefers; "": there is none."""
     full = (i for i, found in candidates.items() if found.holding.state == "full")
-    return next((inst for inst in full if k.replica_of(inst) == name), "")
+    return next((inst for inst in full if k.replica_of(inst) == seat.prefers), "")
 
 
 def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> dict[str, tuple[Holding, Entry]]:
@@ -409,8 +408,8 @@ def _predicted(
     """The source that no other newcomer should choose now; else the best."""
     suspected = suspects(view, seat.keys)
     unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
-    if own := _own_copy(unsuspected, seat):
-        return own
+    if preferred := _preferred(unsuspected, seat):
+        return preferred
     if is_leaf:
         return leaf_place(candidates, suspected)
     if shows_whole(view, seat, ref):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from torch_ros import arguments
 from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
@@ -28,6 +28,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol.call import ALONE, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
+from torch_ros.protocol.policy import NEWEST, Policy
 from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
 from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
@@ -75,20 +76,6 @@ class Settings:
     borrow_bytes: int
 
 
-class RunsAhead(Protocol):
-    """A replica's forerunner."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it would begin now with what it is told to fetch."""
-
-    def fetch(self, ref: VersionRef, deadline: Deadline) -> None:
-        """Have a version fetched, by all ranks. Does not wait for it."""
-
-    def require_fit(self, ref: VersionRef) -> None:
-        """Raises: ManifestMismatch: It was to be fetched before, and is not for these tensors."""
-
-
 class Shard:
     """A seat, the tensors that are shown from it, and the replica's calls, one at a time.
 
@@ -113,7 +100,7 @@ class Shard:
     digests: Digests  # of the version that is held
     reports: Reports
     observed: Observed
-    forerunner: RunsAhead | None
+    policy: Policy  # of its updates
     intake: Intake
     is_closed: bool
     features: list[Feature]  # that are attached
@@ -143,7 +130,7 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.forerunner = None
+        self.policy = NEWEST
         self.intake = Intake(group.ledger)
         self.is_closed = False
         self.features = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,25 +19,14 @@ from torch_ros.errors import (
     SourceLost,
     StoreUnavailable,
     TorchRosError,
-    UsageError,
     VersionNotFound,
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall, Passing, Sight
 from torch_ros.protocol.calls import CHECK, hearing
-from torch_ros.protocol.forerunners import (
-    COMING,
-    FETCHED,
-    STOPPED,
-    Next,
-    Skipping,
-    decided_next,
-    next_of,
-    next_version,
-)
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.keys import DEFAULT_DATACENTER
 from torch_ros.protocol.lookout import look_out
+from torch_ros.protocol.policy import NEWEST, Next, Policy, decided_next, next_of
 from torch_ros.protocol.records import Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
@@ -54,6 +43,7 @@ T = TypeVar("T")
 Stop = Callable[[], bool]
 log: logging.Logger = log_of(__name__)
 
+STOPPED = "stopped"  # said by an update: a rank was told to
 STOP_S = 5.0  # to tell the peers; if etcd is away for so long, nobody can be told
 # A process that died is offered for up to a TTL, so what is lost is tried again, and for longer.
 LOSSES_MAX, PAUSE_TTLS = 6, 0.5
@@ -68,8 +58,8 @@ class UpdateRequest:
     """The update that a caller asks for."""
 
     version: int | str
-    skip: bool | None = None  # None: as the handle was opened
     timeout_s: float | None = None
+    policy: Callable[[Policy], Policy] = lambda own: own  # of the shard's, the one to go by
 
 
 class Lookout:
@@ -128,18 +118,19 @@ def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | 
 def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
     search = _Search(shard, request, deadline)
     search.begin()
-    found = search.run() if search.held else Next()
-    if search.held and not search.is_to_go(found):
+    is_asked = search.held is not None or search.policy.is_asked_first
+    found = search.run() if is_asked else Next()
+    if is_asked and found.goes_to is None:
         shard.intake.ends(search.held, deadline)
         return None
     if search.held:
         search.all_go_on(deadline)  # before that is given up
     with _given_up(search, deadline) as target:
-        if search.skips and found.ref is not None:
-            # The one that is here, and not a newer one that is far.
+        *firsts, last = search.to_read(found)
+        for spec in firsts:
             with suppress(VersionNotFound):
-                return replicate(shard, Spec.at_hand(found.ref), target, deadline)
-        return replicate(shard, Spec.parse(request.version, found.ref), target, deadline)
+                return replicate(shard, spec, target, deadline)
+        return replicate(shard, last, target, deadline)
 
 
 @contextmanager
@@ -179,13 +170,12 @@ def _update_within(
             if found.said == STOPPED:  # nobody leaves, and closes, before all know
                 search.all_go_on(deadline)
             return None
-        if search.is_to_go(found):
+        if found.goes_to is not None:
             shard.intake.begins(deadline)
             if not search.all_go_on(deadline):
                 shard.intake.ends(None, deadline)
                 return None
-            is_near = search.skips  # then not a newer one that is far
-            spec = Spec.at_hand(found.ref) if is_near else Spec.parse(request.version, found.ref)
+            spec = search.to_read(found)[0]
             with _given_up(search, deadline) as target:
                 ref = replicate_if_there(shard, spec, target, deadline)
             has_given_up = has_given_up or (ref is None and search.held is not None)
@@ -248,12 +238,9 @@ class _Search:
         self._lookout: Lookout | None = None
         self.sight: Sight | None = None
         self._left_s = 0.0
-        skip = request.skip
-        if skip is None:  # the same on all ranks, whatever datacenter each was given
-            is_named = shard.group.seat.datacenter != DEFAULT_DATACENTER
-            skip = is_named or shard.forerunner is not None
-        # An install has entered a version that it has to bring.
-        self.skips = skip and shard.intake.refs is None
+        # A number, and an install that has entered one, have chosen already.
+        is_chosen = self._spec.absolute is not None or shard.intake.refs is not None
+        self.policy = NEWEST if is_chosen else request.policy(shard.policy)
 
     def begin(self) -> None:
         self.shard.intake.begins(self.deadline)
@@ -261,17 +248,15 @@ class _Search:
         self.held = self.shard.held
 
     def run(self, lookout: Lookout | None = None) -> Next:
-        """The step to take, the same on all ranks. An order is carried out."""
-        self._lookout, intake = lookout, self.shard.intake
+        """The step to take, the same on all ranks."""
+        self._lookout = lookout
         found = self._find()
         self.shard.observed.heard_of(found.ref)
-        intake.has_waited = found.said == COMING or (intake.has_waited and not found.ref)
-        if found.ref is not None and found.said == FETCHED:
-            self._fetch_ahead(found.ref)
+        self.policy.took(found, self.held, self.deadline)
         return found
 
-    def is_to_go(self, found: Next) -> bool:
-        return found.ref is not None and found.said != FETCHED
+    def to_read(self, found: Next) -> Sequence[Spec]:
+        return self.policy.to_read(self._spec, found.ref)
 
     def all_go_on(self, deadline: Deadline) -> bool:
         """Whether no rank was told to stop. Returns when all have come, who hold what they held."""
@@ -292,11 +277,6 @@ class _Search:
 
     def _see(self, call: GroupCall) -> None:
         self.sight = (call.seat, call.seen) if call.seen else None
-
-    def _fetch_ahead(self, ref: VersionRef) -> None:
-        if self.shard.forerunner is None:
-            raise UsageError("seeding='host' was given to open on some ranks only; give it to all")
-        self.shard.forerunner.fetch(ref, self.deadline)
 
     def _find(self) -> Next:
         shard, group, deadline = self.shard, self.shard.group, self.deadline
@@ -334,32 +314,13 @@ class _Search:
     def _step(
         self, view: View, seat: Seat, end: Callable[[Next], Act[T] | Done[T]]
     ) -> Act[T] | Done[T] | WaitAtMost[T]:
-        shard, forerunner, held = self.shard, self.shard.forerunner, self.held
+        shard, policy, held, lookout = self.shard, self.policy, self.held, self._lookout
         if held is not None and is_withdrawn(view, seat.keys, held):
             tell_withdrawn(shard, held)
-        if self._lookout is not None and self._lookout.is_told():
+        if lookout is None:
+            return end(policy.next_version(view, seat, self._spec, held))
+        if lookout.is_told():
             return end(Next(said=STOPPED))
-        is_idle = forerunner.is_idle if forerunner else None
-        skipping = Skipping(is_idle, shard.intake.has_waited) if self.skips else None
-        if self._lookout is not None:
-            found, wait = look_out(view, seat, self._spec, held, skipping, self._until(is_idle))
-        else:
-            assert held is not None
-            found, wait = next_version(view, seat, self._spec, held, skipping), None
-        if forerunner and found.ref and found.said == FETCHED:
-            forerunner.require_fit(found.ref)
-        if wait is None:
-            return end(found)
-        return WaitAtMost(wait, self._left_s, end(found))
-
-    def _until(self, is_idle: bool | None) -> Callable[[], bool] | None:
-        """What ends a wait and no record says: to be told, and a forerunner that is idle again.
-
-        Args:
-            is_idle: Whether it was when the wait was decided; None: there is none.
-        """
-        lookout, forerunner = self._lookout, self.shard.forerunner
-        assert lookout is not None
-        if forerunner is None or is_idle:
-            return lookout.is_told if lookout.stop is not None else None
-        return lambda: lookout.is_told() or forerunner.is_idle
+        until = lookout.is_told if lookout.stop is not None else None
+        found, wait = look_out(view, seat, self._spec, held, policy, until)
+        return end(found) if wait is None else WaitAtMost(wait, self._left_s, end(found))

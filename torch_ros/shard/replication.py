@@ -22,9 +22,6 @@ from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
-from torch_ros.protocol.forerunners import (
-    fetch,
-)
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.records import VersionRef
@@ -93,7 +90,7 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
     shard.intake.begins(deadline)
     target.supplier = _supplier(shard, spec, deadline)
     made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
-    return _healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
+    return healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
 
 
 def replicate_if_there(
@@ -112,7 +109,7 @@ def replicate_if_there(
         tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
         return tries[-1]
 
-    ref: VersionRef | None = _healed(
+    ref: VersionRef | None = healed(
         shard,
         f"{_asked(spec)}, if it is there{supplier.called if supplier else ''}",
         deadline,
@@ -141,17 +138,10 @@ def read_version(
 ) -> ReadReport:
     """Read a version into `target`."""
     made = partial(Replication, shard, spec, terms, target, deadline)
-    return _healed(shard, asked, deadline, made, lambda replication: replication.perform)
+    return healed(shard, asked, deadline, made, lambda replication: replication.perform)
 
 
-def fetch_version(shard: Shard, wanted: VersionRef, asked: str, deadline: Deadline) -> bool:
-    """Read it into a forerunner, unless it is in its datacenter already, or coming."""
-    made = partial(Fetching, shard, wanted, deadline)
-    is_there: bool = _healed(shard, asked, deadline, made, lambda fetching: fetching.fetch)
-    return is_there
-
-
-def _healed(
+def healed(
     shard: Shard,
     asked: str,
     deadline: Deadline,
@@ -465,24 +455,3 @@ class Replication:
                 speed / 1e9,
             )
         return report
-
-
-class Fetching(Replication):
-    """A forerunner's: of one version, unless that is in its datacenter already, or coming."""
-
-    def __init__(
-        self, shard: Shard, wanted: VersionRef, deadline: Deadline, avoided: Collection[str]
-    ) -> None:
-        spec = Spec.at_hand(wanted)
-        super().__init__(shard, spec, SourceTerms(), Target(shard), deadline, avoided)
-        self._wanted = wanted
-
-    def fetch(self, call: GroupCall) -> bool:
-        """Whether it was fetched."""
-        self._target.prepare()
-        self._book_lost_time()
-        call.decide_and_claim(partial(fetch, wanted=self._wanted), avoided=self._avoided)
-        if call.decided.ref is None:
-            return False
-        self.read(call)
-        return True

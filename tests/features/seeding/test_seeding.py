@@ -12,8 +12,9 @@ from kit import until
 
 import torch_ros
 from torch_ros.errors import ClosedError, ManifestMismatch, UsageError
-from torch_ros.protocol.forerunners import FETCHED, Next, next_version
-from torch_ros.shard import forerunner
+from torch_ros.features.seeding import forerunner
+from torch_ros.features.seeding.rules import FETCHED, next_version
+from torch_ros.protocol.policy import Next
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Replication
 
@@ -222,7 +223,7 @@ def test_a_close_ends_what_is_fetched(opened, link):
 
 
 def test_a_fetch_that_is_stuck_is_given_up(opened, link, monkeypatch):
-    monkeypatch.setattr("torch_ros.shard.forerunner.STUCK_S", 0.2)
+    monkeypatch.setattr("torch_ros.features.seeding.forerunner.STUCK_S", 0.2)
     weights = torch.ones(8)
     trainer, rollout = opened("t", "west", {"w": weights}), opened("r", "east", seeding="host")
     trainer.publish(1)
@@ -230,7 +231,7 @@ def test_a_fetch_that_is_stuck_is_given_up(opened, link, monkeypatch):
     link.clear()
     go_on(trainer, 2, weights)
     rollout.update()
-    ahead = rollout._shard.forerunner
+    ahead = rollout._shard.policy.forerunner
     until(lambda: ahead._room is not None)
     until(lambda: ahead._rests_until_s)
     assert ahead._room is None
@@ -246,9 +247,9 @@ def test_an_error_of_any_kind_is_no_reason_to_wait_for_ever(opened, monkeypatch)
     trainer.publish(1)
     rollout.update()
     go_on(trainer, 2, weights)
-    ahead = rollout._shard.forerunner
+    ahead = rollout._shard.policy.forerunner
     with monkeypatch.context() as patched:
-        patched.setattr("torch_ros.shard.forerunner.Room", {}.__getitem__)
+        patched.setattr("torch_ros.features.seeding.forerunner.Room", {}.__getitem__)
         rollout.update()
         until(lambda: ahead._rests_until_s)
     monkeypatch.setattr(ahead, "_rests_until_s", 0.0)
@@ -345,14 +346,14 @@ def test_ranks_that_were_given_different_seedings_are_told(opened, monkeypatch):
         assert update()
         trainer.unpublish()
         trainer.publish(2)
-        monkeypatch.setattr("torch_ros.shard.following.next_version", fetches)
+        monkeypatch.setattr("torch_ros.features.seeding.near_first.next_version", fetches)
         with pytest.raises(UsageError, match="on some ranks only"):
             update()
 
 
 def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
     # It takes no other order.
-    monkeypatch.setattr("torch_ros.shard.forerunner.REST_S", 1000.0)
+    monkeypatch.setattr("torch_ros.features.seeding.forerunner.REST_S", 1000.0)
     weights, wrong, mine = torch.ones(8), torch.zeros(8), torch.zeros(8)
     trainer = opened("t", "west", {"w": weights}, digests="full")
     copy = opened("c", "west", {"w": wrong}, digests="full")
@@ -364,7 +365,7 @@ def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
     wrong.fill_(7)
     until(rollout.update)
     assert mine.tolist() == [2.0] * 8
-    assert rollout._shard.forerunner._shard.reports.last_read.source == "t"
+    assert rollout._shard.policy.forerunner._shard.reports.last_read.source == "t"
 
 
 def test_a_copy_goes_when_a_newer_run_is_here(opened):
@@ -374,7 +375,7 @@ def test_a_copy_goes_when_a_newer_run_is_here(opened):
     assert rollout.update()
     go_on(trainer, 2, weights)
     assert not rollout.update()
-    ahead = rollout._shard.forerunner
+    ahead = rollout._shard.policy.forerunner
     until(lambda: "r+host" in rollout.list().get(2, ()))
     opened("t2", "east", run="new").publish(0)
     until(lambda: ahead._room is None)
@@ -383,7 +384,7 @@ def test_a_copy_goes_when_a_newer_run_is_here(opened):
 def test_memory_is_asked_for_all_ranks_of_a_host(opened, monkeypatch):
     trainer = opened("t", "west")
     trainer.publish(1)
-    monkeypatch.setattr("torch_ros.shard.forerunner.available_bytes", lambda: 63)
+    monkeypatch.setattr("torch_ros.features.seeding.forerunner.available_bytes", lambda: 63)
     with two_ranks(opened, {}, {}, seeding="host") as (_, update):
         assert update()
         trainer.unpublish()
@@ -393,7 +394,7 @@ def test_memory_is_asked_for_all_ranks_of_a_host(opened, monkeypatch):
 
 
 def test_a_version_that_does_not_fit_is_told_of(opened, monkeypatch):
-    monkeypatch.setattr("torch_ros.shard.forerunner.REST_S", 0.0)
+    monkeypatch.setattr("torch_ros.features.seeding.forerunner.REST_S", 0.0)
     trainer, rollout = opened("t", "west"), opened("r", "east", seeding="host")
     trainer.publish(1)
     assert rollout.update()

@@ -27,9 +27,11 @@ from torch_ros.errors import (
     SeatLost,
     UsageError,
 )
+from torch_ros.features.seeding.fetching import fetch_version
+from torch_ros.features.seeding.rules import await_spare, spare_ranges
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls, forerunners
+from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import family
@@ -39,7 +41,6 @@ from torch_ros.protocol.seat import recorded
 from torch_ros.shard.beside import Bell
 from torch_ros.shard.collective import collectively, refuse
 from torch_ros.shard.core import Shard
-from torch_ros.shard.replication import fetch_version
 from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.shard.seams import Feature
 from torch_ros.transfer.registered import LocalState
@@ -276,9 +277,9 @@ class Forerunner(Feature):
         group, forever = shard.group, Deadline("", math.inf, check_open=self._check_orders)
         while (ref := shard.held) is not None and shard.state != "gone":
             seat, session = group.seat, group.session
-            rule = partial(forerunners.await_spare, seat=seat, ref=ref)
+            rule = partial(await_spare, seat=seat, ref=ref)
             try:
-                group.ask(forerunners.spare_ranges(seat, ref), rule, forever)
+                group.ask(spare_ranges(seat, ref), rule, forever)
             except SeatLost as lost:
                 group.fence(lost, session)
                 group.await_seat(forever, Patience(peers_s=math.inf))

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torch_ros.errors import VersionNotFound
+from torch_ros.errors import UsageError, VersionNotFound
 from torch_ros.protocol import calls, legible
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.records import Call, Holding, Outcome, VersionRef
-from torch_ros.protocol.seat import Seat, own_group, recorded
+from torch_ros.protocol.policy import Next
+from torch_ros.protocol.records import Call, Holding, VersionRef
+from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.versions import (
     HOLDERS_MAX,
     Spec,
@@ -22,18 +23,11 @@ from torch_ros.protocol.versions import (
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import NoneNewer, Range, Ranges, Sample, Unseen, View, one, whole
 
-# Said by an update that goes nowhere:
+# Said by an update that goes nowhere yet:
 FETCHED = "ahead"  # its `ref` is fetched by the forerunner
 COMING = "coming"  # another replica here reads a newer version
-STOPPED = "stopped"  # a rank was told to
 
-
-@dataclass(frozen=True, slots=True)
-class Next:
-    """The step of a replica when there are versions newer than the one it holds."""
-
-    ref: VersionRef | None = None  # it goes to this one; None: it stays where it is
-    said: str = ""
+AHEAD = "+host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +38,26 @@ class Skipping:
     has_waited: bool = False  # for another replica, since it last went to a version
 
 
-def next_version(
-    view: View, seat: Seat, spec: Spec, held: VersionRef, skipping: Skipping | None
-) -> Next:
-    """The newest version above `held` that is here; else how one is to come here.
+def forerunner_of(replica: str) -> str:
+    """The name of the replica that fetches versions for this one; nobody else may have it."""
+    return f"{replica}{AHEAD}"
 
-    Args:
-        skipping: None: the newest one, wherever it is.
-    """
+
+def is_forerunner(inst: str) -> bool:
+    return k.replica_of(inst).endswith(AHEAD)
+
+
+def check_options(replica: str, seeding: str, policy: object) -> None:
+    """Raises: UsageError: They do not go together, or a forerunner may have this name."""
+    if policy is not None and seeding != "foreground":
+        raise UsageError(f"policy: seeding={seeding!r} chooses versions, too; give one of them")
+    if replica.endswith(AHEAD):
+        raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
+
+
+def next_version(view: View, seat: Seat, spec: Spec, held: VersionRef, skipping: Skipping) -> Next:
+    """The newest version above `held` that is here; else how one is to come here."""
     keys = seat.keys
-    if skipping is None or spec.absolute is not None:
-        found = newer(view, keys, spec, held)
-        return Next(found.ref if found else None)
     newest = newest_record(view, keys)
     if newest is not None and newest != held:
         firsts = [_first(seat, ref) for ref in newer_refs(view, keys, held, newest)]
@@ -97,6 +99,11 @@ def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
     }
 
 
+def newer_near(view: View, seat: Seat, held: VersionRef) -> Ranges:
+    """The holdings in the own datacenter of the versions that a replica might go to."""
+    return tuple(near_range(seat, ref) for ref in newer_refs(view, seat.keys, held))
+
+
 def near_range(seat: Seat, ref: VersionRef) -> Range:
     """The holdings of that version in the own datacenter."""
     return seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
@@ -113,21 +120,11 @@ def _of_holdings(view: View, seat: Seat) -> list[Range | Sample]:
 
 
 def _is_fetching(near: Mapping[str, Holding]) -> bool:
-    return any(h.state == "filling" and k.is_forerunner(inst) for inst, h in near.items())
+    return any(h.state == "filling" and is_forerunner(inst) for inst, h in near.items())
 
 
 def _is_relayed(holding: Holding) -> bool:
     return holding.state == "filling" and holding.is_relay
-
-
-def decided_next(view: View, seat: Seat, call: Call, found: Next) -> Act[Call]:
-    """The end of an update, written down, so that all ranks do the same (I3)."""
-    outcome = Outcome(said=found.said)
-    return recorded(view, seat, msgspec.structs.replace(call, ref=found.ref, outcome=outcome))
-
-
-def next_of(call: Call) -> Next:
-    return Next(call.ref, call.outcome.said if call.outcome is not None else "")
 
 
 def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
@@ -172,6 +169,6 @@ def await_spare(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
         raise Unseen(Sample(seat.keys.holdings(), 1), *ranges)
     for each in refs:
         for inst, holding in _near(view, seat, each).items():
-            if holding.state == "full" and (each != ref or not k.is_forerunner(inst)):
+            if holding.state == "full" and (each != ref or not is_forerunner(inst)):
                 return Done(None)
     return Wait("", (one(seat.group), seat.keys.versions(), *ranges))
