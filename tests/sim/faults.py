@@ -173,7 +173,9 @@ def without_moment(op):
     return msgspec.structs.replace(op, value=msgspec.structs.replace(record, at_ms=0).encode())
 
 
-fault("who completes a publication forgets when it began", "complete")(edited(ops=without_moment))
+fault("who completes a publication forgets when it began", "calls:complete")(
+    edited(ops=without_moment)
+)
 fault("a copy forgets when its version was published", "copied")(edited(ops=without_moment))
 
 
@@ -484,7 +486,7 @@ def _(rule):
 
 @fault(
     "who completes a call relies on another to offer the version",
-    "complete",
+    "calls:complete",
     scenario="last offer",
 )
 def _(rule):
@@ -1108,7 +1110,7 @@ def _(rule):
     return lambda self, needs: True
 
 
-fault("progress counts blocks, not the prefix", "_position")(
+fault("progress counts blocks, not the prefix", "feed:_position")(
     lambda position: lambda told: ALL_BLOCKS if told.all() else int(np.sum(told))
 )
 
@@ -1940,7 +1942,7 @@ def _(together):
 
 @fault(
     "answers that lack something are a version's",
-    "complete",
+    "calls:complete",
     scenario="a part is read",
 )
 def _(rule):
@@ -2095,7 +2097,7 @@ fault("serve: the ranks' digests are not added up", "first_difference", scenario
 )
 
 
-@fault("serve: only the number is compared", "serve", scenario="served anew")
+@fault("serve: only the number is compared", "serving:serve", scenario="served anew")
 def _(rule):
     def faulty(view, seat, call, ref):
         held = seat_module.holding_put(view, seat, ref, calls.filling(seat, call, ref))
@@ -2106,14 +2108,14 @@ def _(rule):
     return faulty
 
 
-fault("serve: the version's record is not guarded", "serve", scenario="served anew")(
+fault("serve: the version's record is not guarded", "serving:serve", scenario="served anew")(
     edited(guards=not_on("versions"))
 )
 
 
 fault(
     "serve: a publication is not told that the number is held",
-    "serve",
+    "serving:serve",
     scenario="served meanwhile",
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/versions/" in op.key else op))
 

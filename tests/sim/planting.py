@@ -15,7 +15,18 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-FOLDERS = ("bucket", "face", "features", "p2p", "protocol", "shard", "store", "transfer", "weights")
+FOLDERS = (
+    "bucket",
+    "cli",
+    "face",
+    "features",
+    "p2p",
+    "protocol",
+    "shard",
+    "store",
+    "transfer",
+    "weights",
+)
 
 
 @functools.cache
