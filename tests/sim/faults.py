@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
-import ahead  # noqa: F401
 import collecting  # noqa: F401
 import deltas  # noqa: F401
 import farewell  # noqa: F401
@@ -34,7 +33,6 @@ from collected import collect
 from planting import changed
 
 from torch_ros.errors import CorruptWeights
-from torch_ros.features.seeding import forerunner
 from torch_ros.protocol import (
     archives,
     calls,
@@ -761,55 +759,6 @@ def _(silence_s):
     return math.inf
 
 
-fault("forerunners do not look at each other", "_is_fetching", scenario="ordered twice")(
-    lambda rule: lambda near: False
-)
-fault("forerunners may overtake each other", "fetch", scenario="ordered twice")(
-    edited(without(NoneNewer))
-)
-fault("a forerunner's copy is never spare", "await_spare", scenario="fetched ahead")(
-    lambda rule: lambda view, seat, ref: Wait("", (one(seat.group),))
-)
-fault("a forerunner's copy is spare at once", "await_spare", scenario="fetched ahead")(
-    lambda rule: lambda view, seat, ref: Done(None)
-)
-fault("a stuck seed is waited for", "STUCK_S", scenario="seed ahead is stuck")(
-    lambda limit_s: math.inf
-)
-fault(
-    "no rank's memory is asked for",
-    "Forerunner._require_room",
-    scenario="no memory ahead",
-)(lambda rule: lambda self, size_bytes: None)
-fault(
-    "a rank without memory keeps it to itself",
-    "GroupTask",
-    scenario="no memory ahead",
-)(
-    lambda made: (
-        lambda kind, asked, deadline, perform, *rest: (
-            made(kind, asked, deadline, lambda call: call.decide((), forerunner.recorded))
-            if kind == "agree" and perform.__module__ == forerunner.__name__
-            else made(kind, asked, deadline, perform, *rest)
-        )
-    )
-)
-
-
-@fault(
-    "an update waits for what it has ordered",
-    "Forerunner.fetch",
-    scenario="often asked",
-)
-def _(order):
-    def faulty(self, ref, deadline):
-        order(self, ref, deadline)
-        while not self.is_idle and not self._is_closed:
-            forerunner.time.sleep(0.5)
-
-    return faulty
-
-
 @fault(
     "who is told to stop leaves before its peers know",
     "_Search.run",
@@ -823,16 +772,6 @@ def _(run):
     return faulty
 
 
-@fault("what is coming is passed by for ever", "Skipping", scenario="passed by")
-def _(made):
-    return lambda may_fetch, has_waited: made(may_fetch, has_waited=False)
-
-
-@fault("what is coming is gone to at once", "Skipping", scenario="passed by")
-def _(made):
-    return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
-
-
 fault(
     "what a policy has chosen is the least that is read",
     "Chosen.to_read",
@@ -843,33 +782,11 @@ fault(
     "Chosen.is_asked_first",
     scenario="chosen",
 )(lambda _: False)
-fault(
-    "who looks out does not ask its forerunner",
-    "NearFirst.next_version",
-    scenario="idle again",
-)(lambda rule: lambda *args: dataclasses.replace(rule(*args), until=None))
-fault("what is coming is nothing", "_is_relayed", scenario="passed by")(
-    lambda rule: lambda holding: False
-)
-
-
-@fault(
-    "an update that skips goes to the newest all the same",
-    "replication:replicate",
-    scenario="passed by",
-)
-def _(read):
-    return lambda shard, spec, *rest: read(shard, versions.Spec(floor=spec.only), *rest)
 
 
 fault("who waits does not hear of its peers", "_with_own", scenario="waits for versions")(
     lambda rule: lambda wait, seat: wait
 )
-fault(
-    "a copy that is whole here wakes nobody",
-    "near_range",
-    scenario="waits for a neighbour",
-)(lambda range_: lambda seat, ref: one("nothing"))
 fault(
     "who comes second is not asked to stop",
     "_Search.all_go_on",
@@ -933,16 +850,6 @@ def _(made):
         versions = made(shard, request, lambda: False)
         while not stop():
             yield next(versions)
-
-    return faulty
-
-
-@fault("what is here is passed by", "next_version", scenario="newest here")
-def _(rule):
-    def faulty(view, seat, spec, held, skipping):
-        found = rule(view, seat, spec, held, skipping)
-        newest = versions.newer(view, seat.keys, spec, held) if found.ref else None
-        return dataclasses.replace(found, ref=newest.ref if newest else None)
 
     return faulty
 

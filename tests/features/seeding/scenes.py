@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from afar import SLOW_S, _reading
 from checks import demand
+from lookouts import WAIT_S, _alike
 from replicas import TTL_S, Process
 from scenes import SCENES, Scene, publish, puts, replicate, unpublish
 from seeding import crossings
@@ -328,7 +330,75 @@ def _reads(key: str) -> bool:
     return "/readers/" in key and f"/{2:020d}/" in key and "/r0@" in key
 
 
+def waits_for_a_copy(scene: Scene) -> None:
+    """A follower of what is far goes to the copy here as soon as that is whole."""
+    size = 1 + scene.seed % 2
+    told: dict[int, list] = {}
+
+    def follow(me: Process) -> None:
+        mine: list[int] = []
+        for version in me.handle.follow(stop=lambda: len(mine) == 2, timeout_s=WAIT_S):
+            scene.checks.returned(me, version)
+            mine.append(version)
+            scene.reach(f"r has {version}")
+        demand(me.handle.last_read.source == "r+host", f"{me} has read what is far")
+        told[me.rank] = mine
+        if len(told) == size:
+            _alike(scene, told)
+        scene.until("over")
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.until("r has 1")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.until("over")
+
+    scene.start("t", train, size=1, datacenter="west")
+    scene.start("r", follow, size=size, datacenter="east", seeding="host")
+    scene.play()
+
+
+def waits_for_a_neighbour(scene: Scene) -> None:
+    """A replica that passes by what is far goes to it as soon as a neighbour has all of it.
+
+    The trainer offers it already, so that nobody writes the version's record then.
+    """
+    size = 1 + scene.seed % 2
+
+    def train(me: Process) -> None:
+        publish(me, 1, 1)
+        scene.until("r has 1")
+        unpublish(me)
+        publish(me, 2, 2)
+        scene.until("over")
+
+    def come(me: Process) -> None:
+        scene.until("r has 1")
+        scene.slow_s[me] = SLOW_S
+        replicate(me, 2)
+        scene.reach("n has 2")
+        scene.until("over")
+
+    def look_out(me: Process) -> None:
+        replicate(me, 1)
+        scene.reach("r has 1")
+        _reading(scene, "n")
+        is_new = me.handle.update(wait_s=WAIT_S, timeout_s=100)
+        demand(is_new and "n has 2" in scene.reached, "I6: it did not wait for its neighbour")
+        scene.checks.returned(me, me.handle.version)
+        demand(me.handle.last_read.source == "n", f"{me} has read what is far")
+        scene.reach("over")
+
+    scene.start("t", train, size=1, datacenter="west")
+    scene.start("n", come, size=1, datacenter="east")
+    scene.start("r", look_out, size=size, datacenter="east")
+    scene.play()
+
+
 SCENES |= {
+    "waits for a copy": waits_for_a_copy,
+    "waits for a neighbour": waits_for_a_neighbour,
     "passed by": passed_by,
     "fetched ahead": fetched,
     "often asked": often_asked,
