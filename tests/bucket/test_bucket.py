@@ -14,6 +14,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kit import read_only
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -254,6 +255,14 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
 
 @memory_only
 @pytest.mark.usefixtures("ctrl_c")
+def test_memory_that_may_only_be_read_is_named_and_nothing_is_written(archived, bucket, tmp_path):
+    archived(1, {"a": torch.ones(9), "w": torch.ones(5, 3)})
+    tensors = {"a": torch.zeros(9), "w": read_only(tmp_path / "w", 5, 3)}
+    with pytest.raises(UsageError, match="load: tensor 'w' lies in memory that .* may only read"):
+        bucket.load(tensors)
+    assert not tensors["a"].any()
+
+
 def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
     archived, bucket, monkeypatch
 ):

@@ -9,7 +9,6 @@ import itertools
 import logging
 import mmap
 import os
-import re
 import stat
 import weakref
 from bisect import bisect_right
@@ -33,9 +32,6 @@ MAPPINGS_MAX = 16_384
 
 # The same in all containers of a host, another one after each start of its kernel.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-_OWN_MAPS = Path("/proc/self/maps")
-_UNWRITABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 _FOLDER = "/dev/shm/"  # noqa: S108
 _TMPFS = 0x01021994  # by the kernel's magic.h
@@ -89,23 +85,6 @@ def allocate(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, size_bytes)
     finally:
         os.close(fd)
-
-
-def first_unwritable(starts: Uint64s, ends: Uint64s) -> int | None:
-    """The number of the first of these spans that this process may not write to everywhere.
-
-    A file that was mapped with PROT_READ, say. Takes 2 ms per thousand mappings. None also
-    without /proc.
-    """
-    try:
-        found = _UNWRITABLE.findall(_OWN_MAPS.read_bytes())
-    except OSError:
-        return None
-    bounds = [(int(start, 16), int(end, 16)) for start, end in found]
-    areas = np.array([*bounds, (2**64 - 1, 2**64 - 1)], np.uint64)  # in order of address
-    after = np.searchsorted(areas[:, 1], starts, side="right")
-    [numbers] = np.nonzero((ends > starts) & (areas[after, 0] < ends))
-    return int(numbers[0]) if len(numbers) else None
 
 
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:

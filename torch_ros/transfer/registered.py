@@ -11,8 +11,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torch_ros.errors import UsageError
-from torch_ros.p2p import mapped
 from torch_ros.p2p.lending import LentMemory
 from torch_ros.spans import Region
 from torch_ros.transfer.named import Named, NamedTensors, tensors_of
@@ -21,6 +19,7 @@ from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.local import LocalTensor, build, copy_bits, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
+from torch_ros.weights.writable import require_none, require_writable, unwritable
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class LocalState:
             self.known.require_writable(call)
         else:
             chunks = ((t.fqn, chunk.tensor) for t in self.tensors for chunk in t.chunks)
-            _require_writable(call, _unwritable(chunks))
+            require_writable(call, chunks)
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,12 @@ class Registered:
 
     def require_writable(self, call: str) -> None:
         """Raises: UsageError: One of them lies in memory that cannot be written to."""
-        _require_writable(call, self._unwritable)
+        require_none(call, self._unwritable)
 
     @cached_property
     def _unwritable(self) -> str | None:
         names = (self.layout.tensors[chunk.tensor].fqn for chunk in self.layout.chunks)
-        return _unwritable(zip(names, self.memory, strict=True))
+        return unwritable(zip(names, self.memory, strict=True))
 
     @cached_property
     def tied_blocks(self) -> tuple[Ints, Ints]:
@@ -220,26 +219,6 @@ class Registered:
         if depth == "off":
             return ()
         return chunk_digests(self.layout, self.memory, depth=depth)
-
-
-def _unwritable(chunks: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The fqn of the first one in host memory that this process may only read; None: there is none.
-
-    A write to it would end the process, and the kernel refuses to copy there.
-    """
-    own = [(fqn, span_of(memory)) for fqn, memory in chunks if memory.is_cpu]
-    starts, sizes = np.array([span for _, span in own], np.uint64).reshape(-1, 2).T
-    number = mapped.first_unwritable(starts, starts + sizes)
-    return None if number is None else own[number][0]
-
-
-def _require_writable(call: str, unwritable: str | None) -> None:
-    if unwritable is not None:
-        raise UsageError(
-            f"{call}: tensor {unwritable!r} lies in memory that this process may only read (a file "
-            "mapped with PROT_READ, or a loan), expected memory to read into; register a copy "
-            "(tensor.clone())"
-        )
 
 
 def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import read_only
 
 import torch_ros
 import torch_ros.bucket
@@ -303,6 +304,18 @@ def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
     with pytest.raises(DeadlineExceeded):
         reader.replicate("latest", timeout_s=A_WHILE_S)
     assert "it waits on, and asks again" in caplog.text
+
+
+@memory_only
+@pytest.mark.parametrize("missing_ok", [False, True])
+def test_memory_that_may_only_be_read_is_named_before_a_bucket_is_read(
+    archived, opened, url, tmp_path, missing_ok
+):
+    archived(1)
+    reader = opened("reader", bucket=url, ttl_s=TTL_S)
+    reader.register({**zeros(), "w": read_only(tmp_path / "w", COUNT)})
+    with pytest.raises(UsageError, match="replicate: tensor 'w' lies in memory that .* only read"):
+        reader.replicate("latest", missing_ok=missing_ok)
 
 
 @memory_only
