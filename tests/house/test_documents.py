@@ -212,7 +212,7 @@ WORDS_MAX = {
     ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
     ROOT / "docs" / "PROTOCOL.md": 7800,
-    **dict.fromkeys(PROTOCOL_PAGES, 1500),
+    **dict.fromkeys(PROTOCOL_PAGES, 1050),
 }
 
 

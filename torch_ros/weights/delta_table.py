@@ -172,7 +172,12 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaHead:
-    """The head of a delta: which segments of each chunk of a layout have changed, and how."""
+    """The head of a delta: which segments of each chunk of a layout have changed, and how.
+
+    Its bytes are msgpack, `[rows, widths, index]`: of each chunk, how many segments have changed;
+    of each, 1 or 2, the bytes of a gap; the rows of all chunks in order, 4 uint32 each. The body
+    has the gaps, then the values, of each chunk in order, each padded. All is little-endian.
+    """
 
     layout: Layout
     index: Index  # of all chunks, one after the other
