@@ -36,7 +36,7 @@ from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.policy import NEWEST, decided_next
-from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.store.endpoint import connect
@@ -137,8 +137,8 @@ def publish(group: Group, version: int) -> VersionRef:
         end(call)
         return call.ref
 
-    asked = f"publish {version}"
-    return group.make(GroupTask("publish", asked, Deadline(asked, CALL_S), body))
+    asked = Asked("publish", version)
+    return group.make(GroupTask("publish", asked, Deadline(f"{asked}", CALL_S), body))
 
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
@@ -148,9 +148,8 @@ def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> Versi
         end(call)
         return call.ref
 
-    return group.make(
-        GroupTask("replicate", "replicate latest", Deadline("replicate", CALL_S), body)
-    )
+    asked = Asked("replicate", "latest")
+    return group.make(GroupTask("replicate", asked, Deadline(f"{asked}", CALL_S), body))
 
 
 def update(group: Group, held: VersionRef) -> VersionRef | None:
@@ -170,17 +169,17 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
     if group.seat.world_size == 1:
         return group.ask((*group.seat.own, *ranges), ask, deadline)
-    return group.make(GroupTask("update", "update latest", deadline, decide))
+    return group.make(GroupTask("update", Asked("update", "latest"), deadline, decide))
 
 
 def unpublish(group: Group, ref: VersionRef) -> None:
-    asked = f"unpublish {ref.version}"
+    asked = Asked("unpublish", ref.version)
     shard = ShardRecord("host", group.seat.rank, CARD)
 
     def body(call: GroupCall) -> None:
         call.unpublish(ref, lambda _: shard)
 
-    group.make(GroupTask("unpublish", asked, Deadline(asked, CALL_S), body))
+    group.make(GroupTask("unpublish", asked, Deadline(f"{asked}", CALL_S), body))
 
 
 # Measured

@@ -24,7 +24,7 @@ from torch_ros.errors import (
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.records import Failure
+from torch_ros.protocol.records import Asked, Failure
 from torch_ros.shard import replication
 from torch_ros.shard.tally import tallies
 from torch_ros.store import local, memory
@@ -174,7 +174,7 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
     monkeypatch.setattr(Group, "_watch", lambda _: None)
     first, tensors = publisher(opened)
     first._shard.group.ledger.unfinished = call = GroupCall(
-        first._shard.group, 2, "agree", "check", Deadline("check", 1)
+        first._shard.group, 2, "agree", Asked("check"), Deadline("check", 1)
     )
     call._failure = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
     opened("trainer")
@@ -530,7 +530,9 @@ def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in
     unpublish = pool.submit(ranks[0].unpublish)
     key = ranks[1]._shard.group.seat.own[1]
     made = lambda: ranks[1]._shard.group.kv.read(Read((key,)), timeout_s=5).entries
-    until(lambda: any(b"unpublish 5" in entry.value for entry in made().values()))
+    until(
+        lambda: any(b'{"verb":"unpublish","version":5}' in entry.value for entry in made().values())
+    )
     saving = pool.submit(save, 1, 6)
     unpublish.result(15)
     save(0, 6)

@@ -38,7 +38,7 @@ from torch_ros.errors import (
 from torch_ros.face import opening
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import Holding
+from torch_ros.protocol.records import Asked, Holding
 from torch_ros.shard import core
 from torch_ros.store import memory
 from torch_ros.store.txn import Put
@@ -309,7 +309,7 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        group.make(GroupTask("publish", "publish 9", _deadline(), fails))
+        group.make(GroupTask("publish", Asked("publish", 9), _deadline(), fails))
     lonely.publish(2)
     assert lonely.list() == {1: {"a"}, 2: {"lonely"}}
 

@@ -85,7 +85,8 @@ def test_the_list_for_a_rollout_that_does_not_update(local_etcd, said):
     assert trainer.run in about("/runs/")
     assert about("/groups/").count('"is_complete":true') == 2
     assert f"/shards/{r}/000000" in about("/shards/rollout-1@")
-    assert '"asked": "replicate 7"' in about("/decisions/")
+    asked = '"asked": { "verb": "replicate", "version": 7 }'
+    assert asked in " ".join(about("/decisions/").split())
     assert records[3] in about("/ready/")
     assert about("grep '/rollout-1@").split() == [records[0]]
     assert about("grep '/trainer@").split() == [records[0]]

@@ -156,6 +156,7 @@ def is_refused(error, text):
 
 CALLS = {  # on one rank, as on the other one; and its error
     "publish": (lambda h: h.publish(-1), lambda h: h.publish(7), "version -1"),
+    "publish of digits": (lambda h: h.publish(10**5000), lambda h: h.publish(7), "thousands of"),
     "publish_copy": (lambda h: copy_of(h, "7"), lambda h: copy_of(h, 7), "expected an int"),
     "replicate": (lambda h: h.replicate("newest"), lambda h: h.replicate(9), "'newest'"),
     "update": (lambda h: h.update("newest"), lambda h: h.update(), "'newest'"),
@@ -198,7 +199,7 @@ IN_TURN = [
 
 @pytest.mark.parametrize(("name", "at"), IN_TURN)
 def test_an_argument_that_one_rank_refuses_ends_the_call_for_all(ranks, pool, source, name, at):
-    """Its text is another one than the peers' call has."""
+    """It is in what the rank asks, which is something else than its peers do."""
     bad, good, text = CALLS[name]
     handles = ranks("refusing", 2, timeout_s=TIMEOUT_S, installs="install" in name)
     for handle in handles:

@@ -20,6 +20,7 @@
     * CorruptDelta       a delta that was read is not what was made
     * LoanBroken         what was borrowed was written over before it was given back
     * CallAborted        another rank of this group gave up on the call
+      * CutOff             it has no etcd, and did not wait for that
     * InstallRejected    a rank of this group could not install a version
   * SeatLost           this process lost its place, and takes it again: call again later
     * Fenced             for good: close the handle and open a new one
@@ -423,6 +424,13 @@ class CallAborted(PeerError):
     @property
     def _what(self) -> str:
         return f"call {self.call}" if self.call else "open"
+
+
+class CutOff(CallAborted):
+    """That rank is cut off from etcd and did not wait for it, as `store_wait_s` allows."""
+
+    def __init__(self, replica: str, call: int, rank: int, /) -> None:
+        super().__init__(replica, call, rank, "it is cut off from etcd, and does not wait")
 
 
 class InstallRejected(PeerError):

@@ -15,7 +15,16 @@ from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.store.memory import MemoryKV
 
 PACKAGE = str(Path(torch_ros.__file__).parent) + "/"
-FLOORS = {"dcp": 4, "shard": 3, "transfer": 2, "protocol": 2, "p2p": 1, "weights": 1, "store": 1}
+FLOORS = {
+    "face": 4,
+    "dcp": 4,
+    "shard": 3,
+    "transfer": 2,
+    "protocol": 2,
+    "p2p": 1,
+    "weights": 1,
+    "store": 1,
+}
 
 
 def floor_of(code):

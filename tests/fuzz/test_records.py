@@ -17,6 +17,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     Decisions,
     Failure,
@@ -45,9 +46,10 @@ TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 MODEL = Keys("m")
 OWN, REF, V = "r@1", VersionRef("run", 1, "u", 1), VersionRecord("u", "L")
 SHARD = ShardRecord("h", 1, b"card")
-CALL = Call(1, "replicate", "replicate 1", 0, REF, ["t@1"])
+CALL = Call(1, "replicate", Asked("replicate", 1), 0, REF, ["t@1"])
 KEPT = Kept(REF, 1, "L", is_original=True)
-FAILED = Call(2, "update", "u", 0, outcome=Outcome(Failure("UsageError", ["x"], 0)))
+CHECK = Asked("update", "latest").check
+FAILED = Call(2, "update", CHECK, outcome=Outcome(Failure("UsageError", ["x"], 0)))
 DECIDED = Decisions([CALL, FAILED])
 
 MINE = {
@@ -175,7 +177,7 @@ def effects(rule, **options):
     return partial(
         calls.decide,
         seat=SEAT,
-        call=Call(3, "publish", "x", SEAT.rank),
+        call=Call(3, "publish", Asked("x"), SEAT.rank),
         effects=lambda view, call: rule(view, SEAT, call, **options),
     )
 
@@ -197,12 +199,12 @@ RULES = {
     "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
     "unpublish": lambda view: unpublish.unpublish(
-        view, SEAT, Call(3, "unpublish", "unpublish", 0), REF
+        view, SEAT, Call(3, "unpublish", Asked("unpublish"), 0), REF
     ),
     "copied": lambda view: unpublish.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
     "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
     "abort": lambda view: calls.abort(
-        view, SEAT, Call(1, "agree", "x", 0), Failure("UsageError", ["x"], 0)
+        view, SEAT, Call(1, "agree", Asked("x"), 0), Failure("UsageError", ["x"], 0)
     ),
     "find": lambda view: membership.find_group(view, WHO),
     "open": lambda view: membership.create_group(view, WHO),

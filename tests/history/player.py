@@ -25,7 +25,6 @@ from verdict import GIVEN_UP
 import torch_ros
 from torch_ros import errors
 from torch_ros.protocol.keys import replica_of
-from torch_ros.protocol.ledger import DOES_NOT_WAIT
 
 TENSORS, WORDS = 12, 2 << 20  # of 16 MiB each: a transfer of three batches
 CALL_S = 6.0
@@ -112,9 +111,9 @@ class Player:
         news = []
         for call in list(group.ledger.ended):
             failure = call.outcome.failure
-            end = [call.asked, call.ref.version if call.ref else None]
+            end = [f"{call.asked}", call.ref.version if call.ref else None]
             # Its own note, upon which nobody has acted: any other end that somebody knows counts.
-            is_given_up = failure is not None and DOES_NOT_WAIT in failure.fields
+            is_given_up = failure is not None and failure.kind == errors.CutOff.__name__
             end.append(GIVEN_UP if is_given_up else failure.kind if failure else "")
             if self.learned.get(call.number) != end:
                 self.learned[call.number] = end

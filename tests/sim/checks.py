@@ -118,7 +118,7 @@ class Checks:
 
             def spied_perform(call):
                 calls[:] = [call]
-                if kind == "replicate" and task.asked != "serve":
+                if kind == "replicate" and task.asked.verb != "serve":
                     known, replication = [], task.perform.__self__
                     fetch = partial(type(replication)._fetch, replication)
                     replication._fetch = lambda claimed, meter, sources: spied_fetch(

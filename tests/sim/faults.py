@@ -49,6 +49,7 @@ from torch_ros.protocol import (
 from torch_ros.protocol import call as call_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
+from torch_ros.protocol.meeting import Meeting
 from torch_ros.shard import (
     base,
     borrowing,
@@ -808,7 +809,7 @@ fault(
     "a part that is refused too late ends the next call like it",
     "_is_of_caller",
     scenario="struck at the end",
-)(lambda rule: lambda call, own: call.caller == own.caller != "")
+)(lambda rule: lambda call, own: call.caller == own.caller)
 fault(
     "an argument that one rank refuses is one of another call",
     "_is_with_other_arguments",
@@ -1958,7 +1959,8 @@ def _(found):
 def _(meet):
     def faulty(call, *args, **options):
         met = meet(call, *args, **options)
-        return "other" if call.kind == "unpublish" and met != "same" else met
+        is_missed = call.kind == "unpublish" and met is not Meeting.SAME
+        return Meeting.OTHER if is_missed else met
 
     return faulty
 
@@ -2064,7 +2066,7 @@ def _(close_all):
 @fault(
     "stream: a number stands for its content",
     "choose",
-    "streams:attach",
+    "rules:attach",
     scenario="streamed anew",
 )
 def _(rule):
@@ -2080,7 +2082,7 @@ def _(rule):
 
 @fault(
     "stream: a record that was put without an answer is taken for a source",
-    "streams:attach",
+    "rules:attach",
     scenario="streamed after a lost reply",
 )
 def _(attach):

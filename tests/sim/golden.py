@@ -108,7 +108,7 @@ def _op(op: Put | Delete) -> str:
         sources = f", from {', '.join(call.sources)}" if call.sources else ""
         end = call.outcome
         ends = "" if end is None else f": {end.failure.kind}" if end.failure else ": done"
-        return f"puts {_key(op.key)}: call {call.number}, {call.asked!r}{ref}{sources}{ends}"
+        return f"puts {_key(op.key)}: call {call.number}, '{call.asked}'{ref}{sources}{ends}"
     return f"puts {_key(op.key)} {_said(op.value)}".rstrip()
 
 

@@ -9,6 +9,7 @@ from replicas import Process
 from scenes import SCENES, Scene, publish, replicate, unpublish
 
 from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
+from torch_ros.protocol.records import Asked
 from torch_ros.shard import collective
 
 SOON_S = 20.0  # the world is a slow one
@@ -100,7 +101,7 @@ def struck_at_the_end(scene: Scene) -> None:
         demand(is_new, f"I3: {me} has no news")
         if me.rank == scene.seed % 2:  # as if it came before its update returned
             first = shard.group.ledger.calls_made
-            end = partial(collective.end_for_all, shard, "update latest", Struck(), first)
+            end = partial(collective.end_for_all, shard, Asked("update", "latest"), Struck(), first)
             shard.busy(end)
         _end(me)
 
@@ -123,7 +124,7 @@ def left_out(scene: Scene) -> None:
         scene.reach(f"{me} has 1")
         scene.until("2 is there")
         if me.rank == 0:
-            scene.when(lambda: _waits(scene, "update latest"), "a peer that waits")
+            scene.when(lambda: _waits(scene, Asked("update", "latest")), "a peer that waits")
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
@@ -131,9 +132,9 @@ def left_out(scene: Scene) -> None:
     scene.play()
 
 
-def _waits(scene: Scene, asked: str) -> bool:
+def _waits(scene: Scene, asked: Asked) -> bool:
     calls = [call for (inst, _), call in scene.checks.decided.items() if inst.startswith("r@")]
-    return any(call.asked == f"check before {asked}" for call in calls)
+    return any(call.asked == asked.check for call in calls)
 
 
 def missing(scene: Scene) -> None:
@@ -210,7 +211,7 @@ def follows_again(scene: Scene) -> None:
         scene.reach(f"{me} has 1")
         scene.until("2 is there")
         if me.rank == scene.seed % 2:
-            scene.when(lambda: _waits(scene, "follow latest"), "a peer that waits")
+            scene.when(lambda: _waits(scene, Asked("follow", "latest")), "a peer that waits")
             scene.sleep(SOON_S)
         try:
             _first_version(me)
@@ -234,7 +235,7 @@ def refused_argument(scene: Scene) -> None:
         _begin(me)
         is_wrong, began_s = me.rank == scene.seed % 2, scene.now_s
         if is_wrong and not is_first:
-            scene.when(lambda: _waits(scene, "update latest"), "a peer that waits")
+            scene.when(lambda: _waits(scene, Asked("update", "latest")), "a peer that waits")
         elif is_first and not is_wrong:
             scene.until("refused")
         try:

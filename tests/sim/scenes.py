@@ -35,6 +35,7 @@ from torch_ros.features.streams.filling import IDLE_S
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     Failure,
     Kept,
@@ -2235,8 +2236,9 @@ def older_goes_on(scene: Scene) -> None:
 def who_is_believed(_: Scene) -> None:
     """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
     held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
-    publish_3 = Call(3, "publish", "publish 1", 0, held.ref, outcome=Outcome(is_source=True))
-    unpublish_4 = Call(4, "unpublish", "unpublish 1", 0, held.ref, outcome=Outcome())
+    was, is_source = Asked("publish", 1), Outcome(is_source=True)
+    publish_3 = Call(3, "publish", was, ref=held.ref, outcome=is_source)
+    unpublish_4 = Call(4, "unpublish", Asked("unpublish", 1), ref=held.ref, outcome=Outcome())
     back = partial(ShardRecord, "h", card=b"", is_back=True)
     holder = back(pid=1, kept=held, ended=[publish_3])
     in_it = back(pid=2, pending=3)
@@ -2735,7 +2737,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
         if me.rank == 0:
             unpublish(me)  # it waits for the other rank's part of the copy
         else:
-            scene.when(lambda: _has_call("t", scene, "unpublish 5"), "the unpublish")
+            scene.when(lambda: _has_call("t", scene, Asked("unpublish", 5)), "the unpublish")
         save(me, 6, 15)
         scene.checks.returned(me, 6)
         scene.reach(f"{me} has 6")
@@ -2752,7 +2754,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
     scene.play()
 
 
-def _has_call(replica: str, scene: Scene, asked: str) -> bool:
+def _has_call(replica: str, scene: Scene, asked: Asked) -> bool:
     """Whether the group has made that call, the last time it made any."""
     calls = [c for (inst, _), c in scene.checks.decided.items() if k.replica_of(inst) == replica]
     return bool(calls) and calls[-1].asked == asked
@@ -2810,7 +2812,7 @@ def begins_late(scene: Scene) -> None:
         if me.rank == 1:
             scene.until("begun")
             scene.sleep(2 * PATIENCE_S)
-        begun = me.handle.checkpoints.begin("save 5", storage)
+        begun = me.handle.checkpoints.begin("save", 5, storage)
         scene.reach("begun" if me.rank == 0 else "both have begun")
         scene.until("both have begun")
         try:
@@ -2829,7 +2831,7 @@ def never_comes(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         storage = _Storage()
-        begun = me.handle.checkpoints.begin("save 5", storage)
+        begun = me.handle.checkpoints.begin("save", 5, storage)
         began_s = scene.now_s
         if me.rank == 0:
             with suppress(CallAborted):
@@ -2839,7 +2841,7 @@ def never_comes(scene: Scene) -> None:
             demand(took_s < 2 * PATIENCE_S, f"I6: a rank failed, and was waited for {took_s:.0f} s")
             scene.reach("failed")
         scene.until("failed")
-        save(me, 6, 16, begun=me.handle.checkpoints.begin("save 6", storage))
+        save(me, 6, 16, begun=me.handle.checkpoints.begin("save", 6, storage))
         scene.checks.returned(me, 6)
         scene.reach(str(me))
         scene.until("t.0/0", "t.0/1")

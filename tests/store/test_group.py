@@ -33,7 +33,7 @@ from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import Call, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect
 from torch_ros.store.loops import Done
@@ -135,9 +135,8 @@ def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
             finish(call, layout, summing_up=summing_up)
         return call.ref
 
-    return group.make(
-        GroupTask("publish", f"publish {version}", Deadline("publish", timeout_s), body)
-    )
+    asked = Asked("publish", version)
+    return group.make(GroupTask("publish", asked, Deadline("publish", timeout_s), body))
 
 
 def replicate(
@@ -148,7 +147,7 @@ def replicate(
     whole=SourceTerms(),  # noqa: B008  # a frozen value
     pause=lambda: None,
 ):
-    asked = f"replicate {version}"
+    asked = Asked("replicate", version)
 
     def body(call):
         call.decide_to_read(Spec.parse(version), is_relay=whole.is_required)
@@ -157,14 +156,14 @@ def replicate(
             finish(call, layout, whole)
         return call.ref if group.ledger.held else None
 
-    return group.make(GroupTask("replicate", asked, Deadline(asked, timeout_s), body))
+    return group.make(GroupTask("replicate", asked, Deadline(f"{asked}", timeout_s), body))
 
 
 def unpublish(group, ref, timeout_s=5):
-    asked = f"unpublish {ref.version}"
+    asked = Asked("unpublish", ref.version)
     copy = lambda name: ShardRecord("host", group.seat.rank, name.encode())
     body = lambda call: call.unpublish(ref, copy)
-    group.make(GroupTask("unpublish", asked, Deadline(asked, timeout_s), body))
+    group.make(GroupTask("unpublish", asked, Deadline(f"{asked}", timeout_s), body))
 
 
 def listing(group):
@@ -436,7 +435,7 @@ def test_a_source_with_a_dead_process_is_refused(store):
             call.decide_to_read(Spec.parse("latest"), is_relay=True)
             ClaimedSources(call).read(lambda _: None)
 
-        rollout.make(GroupTask("replicate", "replicate latest", Deadline("r", 5), body))
+        rollout.make(GroupTask("replicate", Asked("replicate", "latest"), Deadline("r", 5), body))
 
     assert isinstance(attempt(attach_only), SourceLost)
     assert store.there("readers/") == []
@@ -458,7 +457,7 @@ def test_one_ranks_error_ends_the_call_for_its_peers(store):
         def body(_):
             raise error
 
-        group[1].make(GroupTask("publish", f"publish {version}", Deadline("publish", 5), body))
+        group[1].make(GroupTask("publish", Asked("publish", version), Deadline("publish", 5), body))
 
     no_tensors, bug = UsageError("no tensors"), RuntimeError("a bug")
     first = at_once(partial(publish, group[0], 1, timeout_s=30), partial(fails, 1, no_tensors))
@@ -591,8 +590,8 @@ def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(s
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError):
-        group[1].make(GroupTask("publish", "publish 2", Deadline("publish 2", 5), body))
-    assert group[1].ledger.ended[-1].asked == unpublished.asked == "unpublish 1"
+        group[1].make(GroupTask("publish", Asked("publish", 2), Deadline("publish 2", 5), body))
+    assert group[1].ledger.ended[-1].asked == unpublished.asked == Asked("unpublish", 1)
     assert group[1].ledger.ended[-1].kind == "unpublish"
 
 
@@ -668,7 +667,7 @@ def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
         finish(call, "L")
         return call.ref.version
 
-    task = GroupTask("replicate", "replicate latest", Deadline("replicate", 20), body)
+    task = GroupTask("replicate", Asked("replicate", "latest"), Deadline("replicate", 20), body)
     assert rollout.make(task) == 8
     assert [kept and kept.ref.version for kept in may_hold] == [None, 7, None]
 
@@ -1011,7 +1010,7 @@ def test_a_publication_that_is_made_again_is_no_conflict_with_its_own_readers(st
     keys, run = store.keys, trainer.seat.run
     ranges = (*trainer.seat.own, keys.versions(run), keys.holdings(run))
     view = store.kv.read(Read(ranges), timeout_s=5)
-    call = Call(2, "publish", "publish 7", 0)
+    call = Call(2, "publish", Asked("publish", 7), 0)
     again = calls.publish(view, trainer.seat, call, 7, ref.uid)
     assert store.kv.commit(again.txn, timeout_s=5).applied
     assert isinstance(

@@ -13,6 +13,7 @@ from torch_ros.protocol import membership, retention, sources, versions
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     Decisions,
     GroupRecord,
@@ -315,7 +316,7 @@ def burst(fulls, newcomers, datacenters=("default",)):
         store.put(KEYS.holding(REF.run, REF.version, "default", f"t{number}@x"), held)
     places = itertools.cycle(datacenters)
     seats = [newcomer(f"r{number}", next(places)) for number in range(newcomers)]
-    call = Call(1, "replicate", "replicate latest", 0, REF)
+    call = Call(1, "replicate", Asked("replicate", "latest"), 0, REF)
     for seat in seats:
         store.put(seat.group, GroupRecord("x", 1, REF.run, is_complete=True))
         store.put(seat.decisions, Decisions([call]))

@@ -10,6 +10,7 @@ import pytest
 from torch_ros.protocol import calls, sources
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     GroupRecord,
     Holding,
@@ -106,7 +107,7 @@ def reads(place):
     own = place.own
     effects = lambda view, call: calls.replicate(view, place, call, Spec(), is_relay=True)
     ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
-    made = Call(1, "replicate", "r", by=place.rank)
+    made = Call(1, "replicate", Asked("r"), by=place.rank)
     decide = partial(calls.decide, seat=place, call=made, effects=effects)
     call = yield from settle("decide", ranges, decide)
     if not call.sources:

@@ -225,7 +225,7 @@ def _of_replica(there: _Records, name: str, version: int | None) -> _Found:
 def _in_call(there: _Records, inst: str, world_size: int, call: Call) -> _Found:
     ready = there.ready(inst, call.number)
     waited_for = sorted(set(range(world_size)) - ready) or list(range(world_size))
-    what = f"call {call.number}, {call.asked!r}"
+    what = f"call {call.number}, '{call.asked}'"
     if call.kind == "unpublish":
         return _draining(there, inst, what, call, range(world_size))
     if call.manifest and call.ref is not None:
@@ -404,7 +404,7 @@ def _failed(there: _Records, call: Call, calls: Sequence[Call]) -> _Found | None
     error = failure.error() if failure else None
     if failure is None or isinstance(error, DeadlineExceeded):  # what it waited for is looked at
         return None
-    what = f"call {call.number}, {call.asked!r}, failed: {error}"
+    what = f"call {call.number}, '{call.asked}', failed: {error}"
     if differed := _differed(call, calls):
         return differed
     if isinstance(error, SourceLost):

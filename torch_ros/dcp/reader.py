@@ -136,7 +136,7 @@ class ROSReader(StorageReader):
         self._load = self._target = self._error = None
         try:
             self._handle = handle = self._given or default_handle("load")
-            self._begun = handle.checkpoints.begin(f"load {self._asked}", self)
+            self._begun = handle.checkpoints.begin("load", self._asked, self)
             with self._begun.hook():
                 self._found = handle.checkpoints.inspect(self._asked, self._timeout_s)
                 self._contents = logical(self._found.layouts)

@@ -119,7 +119,7 @@ class ROSWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """The first that dcp asks for: the call begins, and is one of the group's from here on."""
         self._handle = self._given or default_handle("save")
-        self._begun = self._handle.checkpoints.begin(f"save {self._version}", self)
+        self._begun = self._handle.checkpoints.begin("save", self._version, self)
         return None
 
     # dcp looks for a parameter of this name before it passes rank and use_collectives.

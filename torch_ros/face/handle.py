@@ -18,7 +18,7 @@ from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.fleet import Fleet, fleet_ranges
-from torch_ros.protocol.records import Install, VersionRef
+from torch_ros.protocol.records import Asked, Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.archives import Archives
@@ -259,7 +259,7 @@ class ShardHandle:
         Cost: 3 round trips to etcd, 2 after an `unpublish`; with several ranks up to 6 each; no
         copy. The first time, the rank that comes last looks at what its peers have.
         """
-        shard, asked = self._shard, f"publish {version}"
+        shard, asked = self._shard, Asked.of("publish", version)
 
         def begin() -> Callable[[], bool]:
             deadline = shard.deadline(asked, timeout_s)
@@ -376,12 +376,12 @@ class ShardHandle:
                 certain (DTensors, views, what was saved or read), a warning says so, once. Writes
                 through `.data`, fused optimizers and CUDA graphs are not counted.
         """
-        shard = self._shard
+        shard, asked = self._shard, Asked("unpublish")
 
         def begin() -> Callable[[], None]:
-            return partial(shard.unpublish, shard.deadline("unpublish", timeout_s))
+            return partial(shard.unpublish, shard.deadline(asked, timeout_s))
 
-        collectively(shard, "unpublish", begin, is_member=False)
+        collectively(shard, asked, begin, is_member=False)
 
     # Reading
 
@@ -439,7 +439,7 @@ class ShardHandle:
 
         Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
-        shard, asked = self._shard, f"replicate {version}"
+        shard, asked = self._shard, Asked.of("replicate", version)
 
         def begin() -> Callable[[], VersionRef | None]:
             deadline = shard.deadline(asked, timeout_s)
@@ -594,7 +594,7 @@ class ShardHandle:
                 raise UsageError(f"follow({version!r}): expected 'latest' or 'latest-<k>'")
             return ask
 
-        ask = checked(self._shard, f"follow {version}", check)
+        ask = checked(self._shard, Asked.of("follow", version), check)
         request = UpdateRequest(version, timeout_s)
         request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
         return newer_versions(self._shard, request, ask)

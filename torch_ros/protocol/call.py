@@ -27,6 +27,7 @@ from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt
 from torch_ros.protocol.meeting import Meeting
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     Failure,
     Kept,
@@ -92,14 +93,14 @@ class GroupCall(Attempt):
     """One rank's part in one call of its group."""
 
     def __init__(
-        self, seating: Seating, number: int, kind: Kind, asked: str, deadline: Deadline
+        self, seating: Seating, number: int, kind: Kind, asked: Asked, deadline: Deadline
     ) -> None:
         super().__init__(seating.seat, number, kind, asked)
         self.seating: Seating = seating
         self._ledger, self.deadline = seating.ledger, deadline
         self.start(seating.seat, seating.session)
         # As of now: without etcd it is ended within a later call of the caller's.
-        self._part = self._ledger.part(Call(number, kind, asked, self.seat.rank))
+        self.part = self._ledger.part(Call(number, kind, asked, self.seat.rank))
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
@@ -141,7 +142,12 @@ class GroupCall(Attempt):
 
     def fresh(self, at_ms: int) -> Call:
         """The call as this rank makes it."""
-        return replace(self._part, at_ms=at_ms, traceparent=self.traceparent)
+        return replace(self.part, at_ms=at_ms, traceparent=self.traceparent)
+
+    def mismatch(self, found: Call, rank: int = -1, behind: int = 0) -> CallMismatch:
+        """The error of a rank that finds that call in the place of its own."""
+        called = f"{self.asked}", f"{found.asked}"
+        return CallMismatch(self.seat.replica, found.number, *called, rank, behind)
 
     @property
     def mark(self) -> int:
@@ -190,10 +196,10 @@ class GroupCall(Attempt):
     def _found(self, call: Call) -> None:
         ledger, (met, error) = self._ledger, _meeting(self, call)
         match met:
-            case "to make":
+            case Meeting.TO_MAKE:
                 self.is_recorded = False  # even if it was, before this rank lost its seat
                 raise Missed(call)
-            case "ahead":
+            case Meeting.AHEAD:
                 self.is_late, self.is_recorded = True, False
                 raise error
             case _:
@@ -201,17 +207,17 @@ class GroupCall(Attempt):
                 self._call = call  # also if it is another one: its end is learned
                 self.brings(call.ref)
         match met:
-            case "missed":
+            case Meeting.MISSED:
                 assert call.outcome is not None
                 if call.kind != "unpublish":
                     ledger.skipped(call.number)
                 self._ledger.skip(partial(self._learn, call.outcome))
                 raise Missed(call)
-            case "late":
+            case Meeting.LATE:
                 ledger.skipped(call.number)
                 self._abort(error)
                 raise Missed(call)
-            case "other":
+            case Meeting.OTHER:
                 raise error
 
     def refuse(self, error: TorchRosError) -> None:
@@ -287,7 +293,7 @@ class GroupCall(Attempt):
         except Fenced:
             if self.has_ended:
                 raise
-            self._finish(self._await_outcome(Deadline(self.asked, CLEAN_UP_S)))
+            self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
 
     def finish(self, value: str, *, is_delta: bool = False) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
@@ -444,7 +450,7 @@ class GroupCall(Attempt):
         assert not self.has_ended
         seat = self.seat
         if self._call is not None and self._call.asked != self.asked:
-            raise CallMismatch(seat.replica, self.number, self.asked, self._call.asked)
+            raise self.mismatch(self._call)
         if self._call is None or self._call.ref is None:
             ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
             self._call = replace(self.fresh(self.at_ms), ref=ref, published_ms=self.at_ms)
@@ -504,18 +510,17 @@ def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
     """The meaning of the group's call to this rank, and the error if that is another one."""
     ledger, is_first_look, seat = made._ledger, made._call is None, made.seat  # noqa: SLF001
     refuses = made._refuses  # noqa: SLF001
-    told = ledger.told if is_first_look else ""
+    told = ledger.told if is_first_look else None
     seen, own = made.seen if is_first_look else None, made.fresh(made.at_ms)
     left_out = (
         seen is not None and call.outcome is not None and meeting.is_left_out(seen, seat, own, told)
     )
     met = meeting.meet(call, own, refuses=refuses, told=told, block=ledger.block, left_out=left_out)
-    if met == "same" and is_first_look:
+    if met is Meeting.SAME and is_first_look:
         has_failed = call.outcome is not None and call.outcome.failure is not None
-        ledger.told = (ledger.caller or made.asked) if has_failed and call.by != seat.rank else ""
-    behind = meeting.behind(seen, seat, call.number) if seen and met != "same" else 0
-    error = CallMismatch(seat.replica, call.number, made.asked, call.asked, seat.rank, behind)
-    return met, error
+        ledger.told = own.caller if has_failed and call.by != seat.rank else None
+    behind = meeting.behind(seen, seat, call.number) if seen and met is not Meeting.SAME else 0
+    return met, made.mismatch(call, seat.rank, behind)
 
 
 def _raise(error: TorchRosError, *_: object) -> Step[Call]:
@@ -560,7 +565,7 @@ def _put_aside(call: GroupCall, kept: Kept | None, decided: Call, copy: MakeCopy
     """Make this rank's part of a copy, and wait until all of it is offered; or do without."""
     seat = call.seat
     if kept is None:  # of other content than the peers', who have it copied
-        raise CallMismatch(seat.replica, call.number, call.asked, decided.asked)
+        raise call.mismatch(decided)
     try:
         made = copy(decided)
     except (BackendError, RuntimeError, MemoryError, OSError) as error:

@@ -76,7 +76,6 @@ from torch_ros.store.txn import (
 )
 
 T = TypeVar("T")
-CHECK = "check before "  # what is asked by the check that comes before a save or load
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
@@ -403,7 +402,7 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
     if current is None:
         return Done(outcome_of(current, seat, call))
     reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
-    return Wait(f"{reason}{call.asked!r} (call {call.number})", seat.own)
+    return Wait(f"{reason}'{call.asked}' (call {call.number})", seat.own)
 
 
 def lacking(view: View, seat: Seat, call: Call) -> str:

@@ -17,7 +17,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Begun, Kind
+from torch_ros.protocol.records import Asked, Begun, Kind
 from torch_ros.protocol.seating import Seating
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import settle
@@ -43,7 +43,7 @@ class GroupTask(Generic[T]):
     """
 
     kind: Kind
-    asked: str
+    asked: Asked
     deadline: Deadline
     perform: Callable[[GroupCall], T]
     store_wait_s: float | None = None
@@ -83,7 +83,7 @@ class Group(Seating):
                     "replica %r: this rank did not make call %d, %r, which has ended; going on",
                     self.seat.replica,
                     missed.call.number,
-                    missed.call.asked,
+                    f"{missed.call.asked}",
                 )
 
     def _make_next(self, task: GroupTask[T], patience: Patience) -> T:
@@ -132,11 +132,11 @@ class Group(Seating):
                 if call.has_ended or isinstance(lost, Fenced):
                     raise
 
-    def _unbegun(self, kind: Kind, asked: str, deadline: Deadline) -> GroupCall:
+    def _unbegun(self, kind: Kind, asked: Asked, deadline: Deadline) -> GroupCall:
         number = self.ledger.number_unbegun(kind, asked)
         return GroupCall(self, number, kind, asked, deadline)
 
-    def pass_over(self, kind: Kind, asked: str, deadline: Deadline) -> None:
+    def pass_over(self, kind: Kind, asked: Asked, deadline: Deadline) -> None:
         """Use up the number of a call that this rank has no seat to begin."""
         if kind != "unpublish":  # `forget` counts those
             self.ledger.gave_up(self._unbegun(kind, asked, deadline))
@@ -158,11 +158,11 @@ class Group(Seating):
                 log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
         clean_up(self)
 
-    def have_all_begun(self, number: int, asked: str) -> bool:
+    def have_all_begun(self, number: int, asked: Asked) -> bool:
         """Whether all ranks have begun that call of DCP, as this one has; which they learn now."""
         rule = partial(calls.begun, seat=self.seat, mine=Begun(number, asked))
         ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
-        return self.run(settle("begun", ranges, rule), Deadline(asked, CLEAN_UP_S))
+        return self.run(settle("begun", ranges, rule), Deadline(f"{asked}", CLEAN_UP_S))
 
 
 def other_models(kv: KV, keys: Keys) -> str:

@@ -17,10 +17,11 @@ from typing import Literal
 import msgspec
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost
+from torch_ros.errors import ClosedError, CutOff, Fenced, SeatLost
 from torch_ros.protocol.keys import BUCKET
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
+    Asked,
     Call,
     Failure,
     Install,
@@ -39,7 +40,6 @@ from torch_ros.store.txn import Range, View
 
 SeatState = Literal["seated", "away", "gone"]
 ANSWERS_KEPT = 8  # a group that saves and loads a few state dicts in turn looks once at each
-DOES_NOT_WAIT = "it is cut off from etcd, and does not wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,10 @@ class Attempt(ABC):
 
     seat: Seat
     number: int
-    asked: str
+    asked: Asked
+    part: Call  # as this rank makes it, of the call of its caller
 
-    def __init__(self, seat: Seat, number: int, kind: Kind, asked: str) -> None:
+    def __init__(self, seat: Seat, number: int, kind: Kind, asked: Asked) -> None:
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
         self.is_begun = False  # from a seat; peers may know of it
         self.is_recorded = False  # the number is used up
@@ -95,7 +96,7 @@ class Attempt(ABC):
     def abandoned(self) -> Failure:
         """How it ends for the peers when this rank does not wait for it."""
         seat = self.seat
-        return self.failure_of(CallAborted(seat.replica, self.number, seat.rank, DOES_NOT_WAIT))
+        return self.failure_of(CutOff(seat.replica, self.number, seat.rank))
 
     def failure_of(self, error: BaseException) -> Failure:
         seat = self.seat
@@ -134,21 +135,23 @@ class Ledger:
         """Whether it has held, or shown, a version that came from no bucket."""
         self.unfinished: Attempt | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
-        self.caller, self.first = "", 0
+        self.caller: Asked | None = None
+        self.first: int = 0
         """The call of the caller that the next calls are parts of, and the number of the first."""
-        self.block = ""
-        """The text of the call that ends the install that this rank is in; "": it is in none."""
+        self.block: Asked | None = None
+        """The call that ends the install that this rank is in; None: it is in none."""
         self.install = install
         """The version that this replica's engine uses, as far as this rank knows."""
-        self.told = ""
-        """The text of the last call whose failure this rank was told, without a part in it."""
+        self.told: Asked | None = None
+        """The last call of its caller whose failure this rank was told, without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
         """Called when this rank skips a call: clears the word, learns the end by what it is given,
         and sets the word again if this rank still holds something."""
         self.left_over: tuple[Range, ...] = ()
         """Where this rank may still have records of calls that failed."""
         self._changes = 0  # of what it brings along, while it had no seat
-        self._given_up = ("", "")  # the last call, if it was given up and had done nothing
+        self._given_up: tuple[Kind, Asked] | None = None
+        """The last call, if it was given up and had done nothing."""
         self._retain = frozenset(Wish.parse(text).spec for text in retain)
         self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
         self._layouts: dict[str, str] = {}  # by the answers of ends that it has learned
@@ -171,7 +174,7 @@ class Ledger:
     def lose(self, lost: SeatLost) -> None:
         """The seat is lost. The caller has the lock."""
         self.seats_lost += 1
-        self.standing, self._given_up = Standing.of(lost), ("", "")
+        self.standing, self._given_up = Standing.of(lost), None
 
     def brought(self, shard: ShardRecord) -> tuple[ShardRecord, int]:
         """The shard record of a rank that comes back, and the state of the ledger that it tells."""
@@ -278,8 +281,11 @@ class Ledger:
 
     def part(self, call: Call) -> Call:
         """The next call, as a part of the caller's."""
-        continues = bool(self.caller) and self.calls_made >= self.first
-        return msgspec.structs.replace(call, caller=self.caller, continues=continues)
+        if self.caller is None:
+            return call
+        part_of = None if self.caller == call.caller else self.caller
+        continues = self.calls_made >= self.first
+        return msgspec.structs.replace(call, part_of=part_of, continues=continues)
 
     def skipped(self, number: int) -> None:
         """Note that the peers' call of that number is no part of what this rank's caller makes."""
@@ -297,7 +303,7 @@ class Ledger:
 
     # Calls without a seat
 
-    def number_unbegun(self, kind: Kind, asked: str) -> int:
+    def number_unbegun(self, kind: Kind, asked: Asked) -> int:
         """The number of a call for which this rank has no seat; the same if it is made again."""
         is_again = self._given_up == (kind, asked)
         return self.calls_made + (not is_again)
@@ -317,7 +323,7 @@ class Ledger:
                 self._end_without(self.unfinished)  # or peers that make it would wait for this rank
             self.unfinished, self.calls_made, self.pending = call, call.number, 0
             self.has_held = True
-            self._given_up = ("", "")
+            self._given_up = None
             self._changes += 1
             return True
 
@@ -335,13 +341,13 @@ class Ledger:
             return
         self._end_without(call)
         self.calls_made = max(self.calls_made, call.number)
-        self._given_up = ("", "") if call.is_begun else (call.kind, call.asked)
+        self._given_up = None if call.is_begun else (call.kind, call.asked)
         self._changes += 1
 
     def _end_without(self, call: Attempt) -> None:
         """It ended badly, for all that this rank knows; a peer may know better."""
-        outcome = Outcome(call.abandoned)
-        self.ended.append(Call(call.number, call.kind, call.asked, self.seat.rank, outcome=outcome))
+        ended = msgspec.structs.replace(call.part, outcome=Outcome(call.abandoned))
+        self.ended.append(ended)
 
     def forget(self, counted: VersionRef | None = None) -> bool:
         """The owner takes its tensors back while the seat is lost; as if it had unpublished.
@@ -362,12 +368,12 @@ class Ledger:
                 number = self.unfinished.number
             elif self.unfinished is not None:
                 self._end_without(self.unfinished)
-            asked = f"unpublish {ref.version}"
+            asked = Asked("unpublish", ref.version)
             call = Call(number, "unpublish", asked, self.seat.rank, ref)
             self.calls_made = number
             self.ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
-            self._given_up = ("", "")
+            self._given_up = None
             self._changes += 1
             return True
 

@@ -3,26 +3,30 @@
 docs/protocol/steps.md#ranks-that-are-out-of-step has the rules.
 """
 
-import re
+from enum import Enum
 from itertools import takewhile
-from typing import Literal
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded
-from torch_ros.protocol.calls import CHECK
-from torch_ros.protocol.records import Call, Failure
+from torch_ros.protocol.records import Asked, Call, Failure
 from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import View
 
-_STEP = re.compile(rf"(?:{CHECK})?(?P<verb>publish|save) (?P<version>\d+)")
-_NUMBERED = re.compile(r"[a-z]+ [0-9]{1,19}")  # longer ones are refused
-
-Meeting = Literal["same", "missed", "to make", "late", "ahead", "other"]
-"""Found by a rank in the place of its own call: that one; one that its peers have ended, or one
-that it has to make too; one that is behind, or ahead of, its own; none of these."""
+STEPS = ("publish", "save")  # whose versions tell which of two ranks is behind
 
 
-def is_left_out(view: View, seat: Seat, own: Call, told: str) -> bool:
+class Meeting(Enum):
+    """Found by a rank in the place of its own call, and what the rank does then."""
+
+    SAME = "its own call: it goes on in it, or raises how it has ended"
+    MISSED = "one that its peers have ended: it skips that, and makes its own under the next number"
+    TO_MAKE = "an unpublish that its peers are in: it makes that, and begins its own anew"
+    LATE = "a step of peers that are behind: it ends that for all, and makes its own after it"
+    AHEAD = "a call of peers that are ahead, or elsewhere: it raises, and comes to that call again"
+    OTHER = "none of these: it raises, which ends the call for all"
+
+
+def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
     """Whether the call that `own` meets is part of one that this rank has left out.
 
     A rank that is late is waited for in the call that it comes to. So it has, if peers wait in a
@@ -31,16 +35,16 @@ def is_left_out(view: View, seat: Seat, own: Call, told: str) -> bool:
     """
     later = [call for call in calls_of(view, seat) if call.number > own.number]
     later.sort(key=lambda call: call.number)
-    if told != "" and told == own.caller:
+    if told == own.caller:
         rest = takewhile(lambda call: call.continues and call.caller == own.caller, later)
         if any(_is_waited_out(call) for call in rest):
             return True
     begun = [call for call in later if not call.continues]
     is_open = bool(later) and later[-1].outcome is None
-    return is_open and bool(begun) and begun[-1].caller == own.caller != ""
+    return is_open and bool(begun) and begun[-1].caller == own.caller
 
 
-def gone_on(view: View, seat: Seat, number: int, asked: str) -> Step[bool]:
+def gone_on(view: View, seat: Seat, number: int, asked: Asked) -> Step[bool]:
     """Whether the peers go on with the caller's call `asked`, of which `number` was the last part.
 
     Waits until the group has made another call.
@@ -63,38 +67,47 @@ def meet(
     own: Call,
     *,
     refuses: bool = False,
-    told: str = "",
-    block: str = "",
+    told: Asked | None = None,
+    block: Asked | None = None,
     left_out: bool = False,
 ) -> Meeting:
     """The meaning of `call` to a rank that is about to make its own of that number.
 
     Args:
         refuses: It makes that only to end the call of the caller, whatever its peers have come to.
-        told: The call of its caller, or its own, of which it was last told a failure that it had no
-            part in. Told again, of one in which its peers waited in vain, it is one try behind.
-        block: The text of the call that ends the install that it is in: a peer has given that up.
+        told: The call of its caller of which it was last told a failure that it had no part in.
+            Told again, of one in which its peers waited in vain, it is one try behind.
+        block: The call that ends the install that it is in: a peer has given that up.
         left_out: If `call` has ended, it is one that this rank has left out.
     """
-    asked, has_ended = own.asked, call.outcome is not None
+    has_ended = call.outcome is not None
     failure = call.outcome.failure if call.outcome is not None else None
-    is_told_again = _is_waited_out(call) and told != "" and told == (own.caller or asked)
-    is_in_block = asked == block and not own.continues  # else all have come to its end
+    is_told_again = _is_waited_out(call) and told == own.caller
+    is_in_block = own.asked == block and not own.continues  # else all have come to its end
     if refuses and not _is_of_caller(call, own) and not is_in_block:
-        return "ahead"
+        return Meeting.AHEAD
     if not refuses and (is_told_again or (left_out and has_ended and not own.continues)):
-        return "missed"
+        return Meeting.MISSED
     if failure is not None:
-        return "same" if _is_told(call, failure, own, block) else "missed"
-    if call.asked == asked or (refuses and _is_of_caller(call, own) and call.kind != "unpublish"):
-        return "same"
+        return Meeting.SAME if _is_told(call, failure, own, block) else Meeting.MISSED
+    is_refused = refuses and _is_of_caller(call, own) and call.kind != "unpublish"
+    if call.asked == own.asked or is_refused:
+        return Meeting.SAME
     if call.kind == "unpublish":
-        return "missed" if has_ended else "to make"
-    here, there = _STEP.fullmatch(asked), _STEP.fullmatch(call.asked)
-    if not has_ended and here and there and here["verb"] == there["verb"]:
-        behind = int(here["version"]) - int(there["version"])
-        return "late" if behind > 0 else "ahead" if behind < 0 else "other"
-    return "other"
+        return Meeting.MISSED if has_ended else Meeting.TO_MAKE
+    if not has_ended:
+        return _between_steps(call.asked, own.asked)
+    return Meeting.OTHER
+
+
+def _between_steps(there: Asked, own: Asked) -> Meeting:
+    """The meaning of another call that is open, also of the check before a step."""
+    is_step = own.verb in STEPS and there.verb == own.verb
+    if not is_step or not isinstance(own.version, int) or not isinstance(there.version, int):
+        return Meeting.OTHER
+    if own.version == there.version:
+        return Meeting.OTHER
+    return Meeting.LATE if own.version > there.version else Meeting.AHEAD
 
 
 def _is_waited_out(call: Call) -> bool:
@@ -103,9 +116,9 @@ def _is_waited_out(call: Call) -> bool:
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:
-    """Whether both are parts of one call of the caller, and not of two with one text."""
+    """Whether both are parts of one call of the caller, and not of two that are alike."""
     is_one = call.caller == own.caller or _is_with_other_arguments(call, own)
-    return is_one and own.caller != "" and own.continues >= call.continues
+    return is_one and own.continues >= call.continues
 
 
 def _is_with_other_arguments(call: Call, own: Call) -> bool:
@@ -113,16 +126,17 @@ def _is_with_other_arguments(call: Call, own: Call) -> bool:
 
     Two numbers are two steps: one of the ranks is behind.
     """
-    if own.continues or call.continues or call.caller.split(" ")[0] != own.caller.split(" ")[0]:
+    here, there = own.caller, call.caller
+    if own.continues or call.continues or here.verb != there.verb:
         return False
-    return not (_NUMBERED.fullmatch(call.caller) and _NUMBERED.fullmatch(own.caller))
+    are_numbers = isinstance(here.version, int) and isinstance(there.version, int)
+    return here.version == there.version or not are_numbers
 
 
-def _is_told(call: Call, failure: Failure, own: Call, block: str) -> bool:
+def _is_told(call: Call, failure: Failure, own: Call, block: Asked | None) -> bool:
     """Whether the failure of `call` is one of the call that `own` is a part of."""
     if _is_of_caller(call, own) or call.asked == block:
         return True
     if failure.kind == CallMismatch.__name__ and call.continues and call.asked == call.caller:
         return True  # a peer has found that the ranks are out of step, and tells all
-    is_alone = not call.caller or call.kind == "unpublish"  # which counts for any caller
-    return is_alone and call.asked == own.asked
+    return call.kind == "unpublish" and call.asked == own.asked  # which counts for any caller

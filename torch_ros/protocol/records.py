@@ -199,11 +199,64 @@ class Ready(Record, frozen=True):
     is_delta: bool = False  # deltas have brought it, so the ranks must compare all that they have
 
 
+def in_words(version: object) -> str:
+    """What a caller gave as a version."""
+    try:
+        words = f"{version}"
+    except ValueError:
+        return "of thousands of digits"
+    return words[:REASON_MAX].encode(errors="backslashreplace").decode()
+
+
+class Asked(Record, frozen=True):
+    """A call as its caller, or a rank of its group, makes it. Equal ones are one call.
+
+    People get its `str`, by which nothing is decided.
+    """
+
+    verb: str
+    version: Number | str | None = None  # as the caller gave it; a text if it is no number
+    is_check: bool = False  # whether all ranks may make it, which comes first
+    floor: Number | None = None  # replicate: no version below it
+    if_there: bool = False  # replicate: that there is none is an answer
+    or_in: str = ""  # where else than with a replica it counts as being there, as to that
+    waits: bool = False  # update: until there is something newer
+    attempt: Number = 0  # installed: the install that it ends
+
+    @classmethod
+    def of(cls, verb: str, version: object, *, waits: bool = False) -> Self:
+        """A call with a version that nobody has looked at yet."""
+        is_number = isinstance(version, int) and not isinstance(version, bool)
+        if is_number and 0 <= version <= NUMBER_MAX:  # type: ignore[operator]
+            return cls(verb, int(version), waits=waits)  # type: ignore[call-overload]
+        return cls(verb, in_words(version), waits=waits)
+
+    @property
+    def check(self) -> Asked:
+        return msgspec.structs.replace(self, is_check=True)
+
+    @property
+    def after_check(self) -> Asked:
+        return msgspec.structs.replace(self, is_check=False) if self.is_check else self
+
+    def __str__(self) -> str:
+        words = f"check before {self.verb}" if self.is_check else self.verb
+        if self.version is not None:
+            words += f" {self.version}"
+        if self.floor is not None:
+            words += f" not below {self.floor}"
+        if self.if_there:
+            words += ", if it is there" + (f" or in {self.or_in}" if self.or_in else "")
+        if self.waits:
+            words += ", waiting"
+        return f"{words} ({self.attempt})" if self.attempt else words
+
+
 class Begun(Record, frozen=True):
     """`begun/<inst>/<rank>`: this rank has begun a call of DCP."""
 
     number: Number  # of the group's next call when it began
-    asked: str
+    asked: Asked
 
 
 class Reader(Record, frozen=True):
@@ -320,8 +373,8 @@ class Call(Record, frozen=True):
 
     number: Number
     kind: Kind
-    asked: str  # the call as the ranks made it
-    by: Number  # the rank that decided
+    asked: Asked  # the call as the ranks made it
+    by: Number = 0  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
     manifest: str = ""  # replicate: in a bucket, of the version that is read from there
@@ -333,8 +386,13 @@ class Call(Record, frozen=True):
     at_ms: Moment = 0  # when the rank that decided it began it
     published_ms: Moment = 0  # of a version that it brings: as in the version's record
     traceparent: Traceparent = ""  # likewise
-    caller: str = ""  # the call of the caller that it is a part of
+    part_of: Asked | None = None  # the call of the caller, if it is not what is asked
     continues: bool = False  # not its first part
+
+    @property
+    def caller(self) -> Asked:
+        """The call of the caller that it is a part of."""
+        return self.part_of or self.asked.after_check
 
     def with_sources(self, *sources: str) -> Call:
         return msgspec.structs.replace(self, sources=list(sources))

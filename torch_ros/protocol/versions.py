@@ -11,7 +11,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
-from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef
+from torch_ros.protocol.records import Holding, RunRecord, VersionRecord, VersionRef, in_words
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Range, Ranges, Sample, Unseen, View, one, sample
 
@@ -52,7 +52,7 @@ def check_version(version: object) -> int:
     if isinstance(version, bool) or not isinstance(version, int):
         raise UsageError(f"version {version!r}: expected an int, found {type(version).__name__}")
     if not 0 <= version <= k.VERSION_MAX:
-        raise UsageError(f"version {version}: expected 0 <= version <= {k.VERSION_MAX}")
+        raise UsageError(f"version {in_words(version)}: expected 0 <= version <= {k.VERSION_MAX}")
     return version
 
 

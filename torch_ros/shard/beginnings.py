@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from torch_ros.errors import CallAborted, TorchRosError
 from torch_ros.printable import log_of
 from torch_ros.protocol.group import Group
+from torch_ros.protocol.records import Asked
 
 T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
@@ -29,7 +30,7 @@ LOOK_MAX_S = 4.0  # between two looks whether all ranks have begun
 class Beginning:
     """One call of DCP on this rank. It has `begun` until it comes to write_data or read_data."""
 
-    asked: str
+    asked: Asked
     number: int  # of the group's next call when it began
     storage: weakref.ref[object]  # the writer or reader
     thread: int
@@ -73,7 +74,7 @@ class Beginnings:
     """The beginnings of one handle.
 
     Args:
-        end: Makes the group's next call, under the text of the call of DCP, for it to fail with
+        end: Makes the group's next call, as the call of DCP, for it to fail with
             that error on all ranks. Called with nothing locked.
     """
 
@@ -83,7 +84,7 @@ class Beginnings:
         self._all: list[Beginning] = []
         self._is_minded = False
 
-    def begin(self, asked: str, storage: object) -> Beginning:
+    def begin(self, asked: Asked, storage: object) -> Beginning:
         """Returns at once; requests, if any are needed, are made by a thread of its own."""
         group = self._group
         number, now_s = group.ledger.calls_made + 1, time.monotonic()
@@ -129,7 +130,7 @@ class Beginnings:
 
     def _look_after(self, one: Beginning) -> None:
         if one.state == "begun" and one.storage() is None:
-            why = f"{one.asked!r} failed on this rank before its data were asked for"
+            why = f"'{one.asked}' failed on this rank before its data were asked for"
             self._end(one, self.error(why))
             return
         if one.state == "begun" and one.is_in_hook:
@@ -145,5 +146,6 @@ class Beginnings:
                 one.all_s = before_s
         since_s = None if one.all_s is None else max(one.all_s, one.left_s)
         if one.state == "begun" and since_s is not None and now_s > since_s + PATIENCE_S:
-            why = f"{PATIENCE_S:g} s after all ranks had begun {one.asked!r}, this one had not come"
+            since = f"{PATIENCE_S:g} s after all ranks had begun '{one.asked}'"
+            why = f"{since}, this one had not come"
             self._end(one, self.error(why))

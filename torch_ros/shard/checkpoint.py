@@ -8,13 +8,12 @@ from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ContractBroken, ManifestMismatch, UsageError
+from torch_ros.errors import ContractBroken, CutOff, ManifestMismatch, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.ledger import DOES_NOT_WAIT
-from torch_ros.protocol.records import Call, Outcome
+from torch_ros.protocol.records import Asked, Call, Outcome
 from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
@@ -81,8 +80,8 @@ class SaveRequest:
     begun: Beginning | None = None
 
     @property
-    def asked(self) -> str:
-        return f"save {self.version}"
+    def asked(self) -> Asked:
+        return Asked.of("save", self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,8 @@ class LoadRequest:
     is_partial: bool = False
 
     @property
-    def asked(self) -> str:
-        return f"{self.verb} {self.version}"
+    def asked(self) -> Asked:
+        return Asked.of(self.verb, self.version)
 
 
 class Checkpoints:
@@ -129,14 +128,14 @@ class Checkpoints:
         """The tensors that are registered now, by a save, a load or `register`."""
         return self._shard.tensors.registered
 
-    def begin(self, asked: str, storage: object) -> Beginning:
+    def begin(self, verb: str, version: int | str, storage: object) -> Beginning:
         """Begin a save or load on this rank; its `save` or `load` may never come.
 
         Args:
             storage: DCP's writer or reader. When nobody has it any more, the call will not come.
         """
         shard = self._shard
-        made = shard.beginnings.begin(asked, storage)
+        made = shard.beginnings.begin(Asked.of(verb, version), storage)
 
         def end_those_left() -> None:
             shard.end_beginnings(made)
@@ -165,7 +164,7 @@ class Checkpoints:
         For a caller that already talks to every rank, as DCP does while it plans.
         """
         shard = self._shard
-        deadline = shard.deadline(calls.CHECK + request.asked, request.timeout_s)
+        deadline = shard.deadline(request.asked.check, request.timeout_s)
 
         def check() -> LoadTarget:
             shard.catch_up(deadline)
@@ -190,7 +189,8 @@ class Checkpoints:
         def begin() -> Callable[[], tuple[bool, set[tuple[int, int]]]]:
             return _Save(shard, self._buffers, made(), memory).run
 
-        is_offered, self._stager_memory = collectively(shard, f"save {version}", begin, begun)
+        asked = Asked.of("save", version)
+        is_offered, self._stager_memory = collectively(shard, asked, begin, begun)
         return is_offered
 
     def load(self, request: LoadRequest) -> ReadReport:
@@ -205,7 +205,7 @@ class Checkpoints:
 
 def agree(
     shard: Shard,
-    asked: str,
+    asked: Asked,
     deadline: Deadline,
     check: Callable[[], str],
     effects: Callable[[View, Seat, Call], Step[Call]] = recorded,
@@ -233,8 +233,7 @@ def agree(
     def unseated(_: GroupCall) -> str:
         return check()
 
-    checked = calls.CHECK + asked
-    return shard.make(GroupTask("agree", checked, deadline, perform, store_wait_s, unseated))
+    return shard.make(GroupTask("agree", asked.check, deadline, perform, store_wait_s, unseated))
 
 
 def unanimous(answers: Iterable[str]) -> str:
@@ -293,7 +292,7 @@ class _Save:
         # Ranks that differ would make no version, though each of them could publish its part.
         is_checked = shard.held is not None or (bool(self._transforms) and not shard.is_alone)
         if is_checked:
-            shard.begin("agree", calls.CHECK + asked, self._deadline, store_wait_s)
+            shard.begin("agree", asked.check, self._deadline, store_wait_s)
         else:
             shard.begin("publish", asked, self._deadline, store_wait_s)
         if not is_checked and counted is None:
@@ -311,8 +310,8 @@ class _Save:
         except ContractBroken:
             shard.unpublish(self._deadline, counted=counted)
             raise
-        except CallAborted as error:  # a rank that is cut off has looked for itself
-            if store_wait_s is None or error.reason != DOES_NOT_WAIT:
+        except CutOff:  # that rank has looked for itself
+            if store_wait_s is None:
                 raise
         try:
             shard.unpublish(self._deadline, counted=counted)
@@ -392,7 +391,7 @@ class Load(Target):
     def run(self) -> ReadReport:
         shard, request, asked = self._shard, self._request, self._request.asked
         shard.intake.begins(self._deadline)
-        shard.begin("agree", calls.CHECK + asked, self._deadline)
+        shard.begin("agree", asked.check, self._deadline)
         answer = self._agree()
         if answer == "held":
             return self._already_held()
@@ -431,7 +430,7 @@ class Load(Target):
         is_held = request.is_served and shard.held == pinned.ref
         if is_held and shard.tensors.are(state, layout, is_alone=shard.is_alone):
             return LoadTarget(state, "held")
-        state.require_writable(request.asked)
+        state.require_writable(f"{request.asked}")
         if pinned.is_only_here:
             self._require_another_holder()
         shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
@@ -506,7 +505,7 @@ class Load(Target):
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is None or not is_as_checked:
             state = self._request.destination.fill(layouts)
-            state.require_writable(self._request.asked)
+            state.require_writable(f"{self._request.asked}")
             return self._shard.tensors.show(state)
         return self._shard.tensors.show(checked.state)
 

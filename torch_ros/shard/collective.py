@@ -18,6 +18,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, Missed
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.meeting import gone_on
+from torch_ros.protocol.records import Asked
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.weights.local import require_memory
 
@@ -30,7 +31,7 @@ log: logging.Logger = log_of(__name__)
 
 def collectively(
     shard: Shard,
-    asked: str,
+    asked: Asked,
     begin: Callable[[], Callable[[], T]],
     begun: Beginning | None = None,
     *,
@@ -57,7 +58,7 @@ def collectively(
             require_memory()
             return _as_part_of(asked, begin())
         finally:
-            first, ledger.caller = max(first, ledger.first), ""
+            first, ledger.caller = max(first, ledger.first), None
 
     try:
         come = call if begun is None else partial(begun.come, call)
@@ -72,7 +73,7 @@ def collectively(
         raise
 
 
-def checked(shard: Shard, asked: str, check: Callable[[], T]) -> T:
+def checked(shard: Shard, asked: Asked, check: Callable[[], T]) -> T:
     """The answer of `check`, of a caller's arguments. Its error ends `asked` for all ranks."""
     try:
         return check()
@@ -80,17 +81,17 @@ def checked(shard: Shard, asked: str, check: Callable[[], T]) -> T:
         return collectively(shard, asked, lambda: check)
 
 
-def _as_part_of(asked: str, flow: Callable[[], T]) -> T:
+def _as_part_of(asked: Asked, flow: Callable[[], T]) -> T:
     """Start `flow` again when this rank finds that its peers have unpublished."""
     while True:
         try:
             return flow()
         except Missed as missed:
-            log.warning("%s: %r came first, made by the peers", asked, missed.call.asked)
+            log.warning("%s: %r came first, made by the peers", asked, f"{missed.call.asked}")
 
 
 def end_for_all(
-    shard: Shard, asked: str, error: BaseException, first: int, *, continues: bool = False
+    shard: Shard, asked: Asked, error: BaseException, first: int, *, continues: bool = False
 ) -> None:
     """End the parts of the caller's call that the peers still make, or would.
 
@@ -117,15 +118,15 @@ def end_for_all(
     except TorchRosError as ended:
         log.info("%s: ended for all ranks: %s", asked, ended)
     finally:
-        ledger.caller = ""
+        ledger.caller = None
 
 
-def refuse(shard: Shard, asked: str, error: BaseException) -> None:
+def refuse(shard: Shard, asked: Asked, error: BaseException) -> None:
     """End `asked` for the peers, of which this rank makes no part."""
     end_for_all(shard, asked, error, shard.group.ledger.calls_made + 1)
 
 
-def leave(shard: Shard, asked: str, reason: str) -> None:
+def leave(shard: Shard, asked: Asked, reason: str) -> None:
     """This rank leaves `asked` between two of its parts. Peers that go on are told that it has.
 
     Returns at once: a thread waits until the group makes another call, which costs nothing where
@@ -140,7 +141,7 @@ def leave(shard: Shard, asked: str, reason: str) -> None:
             shard.group.start(f"torch_ros leaves {seat.inst}", end)
 
 
-def _end_if_peers_go_on(shard: Shard, asked: str, error: CallAborted, number: int) -> None:
+def _end_if_peers_go_on(shard: Shard, asked: Asked, error: CallAborted, number: int) -> None:
     group, forever = shard.group, Deadline(f"leaving {asked}", math.inf)
     have_gone_on = False
 

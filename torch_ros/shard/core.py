@@ -29,7 +29,7 @@ from torch_ros.protocol.call import ALONE, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.policy import NEWEST, Policy
-from torch_ros.protocol.records import Call, Kind, ShardRecord, VersionRef
+from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef
 from torch_ros.shard.ahead import Ahead
 from torch_ros.shard.base import Bases
 from torch_ros.shard.beginnings import Beginning, Beginnings
@@ -211,13 +211,20 @@ class Shard:
         if self.is_closed:
             raise ClosedError(f"{self!r} was closed before; call torch_ros.open again")
 
-    def deadline(self, what: str, timeout_s: float | None) -> Deadline:
+    @property
+    def asked(self) -> Asked:
+        """The call of the caller that is under way."""
+        asked = self.group.ledger.caller
+        assert asked is not None
+        return asked
+
+    def deadline(self, what: object, timeout_s: float | None) -> Deadline:
         """The end of a call that is asked for as `what`; None: after the handle's `timeout_s`."""
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         arguments.seconds("timeout_s", timeout_s)
         group, is_cut = self.group, is_cancelled.get()
         check_open = unless_cancelled(group.ledger.check_open)
-        return Deadline(what, timeout_s, check_open=check_open, hint=group.hint, is_cut=is_cut)
+        return Deadline(f"{what}", timeout_s, check_open=check_open, hint=group.hint, is_cut=is_cut)
 
     def require_nothing_held(self, call: str) -> None:
         if self.held is not None:
@@ -272,7 +279,7 @@ class Shard:
         self.word.void_unless_held()
 
     def begin(
-        self, kind: Kind, asked: str, deadline: Deadline, store_wait_s: float | None = None
+        self, kind: Kind, asked: Asked, deadline: Deadline, store_wait_s: float | None = None
     ) -> None:
         """Catch up for a call that is made of several. Its number is used in any case."""
         try:
@@ -308,7 +315,7 @@ class Shard:
             if (held := self.held or counted) is None:
                 return
             with spanned("unpublish", **self.observed.labels, version=held.version):
-                asked = f"unpublish {held.version}"
+                asked = Asked("unpublish", held.version)
                 self.make(self._unpublication(held, asked, deadline, passing))
         except SeatLost as lost:
             if not isinstance(lost, Fenced) and not may_forget:
@@ -325,7 +332,7 @@ class Shard:
             conclude(self, held, kept, write, deadline)
 
     def _unpublication(
-        self, held: VersionRef, asked: str, deadline: Deadline, passing: Passing = ALONE
+        self, held: VersionRef, asked: Asked, deadline: Deadline, passing: Passing = ALONE
     ) -> GroupTask[None]:
         """Stop offering `held`; ends once nobody reads it."""
         watch = Stopwatch()
@@ -365,7 +372,7 @@ class Shard:
     def end_beginnings(self, mine: Beginning | None) -> None:
         """End those that never came to their save or load, before this thread makes a call."""
         for one in self.beginnings.left(mine):
-            why = f"{one.asked!r} failed on this rank before its data were asked for"
+            why = f"'{one.asked}' failed on this rank before its data were asked for"
             self._end_now(one, self.beginnings.error(why))
 
     def end_beginning(self, one: Beginning, error: TorchRosError) -> None:

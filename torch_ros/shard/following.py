@@ -23,11 +23,11 @@ from torch_ros.errors import (
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall, Passing, Sight
-from torch_ros.protocol.calls import CHECK, hearing
+from torch_ros.protocol.calls import hearing
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.lookout import look_out
 from torch_ros.protocol.policy import NEWEST, Next, Policy, decided_next, next_of
-from torch_ros.protocol.records import Call, Outcome, VersionRef
+from torch_ros.protocol.records import Asked, Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
@@ -104,7 +104,7 @@ def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | 
     With a `wait_s`: when it is, or when there is one, if nothing is held.
     """
     waits = not isinstance(wait_s, int | float) or wait_s > 0
-    what = f"update {request.version}" + (", waiting" if waits else "")
+    what = Asked.of("update", request.version, waits=waits)
 
     def begin() -> Callable[[], VersionRef | None]:
         arguments.seconds("wait_s", wait_s)
@@ -146,7 +146,7 @@ def _given_up(search: _Search, deadline: Deadline) -> Iterator[Target]:
 
 
 def _looking_out(
-    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str, *, pauses: bool = False
+    shard: Shard, request: UpdateRequest, lookout: Lookout, what: Asked, *, pauses: bool = False
 ) -> Callable[[], VersionRef | None]:
     if pauses:  # within the call, so that Ctrl-C ends it for the peers too
         _pause(shard, lookout)
@@ -154,7 +154,7 @@ def _looking_out(
 
 
 def _update_within(
-    shard: Shard, request: UpdateRequest, lookout: Lookout, what: str
+    shard: Shard, request: UpdateRequest, lookout: Lookout, what: Asked
 ) -> VersionRef | None:
     ref, has_given_up = None, False
     while ref is None:
@@ -184,7 +184,7 @@ def _update_within(
 
 def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator[int]:
     """Go to each newer version; yields its number when it is here, and no call is open."""
-    what = f"follow {request.version}"
+    what = Asked.of("follow", request.version)
     try:
         yield from _newer_versions(shard, request, stop, what)
     except BaseException as error:
@@ -194,7 +194,7 @@ def newer_versions(shard: Shard, request: UpdateRequest, stop: Stop) -> Iterator
         raise
 
 
-def _newer_versions(shard: Shard, request: UpdateRequest, stop: Stop, what: str) -> Iterator[int]:
+def _newer_versions(shard: Shard, request: UpdateRequest, stop: Stop, what: Asked) -> Iterator[int]:
     losses, continues = 0, False
     while True:
         lookout = Lookout(math.inf, stop)
@@ -244,7 +244,7 @@ class _Search:
 
     def begin(self) -> None:
         self.shard.intake.begins(self.deadline)
-        self.shard.begin("update", self.deadline.what, self.deadline)
+        self.shard.begin("update", self.shard.asked, self.deadline)
         self.held = self.shard.held
 
     def run(self, lookout: Lookout | None = None) -> Next:
@@ -272,7 +272,7 @@ class _Search:
             self._see(call)
             return call.said != STOPPED
 
-        made = GroupTask("agree", CHECK + deadline.what, deadline, ask)
+        made = GroupTask("agree", self.shard.asked.check, deadline, ask)
         return self.shard.is_alone or self.shard.make(made)
 
     def _see(self, call: GroupCall) -> None:
@@ -288,7 +288,7 @@ class _Search:
                 call.decide(ranges, self._effects, is_cheap=True)
                 return next_of(call.decided)
 
-            return shard.make(GroupTask("update", deadline.what, deadline, search))
+            return shard.make(GroupTask("update", shard.asked, deadline, search))
 
         def rule(view: View) -> Step[Next]:
             own_group(view, group.seat)

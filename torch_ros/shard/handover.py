@@ -14,7 +14,6 @@ from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.records import VersionRef
-from torch_ros.protocol.seat import CLOSED
 from torch_ros.shard.host_copies import Copies, shard_of
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
@@ -103,7 +102,8 @@ class Closing:
                 self._linger()
         except SeatLost as lost:
             # The first one that leaves knows what is lost.
-            level = logging.DEBUG if lost.reason.endswith(CLOSED) else logging.WARNING
+            is_orderly = isinstance(lost, Fenced) and lost.is_orderly
+            level = logging.DEBUG if is_orderly else logging.WARNING
             log.log(level, "%s: %s; what only it had may be lost", self._who, lost.reason)
         except TorchRosError as error:
             log.warning("%s: %s; what only it had may be lost", self._who, error)

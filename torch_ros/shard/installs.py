@@ -27,7 +27,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol import installs as rules
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import REASON_MAX, Install, Rejection, VersionRef
+from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.collective import checked, collectively, refuse
 from torch_ros.shard.core import Shard
@@ -245,7 +245,7 @@ class Installing:
 
     def __init__(self, installs: Installs, version: int | str, timeout_s: float | None) -> None:
         self._installs, self._shard = installs, installs.shard
-        self._asked, self._timeout_s = f"install {version}", timeout_s
+        self._asked, self._timeout_s = Asked.of("install", version), timeout_s
         self._spec = checked(self._shard, self._asked, partial(Spec.parse, version))
         self._attempt = 0
         self._ref: VersionRef | None = None
@@ -303,7 +303,7 @@ class Installing:
             self._ref = install.rejected.ref
             raise rules.rejected(install, shard.group.seat, self._ref)
         self._ref, shard.intake.refs, shard.intake.torn = ref, set(), set()
-        ledger.block = self._text
+        ledger.block = self._end
         return ref
 
     def _decide(self, call: GroupCall) -> None:
@@ -312,9 +312,11 @@ class Installing:
         call.decide(ranges, partial(rules.enter, spec=self._spec))
 
     @property
-    def _text(self) -> str:
-        """Names the call that ends it."""
-        return f"installed {self._ref.version} ({self._attempt})" if self._ref else self._asked
+    def _end(self) -> Asked:
+        """The call that ends it."""
+        if self._ref is None:
+            return self._asked
+        return Asked("installed", self._ref.version, attempt=self._attempt)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         shard, number = self._shard, self._shard.group.ledger.calls_made
@@ -322,7 +324,7 @@ class Installing:
             shard.require_usable()
             if self._installs.open is not self:
                 raise UsageError(
-                    f"{self._text}: another install was begun in the block of this one, and has "
+                    f"{self._end}: another install was begun in the block of this one, and has "
                     "ended it; leave a block before the next"
                 )
         except (ClosedError, UsageError):
@@ -333,7 +335,7 @@ class Installing:
             self.fail(error)
             return
         try:
-            collectively(shard, self._text, lambda: self._leave)
+            collectively(shard, self._end, lambda: self._leave)
             self._close()  # here: Ctrl-C may come in between
         except BaseException as failed:
             self.fail(failed, refuses=shard.group.ledger.calls_made == number)
@@ -341,13 +343,13 @@ class Installing:
 
     def _leave(self) -> None:
         shard = self._shard
-        deadline = shard.deadline(self._text, self._timeout_s)
+        deadline = shard.deadline(self._end, self._timeout_s)
         if shard.is_alone:
             ref = self._content()
             rule = partial(rules.leave_alone, attempt=self._attempt, ref=ref)
             self._installs.write(rule, deadline)
         else:
-            task = GroupTask("installed", self._text, deadline, self._agree)
+            task = GroupTask("installed", self._end, deadline, self._agree)
             ref = shard.make(task)
         self._installs.mine = ref
 
@@ -355,7 +357,7 @@ class Installing:
         ref, seat = self._content(), call.seat
         call.decide((), partial(rules.leave, ref=ref))
         if call.ref != ref:
-            raise UsageError(f"{self._text}: the ranks have read {call.ref} and {ref}")
+            raise UsageError(f"{self._end}: the ranks have read {call.ref} and {ref}")
         with call.ending():
             if not call.has_ended and call.finish(""):
                 rule = partial(rules.end, seat=seat, call=call.decided, attempt=self._attempt)
@@ -372,13 +374,13 @@ class Installing:
         assert self._ref is not None
         if torn := sorted({call.what for call in shard.intake.torn}):
             raise UsageError(
-                f"{self._text}: {torn} of its block had begun, and did not bring all; install anew"
+                f"{self._end}: {torn} of its block had begun, and did not bring all; install anew"
             )
         found = shard.intake.refs or ({mine} if mine is not None else set())
         if len(found) != 1 or {ref.version for ref in found} != {self._ref.version}:
             numbers = sorted(ref.version for ref in found) or "nothing"
             raise UsageError(
-                f"{self._text}: its block has read {numbers}; expected one content, of the version "
+                f"{self._end}: its block has read {numbers}; expected one content, of the version "
                 "that was entered, or nothing if this process had it installed last"
             )
         [ref] = found
@@ -408,7 +410,7 @@ class Installing:
             is_first = found is None or (found == mine and found.rank == self._rank)
             if refuses and is_first and not shard.is_alone:
                 with suppress(ClosedError):
-                    shard.busy(partial(refuse, shard, self._text, error), is_member=False)
+                    shard.busy(partial(refuse, shard, self._end, error), is_member=False)
         self._close()
         if raises and found and found.rank != self._rank and isinstance(error, TorchRosError):
             version = found.ref.version
@@ -440,5 +442,5 @@ class Installing:
         return Rejection(self._ref, rank, text)
 
     def _close(self) -> None:
-        self._shard.intake.refs, self._shard.group.ledger.block = None, ""
+        self._shard.intake.refs, self._shard.group.ledger.block = None, None
         self._installs.open = None

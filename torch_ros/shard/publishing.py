@@ -8,6 +8,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.records import Asked
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard import tracing
 from torch_ros.shard.core import Shard
@@ -37,7 +38,7 @@ def publish(
     shard: Shard,
     version: int,
     content: Content,
-    asked: str,
+    asked: Asked,
     deadline: Deadline,
     store_wait_s: float | None,
 ) -> bool:

@@ -8,10 +8,10 @@ from functools import partial
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ContentChanged, UsageError
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls, serving
+from torch_ros.protocol import serving
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import Outcome, VersionRef
+from torch_ros.protocol.records import Asked, Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.checkpoint import Load, LoadRequest, unanimous
@@ -75,12 +75,12 @@ class Reads:
         return collectively(shard, request.asked, begin)
 
     def serve(self, timeout_s: float | None) -> int:
-        shard = self._shard
+        shard, asked = self._shard, Asked("serve")
 
         def begin() -> Callable[[], int]:
-            return Serving(shard, shard.deadline("serve", timeout_s)).run
+            return Serving(shard, shard.deadline(asked, timeout_s)).run
 
-        return collectively(shard, "serve", begin)
+        return collectively(shard, asked, begin)
 
 
 class Serving:
@@ -91,17 +91,16 @@ class Serving:
         self._brought: Brought | None = None
 
     def run(self) -> int:
-        shard, what = self._shard, self._deadline.what
-        checked = calls.CHECK + what
-        shard.begin("agree", checked, self._deadline)
+        shard, asked = self._shard, self._shard.asked
+        shard.begin("agree", asked.check, self._deadline)
         self._brought = brought = shard.tensors.brought  # a call, which may fail, forgets it
         if shard.is_alone:
             self._prove()
             self._compare()
         else:
-            shard.make(GroupTask("agree", checked, self._deadline, self.check))
+            shard.make(GroupTask("agree", asked.check, self._deadline, self.check))
         try:
-            return shard.make(GroupTask("replicate", what, self._deadline, self.offer))
+            return shard.make(GroupTask("replicate", asked, self._deadline, self.offer))
         except BaseException:
             shard.tensors.brought = brought
             raise

@@ -24,7 +24,7 @@ from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources, suspect
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
-from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard import tracing
@@ -109,13 +109,9 @@ def replicate_if_there(
         tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
         return tries[-1]
 
-    ref: VersionRef | None = healed(
-        shard,
-        f"{_asked(spec)}, if it is there{supplier.called if supplier else ''}",
-        deadline,
-        made,
-        lambda read: read.if_there,
-    )
+    or_in = supplier.called if supplier is not None else ""
+    asked = _asked(spec, if_there=True, or_in=or_in)
+    ref: VersionRef | None = healed(shard, asked, deadline, made, lambda read: read.if_there)
     if ref is None and any(each.ref is not None for each in tries):
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
         raise VersionNotFound(shard.model, f"{spec}", reason)
@@ -129,12 +125,14 @@ def _supplier(shard: Shard, spec: Spec, deadline: Deadline) -> Supplier | None:
     return next((supplier for supplier in found if supplier is not None), None)
 
 
-def _asked(spec: Spec) -> str:
-    return f"replicate {spec}" + (f" not below {spec.floor.version}" if spec.floor else "")
+def _asked(spec: Spec, *, if_there: bool = False, or_in: str = "") -> Asked:
+    version = f"{spec}" if spec.absolute is None else spec.absolute
+    floor = spec.floor.version if spec.floor else None
+    return Asked("replicate", version, floor=floor, if_there=if_there, or_in=or_in)
 
 
 def read_version(
-    shard: Shard, asked: str, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
+    shard: Shard, asked: Asked, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
 ) -> ReadReport:
     """Read a version into `target`."""
     made = partial(Replication, shard, spec, terms, target, deadline)
@@ -143,7 +141,7 @@ def read_version(
 
 def healed(
     shard: Shard,
-    asked: str,
+    asked: Asked,
     deadline: Deadline,
     made: Callable[[Collection[str]], R],
     of: Callable[[R], Callable[[GroupCall], T]],
@@ -154,8 +152,7 @@ def healed(
     may be wrong. Where a supplier has others for what cannot be read, the next, until it has none.
     All ranks get the same error, so all of them try again.
     """
-    verb = deadline.what.partition(" ")[0]  # of the caller's own call
-    with tracing.spanned(SPANS.get(verb, "replicate"), **shard.observed.labels):
+    with tracing.spanned(SPANS.get(shard.asked.verb, "replicate"), **shard.observed.labels):
         avoided: Collection[str] = ()
         tries_left = HEAL_TRIES - 1
         while True:

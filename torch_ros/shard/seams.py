@@ -23,7 +23,7 @@ class Supplier(Protocol):
     """
 
     where: str  # for reports
-    called: str  # behind "if it is there": ranks that have none would differ silently
+    called: str  # as what is asked names it, or ranks that have none would differ silently
 
     def decide(
         self, call: GroupCall, rule: Callable[..., Step[Call]], claim: Callable[[Effects], None]

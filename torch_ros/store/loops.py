@@ -73,7 +73,7 @@ Step = Done[T] | Wait | WaitAtMost[T] | Act[T]
 
 
 def settle(
-    what: str,
+    what: object,
     ranges: Ranges,
     rule: Callable[[View], Step[T]],
     first: View | None = None,
@@ -87,6 +87,7 @@ def settle(
     Where `ranges` are samples, the rule may ask for others (`Unseen`), or for everything.
 
     Args:
+        what: The call that this is for, for people.
         first: A view from before. If it shows all of `ranges` they are not read, unless the rule
             raises `Unseen` at it. Not for a mere question: an answer is as old as the view; of what
             is done upon it, the guards fail if something has changed since, and a wait ends at
@@ -116,7 +117,7 @@ def settle(
                     yield Watch(whole(ranges), view.rev, "a lease that has ended", LEASE_LOOK_S)
                 elif not reply.applied:
                     losses += reply is not UNKNOWN
-    raise Contention(what, ATTEMPTS_MAX)
+    raise Contention(f"{what}", ATTEMPTS_MAX)
 
 
 def _look(

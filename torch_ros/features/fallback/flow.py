@@ -78,7 +78,7 @@ class FallingBack:
     Rank 0 alone waits, lists and decides. Its peers wait for what it decides, and read too.
     """
 
-    called: str = " or in a bucket"
+    called: str = "a bucket"
 
     def __init__(self, shard: Shard, below: BucketBelow, spec: Spec, deadline: Deadline) -> None:
         self._shard, self._below, self._deadline = shard, below, deadline

@@ -7,13 +7,13 @@ from torch_ros.deadline import Deadline
 from torch_ros.features.seeding.rules import fetch
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
-from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Replication, Target, healed
 
 
-def fetch_version(shard: Shard, wanted: VersionRef, asked: str, deadline: Deadline) -> bool:
+def fetch_version(shard: Shard, wanted: VersionRef, asked: Asked, deadline: Deadline) -> bool:
     """Read it into a forerunner, unless it is in its datacenter already, or coming."""
     made = partial(Fetching, shard, wanted, deadline)
     is_there: bool = healed(shard, asked, deadline, made, lambda fetching: fetching.fetch)

@@ -31,12 +31,11 @@ from torch_ros.features.seeding.fetching import fetch_version
 from torch_ros.features.seeding.rules import await_spare, spare_ranges
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Outcome, VersionRef
+from torch_ros.protocol.records import Asked, Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.shard.beside import Bell
 from torch_ros.shard.collective import collectively, refuse
@@ -147,7 +146,7 @@ class Forerunner(Feature):
         Raises:
             UsageError: A rank has not. The same on all ranks, and nothing is fetched.
         """
-        shard, asked = self._of, calls.CHECK + deadline.what
+        shard, asked = self._of, self._of.asked.check
         registered = shard.tensors.require(deadline.what)
         number = 0
 
@@ -229,7 +228,7 @@ class Forerunner(Feature):
 
     def _obey(self, order: Order) -> None:
         self._release()
-        shard, asked = self._seated(order), f"fetch {order.ref.version}"
+        shard, asked = self._seated(order), Asked("fetch", order.ref.version)
         try:
             self._room = Room(order.layout)
             shard.tensors.show(self._room.state)
@@ -240,7 +239,8 @@ class Forerunner(Feature):
             raise
         self._began_s = self._moved_s = time.monotonic()
         self._has_all = False
-        deadline = Deadline(asked, math.inf, check_open=partial(self._check_moves, asked))
+        moves = partial(self._check_moves, asked)
+        deadline = Deadline(f"{asked}", math.inf, check_open=moves)
         fetch = partial(fetch_version, shard, order.ref, asked, deadline)
         is_there = False
         try:
@@ -293,8 +293,8 @@ class Forerunner(Feature):
         shard = self._shard
         if shard is None or self._room is None:
             return
-        asked = "release"
-        deadline = Deadline(asked, math.inf, check_open=self._check_open)
+        asked = Asked("release")
+        deadline = Deadline(f"{asked}", math.inf, check_open=self._check_open)
         if shard.state != "gone":
             collectively(shard, asked, lambda: partial(shard.unpublish, deadline), is_member=False)
         self._let_go()
@@ -324,12 +324,12 @@ class Forerunner(Feature):
         if self._orders:
             raise _Interrupted
 
-    def _check_moves(self, asked: str) -> None:
+    def _check_moves(self, asked: Asked) -> None:
         """Raise if it is stuck, for as long as its peers may need that have as much to read."""
         self._check_open()
         limit_s = STUCK_S + (self._moved_s - self._began_s if self._has_all else 0.0)
         if time.monotonic() - self._moved_s > limit_s:
-            raise DeadlineExceeded(asked, limit_s, "nothing came in that time")
+            raise DeadlineExceeded(f"{asked}", limit_s, "nothing came in that time")
 
 
 class _Interrupted(Exception):

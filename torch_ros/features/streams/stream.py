@@ -19,7 +19,7 @@ from torch_ros.features.streams.buffers import Lane
 from torch_ros.features.streams.filling import Filling, Wanted
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
@@ -147,7 +147,7 @@ class Streams(Feature):
         timeout_s: float | None,
         source: str | None,
     ) -> Stream:
-        shard, asked = self._shard, f"stream {version}"
+        shard, asked = self._shard, Asked.of("stream", version)
 
         check = partial(_names, fqns, buffer_bytes)
 
@@ -190,7 +190,7 @@ class Streams(Feature):
 
         if shard.is_alone:
             return group.ask(spec_ranges(keys), rule, deadline)
-        return shard.make(GroupTask("agree", deadline.what, deadline, perform))
+        return shard.make(GroupTask("agree", shard.asked, deadline, perform))
 
     def _begun(self, filling: Filling) -> Lane:
         """The means of its reads. Either this sees that the handle closes, or `close` sees it."""
