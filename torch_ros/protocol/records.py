@@ -460,7 +460,8 @@ class SeenRecord(Record, frozen=True):
     host: str
     pid: Number
     at_ms: Moment = 0  # when it took the seat
-    boot: str = ""  # with the next two, what tells it from others that have its number
-    namespace: Number = 0
-    started: Number = 0
+    # What tells it from others that have its number; empty or 0: the system does not say.
+    boot: str = ""  # of its kernel: /proc/sys/kernel/random/boot_id
+    namespace: Number = 0  # the inode of that of its pids
+    started: Number = 0  # field 22 of its /proc/<pid>/stat
     sign: str = ""  # of a file that it has mapped until its handle is closed
