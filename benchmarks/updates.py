@@ -76,7 +76,7 @@ class Trainer:
     def made(self) -> float:
         """Wait until no delta is being made; the seconds that the last one took."""
         end_s = time.monotonic() + MADE_S
-        making = self._handles["on"]._shard.deltas._making  # noqa: SLF001  # no call waits for it
+        making = self._handles["on"]._deltas.copies._making  # noqa: SLF001  # no call waits for it
         while making is not None and not making.has_ended:
             assert time.monotonic() < end_s
             time.sleep(0.002)

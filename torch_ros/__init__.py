@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.lending.borrowing import Borrowed  # feature lending
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.protocol.records import Install
-    from torch_ros.shard.borrowing import Borrowed
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.installs import Installed
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
@@ -39,7 +39,7 @@ rdma.load_first()
 __version__ = RELEASE
 __all__ = [
     "AsyncHandle",
-    "Borrowed",
+    "Borrowed",  # feature lending
     "Cast",  # feature transforms
     "Chunked",
     "Contents",
@@ -67,7 +67,7 @@ __all__ = [
 
 _HOMES = {  # imported at their first use
     "AsyncHandle": "torch_ros.face.aio",
-    "Borrowed": "torch_ros.shard.borrowing",
+    "Borrowed": "torch_ros.features.lending.borrowing",  # feature lending
     "Cast": "torch_ros.features.transforms.casting",  # feature transforms
     "Chunked": "torch_ros.weights.chunked",
     "Contents": "torch_ros.shard.finding",

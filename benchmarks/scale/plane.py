@@ -98,7 +98,7 @@ class Mailbox:
         self.manifest = self._shown
         return self._shown
 
-    def show_digests(self, digests: Digests, deltas: int = 0) -> None:
+    def show_digests(self, digests: Digests, more: object = None) -> None:
         pass
 
     def withdraw(self) -> None:

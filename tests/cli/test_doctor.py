@@ -19,6 +19,7 @@ from pyetcd import etcdrpc as rpc
 from puppets import Actor
 from torch_ros.cli import doctor, main
 from torch_ros.cli.doctor import Examined, Facts, Surroundings, findings
+from torch_ros.cli.examining import WAYS
 from torch_ros.cli.waits import Blamed
 from torch_ros.p2p import trial
 from torch_ros.protocol.keys import Keys
@@ -177,7 +178,7 @@ def test_a_histogram_says_how_long_99_of_100_take():
 
 
 def test_a_stranger_is_read_and_is_no_child():
-    assert trial.ways() == OPEN
+    assert trial.ways(*WAYS) == OPEN
     with trial._stranger() as said:
         status = Path(f"/proc/{said['pid']}/stat").read_text()
         assert int(status.rpartition(")")[2].split()[1]) != os.getpid()

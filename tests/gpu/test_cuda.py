@@ -13,6 +13,7 @@ from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
 
@@ -110,7 +111,7 @@ def test_a_device_makes_the_copies_that_a_host_makes(monkeypatch, etcd_endpoint,
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", 100_000)
     model = "m-" + uuid.uuid4().hex[:8]
     source = {fqn: torch.randn_like(t) for fqn, t in tensors("cpu", 0.0).items()}
-    expected = CopyBuffers("me", 0).fill(
+    expected = CopyBuffers(HostBuffers()).fill(
         LocalState(local_chunks(source), {}, {}), Copying.asked(transforms, None, None)
     )
     target = {t.fqn: torch.zeros(t.shape, dtype=t.dtype) for t in expected.tensors}
@@ -146,7 +147,7 @@ def test_a_copy_waits_for_kernels_of_any_stream(to):
         torch.cuda._sleep(50_000_000)
         source.fill_(7.0)
     state = LocalState(local_chunks({"w": source}), {}, {})
-    [made] = CopyBuffers("me", 0).fill(state, Copying(to=to)).tensors
+    [made] = CopyBuffers(HostBuffers()).fill(state, Copying(to=to)).tensors
     assert bool((made.chunks[0].tensor == 7).all())
 
 

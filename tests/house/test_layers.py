@@ -41,7 +41,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "msgspec",
         "rich",
     },
-    "dcp": {"face", "shard", "transfer", "weights", "torch"},
+    "dcp": {"face", "features", "shard", "transfer", "weights", "torch"},
     "integrations": {"bucket", "public", "torch"},
     "integrations/vllm": {"public", "integrations", "torch"},
 }

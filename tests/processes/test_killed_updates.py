@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch_ros
 from torch_ros.shard.verification import Verification
-from torch_ros.transfer.delta_reading import DeltaRead
+from torch_ros.features.deltas.reading import DeltaRead
 
 {inspect.getsource(mapped)}
 endpoint, model, weights, marks = sys.argv[1:]
@@ -82,7 +82,7 @@ class Trainer:
                 tensor.view(torch.int16)[places] ^= 1 + number
             self.version += 1
             self.publish()
-            making = self.handle._shard.deltas._making
+            making = self.handle._deltas.copies._making
             if is_made or number + 1 < count:
                 until(lambda m=making: m.has_ended, pause_s=0.0002)
 

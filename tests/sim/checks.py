@@ -19,8 +19,8 @@ from torch_ros.errors import (
     StoreUnavailable,
 )
 from torch_ros.features.fallback.rules import TTLS
+from torch_ros.features.lending.memory import _file
 from torch_ros.features.seeding.rules import is_forerunner
-from torch_ros.p2p.lending import _file
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import (

@@ -6,7 +6,6 @@ Each is what somebody might write who had not understood a rule.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import functools
 import math
 import re
@@ -17,11 +16,9 @@ from dataclasses import dataclass
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import collecting  # noqa: F401
-import deltas  # noqa: F401
 import farewell  # noqa: F401
 import here  # noqa: F401
 import installing  # noqa: F401
-import loans  # noqa: F401
 import lookouts  # noqa: F401
 import msgspec
 import numpy as np
@@ -32,7 +29,6 @@ import stragglers  # noqa: F401
 from collected import collect
 from planting import changed
 
-from torch_ros.errors import CorruptWeights
 from torch_ros.protocol import (
     archives,
     calls,
@@ -51,8 +47,6 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.meeting import Meeting
 from torch_ros.shard import (
-    base,
-    borrowing,
     following,
 )
 from torch_ros.shard import installs as shard_installs
@@ -78,7 +72,7 @@ from torch_ros.transfer import (
     feed,
 )
 from torch_ros.transfer.card import ALL_BLOCKS
-from torch_ros.weights import delta, manifest
+from torch_ros.weights import manifest
 
 
 @dataclass(frozen=True)
@@ -2127,121 +2121,7 @@ def _(lease):
     return faulty
 
 
-# Loans
-
-
-@fault("a lent buffer is filled again", "LentMemory.close", scenario="stays")
-def _(close):
-    def faulty(self):
-        self.is_closed = True
-        return True
-
-    return faulty
-
-
-@fault("a borrower locks nothing", "Loan.__init__", scenario="stays")
-def _(init):
-    def faulty(self, *args):
-        init(self, *args)
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    return faulty
-
-
-@fault(
-    "the name of a content is not looked at again once it is locked",
-    "_word",
-    scenario="locked late",
-)
-def _(word):
-    seen = {}
-    return lambda fd: seen.setdefault(fd, word(fd))
-
-
-@fault(
-    "the fill is not cleared before a content is written",
-    "LentMemory.begin",
-    scenario="lost lock",
-)
-def _(begin):
-    return lambda self: None
-
-
-@fault(
-    "who leaves does not look at the fill",
-    "Loan.is_intact",
-    scenario="lost lock",
-)
-def _(is_intact):
-    return True
-
-
-@fault(
-    "the fill is looked at before the devices are done",
-    "Loans.leave",
-    scenario="kernels last",
-)
-def _(leave):
-    def faulty(self):
-        is_intact = all(loan.is_intact for loan in self.loans)
-        with changed("Loan.is_intact", lambda _: is_intact):
-            leave(self)
-
-    return faulty
-
-
-@fault(
-    "who leaves unlocks before it looks at the fill",
-    "Loans.leave",
-    scenario="left in order",
-)
-def _(leave):
-    def faulty(self):
-        for loan in self.loans:
-            loan.end()
-        borrowing.time.sleep(1.0)
-        leave(self)
-
-    return faulty
-
-
-@fault("what was left stays locked", "Loan.end", scenario="left in order")
-def _(end):
-    return lambda self: None
-
-
-@fault("what is lent already does not count", "CopyBuffers.lend", scenario="bound")
-def _(lend):
-    def faulty(self, registered):
-        self._open.clear()
-        lend(self, registered)
-
-    return faulty
-
-
-@fault(
-    "what is not published any more can be borrowed still",
-    "CopyBuffers.lend",
-    scenario="bound",
-)
-def _(lend):
-    def faulty(self, registered):
-        were_open = [each for each in self._open if not each.is_closed]
-        lend(self, registered)
-        for each in were_open:
-            if each.is_closed:
-                each.open()
-
-    return faulty
-
-
-@fault(
-    "who waits to borrow watches versions only",
-    "_until_one_lends",
-    scenario="lends late",
-)
-def _(until_one_lends):
-    return lambda keys, ref: Wait(until_one_lends(keys, ref).reason, (keys.versions(),))
+# Calls without etcd
 
 
 @fault(
@@ -2255,15 +2135,6 @@ def _(_fresh):
         return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
 
     return faulty
-
-
-@fault(
-    "a copy has no name until its rank knows the end",
-    "OwnWord.show_nothing",
-    scenario="lends late",
-)
-def _(show_nothing):
-    return lambda self, mark, *_: show_nothing(self, mark)
 
 
 # Installs
@@ -2338,190 +2209,6 @@ def _(old_versions):
             yield dataclasses.replace(each, guards=guards)
 
     return faulty
-
-
-# Deltas
-
-
-@fault(
-    "deltas are applied before the word of their source is asked",
-    "DeltaRead._certify",
-    "Delta.received",  # checksums would refuse them, too
-    scenario="rewritten",
-)
-def _(was):
-    if getattr(was, "__self__", None) is delta.Delta:
-        return classmethod(lambda cls, elements, *arrays: cls(elements, *arrays))
-    return lambda self, ranks: None
-
-
-fault(
-    "what the owner took back is a base",
-    "Bases.now",
-    scenario="not held",
-)(lambda now: _last_held)
-
-
-def _last_held(bases):
-    kept, registered = bases._ledger.held, bases._tensors.registered
-    if kept is not None:
-        bases.last = base.Base(kept.ref, registered)
-    return getattr(bases, "last", None)
-
-
-@fault(
-    "a base is taken again in the same call",
-    "Replication._taken",
-    scenario="base once",
-)
-def _(taken):
-    def faulty(self):
-        self.first = getattr(self._target, "first", None) or self._target.base
-        self._target.first = self._target.base = self.first
-        return taken(self)
-
-    return faulty
-
-
-@fault(
-    "what deltas have brought is told at once",
-    "Progress.fill",
-    scenario="stray cell",
-)
-def _(fill):
-    def faulty(self, bytes_read):
-        self.add(np.arange(len(self.done)), bytes_read)
-
-    return faulty
-
-
-@fault(
-    "what deltas have brought is told by who makes its call again",
-    "Progress.serve",
-    scenario="stray cell, seat lost",
-)
-def _(serve):
-    def faulty(self, mark):
-        self.is_unproven = False
-        serve(self, mark)
-
-    return faulty
-
-
-@fault(
-    "only who compares all tensors says that it was deltas",
-    "Ready.encode",
-    scenario="one without digests",
-)
-def _(encode):
-    return lambda self: encode(records.Ready(self.value))
-
-
-@fault(
-    "who has read in full suspects its source of what deltas have made",
-    "Verification.verify",
-    scenario="one without digests",
-)
-def _(verify):
-    def faulty(self, source, **options):
-        try:
-            verify(self, source, **options)
-        except CorruptWeights as error:
-            raise CorruptWeights(error.model, error.version, error.fqn, source) from error
-
-    return faulty
-
-
-@fault(
-    "only the first delta of a chain is applied",
-    "DeltaRead.scatter",
-    scenario="by deltas",
-)
-def _(scatter):
-    def faulty(self, staged):
-        scatter(self, {key: found[:1] for key, found in staged.items()})
-
-    return faulty
-
-
-fault(
-    "a delta that is being made is waited for without a bound",
-    "wait_s",
-    scenario="delta coming",
-)(lambda wait_s: lambda *_: math.inf)
-
-
-@fault(
-    "a full source is believed to have no more than its word says",
-    "Following.ask",
-    "ReadPass.blocked",  # or it would ask nobody, for ever
-    scenario="late end",
-)
-def _(was):
-    def asks(self, rank):
-        was(self, rank)
-        state = self.feed.states[rank]
-        self._positions[rank] = self._peers.word(state, self._deadline).position
-
-    def waits(self):
-        for source in self._sources:
-            source.wait_for_more()
-
-    return asks if was.__name__ == "ask" else waits
-
-
-@fault(
-    "who learns late that it holds what deltas brought tells nobody",
-    "OwnWord.void_unless_held",
-    scenario="late end, learned later",
-)
-def _(void_unless_held):
-    def faulty(self):
-        if self._ledger.holds is None:
-            self.void()
-
-    return faulty
-
-
-@fault(
-    "changes are kept before the word of their source is asked",
-    "DeltaRead._certify",
-    "Delta.received",  # checksums would refuse them, too
-    scenario="prefetch rewritten",
-)
-def _(was):
-    if getattr(was, "__self__", None) is delta.Delta:
-        return classmethod(lambda cls, elements, *arrays: cls(elements, *arrays))
-    return lambda self, ranks: None
-
-
-@fault(
-    "what is prefetched outlives its base",
-    "Prefetching._check",
-    "Ahead.keep",
-    "Prefetched.leads",
-    scenario="prefetch in vain",
-)
-def _(was):
-    match was.__name__:
-        case "_check":
-            return lambda self, turn, deadline: deadline.check_open()
-        case "keep":
-            return lambda self, found, turn: was(self, found, self.turn)
-    return lambda self, base, ref: self.ref.uid == ref.uid
-
-
-fault(
-    "what is prefetched is told by its number",
-    "Prefetched.leads",
-    scenario="prefetch of another",
-)(
-    lambda leads: (
-        lambda self, base, ref: (
-            self.base.registered is base.registered and self.ref.version == ref.version
-        )
-    )
-)
 
 
 @contextmanager

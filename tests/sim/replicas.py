@@ -18,6 +18,7 @@ import torch
 from torch_ros.costs import Costs
 from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
 from torch_ros.face import opening
+from torch_ros.features.deltas.copies import DeltaOptions
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
@@ -385,7 +386,7 @@ class Process:
         request = SaveRequest(
             task.version,
             LocalState(self.tensors, {}, {}),
-            copying=Copying(deltas=self.start.deltas, delta_bytes=self.start.delta_bytes),
+            copying=Copying().along(DeltaOptions(self.start.deltas, self.start.delta_bytes)),
             timeout_s=task.timeout_s,
         )
         self.handle.checkpoints.save(request)

@@ -35,9 +35,12 @@ from wires import LOOK_S, Wire
 from torch_ros import deadline, face, features, protocol, shard, transfer
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
+from torch_ros.features.deltas import reading as delta_reading
+from torch_ros.features.deltas.making import _Making
+from torch_ros.features.deltas.table import TABLE_BYTES
+from torch_ros.features.lending import memory
+from torch_ros.features.lending.memory import LentMemory, Loan
 from torch_ros.features.seeding.rules import forerunner_of
-from torch_ros.p2p import lending
-from torch_ros.p2p.lending import LentMemory, Loan
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
@@ -46,12 +49,10 @@ from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
-from torch_ros.transfer import delta_reading, pace, reading
+from torch_ros.transfer import pace, reading
 from torch_ros.transfer.card import Card
-from torch_ros.transfer.deltas import _Making
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.weights import manifest
-from torch_ros.weights.delta_table import TABLE_BYTES
 from torch_ros.weights.plan import ReadPlan, plan
 
 # The modules whose threads, time and waits are the world's: those that wait, and all above them.
@@ -803,8 +804,8 @@ class World(Scheduler):
             # Pure, and asked for the same bytes again and again.
             decode = functools.lru_cache(4096)(Record.decode.__func__)
             stack.enter_context(patch.object(Record, "decode", classmethod(decode)))
-            stack.enter_context(patch.object(lending, "fcntl", Locks(flock)))
-            stack.enter_context(patch.object(lending, "_name", f"{id(self)} {{}}".format))
+            stack.enter_context(patch.object(memory, "fcntl", Locks(flock)))
+            stack.enter_context(patch.object(memory, "_name", f"{id(self)} {{}}".format))
             stack.enter_context(patch.object(LentMemory, "begin", begin))
             stack.enter_context(patch.object(Loan, "__init__", loan))
             stack.enter_context(patch.object(Mailbox, "serve", slow_serve))

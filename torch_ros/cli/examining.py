@@ -31,6 +31,8 @@ from torch_ros.transfer.card import Card
 
 ANSWER_S = 2.0  # for one question to etcd
 DISTRIBUTION = "torch-ros"
+WAYS: list[str] = []  # beside those of `p2p`
+WAYS += ["torch_ros.features.lending.trial"]  # feature lending
 CHECKED = ("torch", "nixl", "numpy", "msgspec")
 
 
@@ -67,7 +69,7 @@ def examine(endpoint: str, model: str | None) -> Facts:
         etcd=etcd,
         models=models,
         processes=processes,
-        ways=trial.ways(),
+        ways=trial.ways(*WAYS),
         ptrace_scope=_text("/proc/sys/kernel/yama/ptrace_scope"),
         devices=[name for _, name in socket.if_nameindex()],
         rdma=_listed("/sys/class/infiniband"),

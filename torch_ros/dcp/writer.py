@@ -23,6 +23,7 @@ from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
+from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.transfer.copy_buffers import Copying
@@ -83,14 +84,15 @@ class ROSWriter(StorageWriter):
         transform: Transform | Sequence[Transform] | None = None,
         to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
-        deltas: int = 0,
-        delta_bytes: int | None = None,
+        deltas: int = 0,  # feature deltas
+        delta_bytes: int | None = None,  # feature deltas
         store_wait_s: float | None = 0.0,
     ) -> None:
         if mode not in ("in_place", "copy"):
             raise UsageError(f"mode={mode!r}: expected 'in_place' or 'copy'")
         require_handle(handle)
-        copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
+        copying = Copying.asked(transform, to, copy_bytes)
+        copying = copying.along(DeltaOptions.asked(deltas, delta_bytes))  # feature deltas
         if mode == "in_place" and copying != Copying():
             names = "transform, to, copy_bytes, deltas and delta_bytes"
             raise UsageError(f"{names} are of mode='copy'")

@@ -82,11 +82,14 @@ class AsyncHandle:
             )
         )
 
+    # feature prefetch {
     async def prefetch(
         self, version: int | str = "latest", *, timeout_s: float | None = None
     ) -> int | None:
         """As `ShardHandle.prefetch`: beside other calls, also of this object."""
         return await _aside(lambda: self._handle.prefetch(version, timeout_s=timeout_s))
+
+    # } prefetch
 
     async def follow(
         self,

@@ -14,6 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from torch_ros import arguments
 from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
+from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
+from torch_ros.features.deltas.flow import Deltas  # feature deltas
+from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature lending
+from torch_ros.features.prefetch.flow import Prefetching  # feature prefetch
 from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.p2p.huge_pages import HugePageReport
@@ -22,14 +26,12 @@ from torch_ros.protocol.records import Asked, Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.archives import Archives
-from torch_ros.shard.borrowing import Borrowed, borrowing
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
-from torch_ros.shard.prefetching import Prefetching
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
@@ -76,7 +78,8 @@ class ShardHandle:
         self._reads = Reads(shard)
         self._streams = Streams(shard)  # feature streams
         self._installs = Installs(shard)
-        self._prefetching = Prefetching(shard)
+        self._prefetching = Prefetching(shard)  # feature prefetch
+        self._deltas = Deltas(shard)  # feature deltas
 
     def __repr__(self) -> str:
         return repr(self._shard)
@@ -197,7 +200,8 @@ class ShardHandle:
 
         def register() -> None:
             self._shard.tensors.register(LocalState.of(named_tensors))
-            self._shard.bases.begin()
+            for feature in self._shard.features:
+                feature.registers()
 
         self._shard.busy(register)
 
@@ -211,7 +215,8 @@ class ShardHandle:
         def unregister() -> None:
             self._shard.require_nothing_held("unregister")
             self._shard.tensors.withdraw()
-            self._shard.ahead.take()
+            for feature in self._shard.features:
+                feature.gives_up()
 
         self._shard.busy(unregister)
 
@@ -276,8 +281,8 @@ class ShardHandle:
         transform: Transform | Sequence[Transform] | None = None,
         to: Literal["cpu"] | None = None,
         copy_bytes: int | None = None,
-        deltas: int = 0,
-        delta_bytes: int | None = None,
+        deltas: int = 0,  # feature deltas
+        delta_bytes: int | None = None,  # feature deltas
         timeout_s: float | None = None,
         store_wait_s: float | None = 0.0,
     ) -> bool:
@@ -323,7 +328,8 @@ class ShardHandle:
         """
 
         def made() -> SaveRequest:
-            copying = Copying.asked(transform, to, copy_bytes, deltas, delta_bytes)
+            copying = Copying.asked(transform, to, copy_bytes)
+            copying = copying.along(DeltaOptions.asked(deltas, delta_bytes))  # feature deltas
             state = LocalState(local_chunks(tensors_of(named_tensors)), {}, {})
             return SaveRequest(
                 version, state, copying=copying, timeout_s=timeout_s, store_wait_s=store_wait_s
@@ -497,6 +503,7 @@ class ShardHandle:
         request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
         return update(self._shard, request, wait_s) is not None
 
+    # feature prefetch {
     def prefetch(
         self, version: int | str = "latest", *, timeout_s: float | None = None
     ) -> int | None:
@@ -539,6 +546,8 @@ class ShardHandle:
         third of the tensors; until they are applied or dropped.
         """
         return self._prefetching.prefetch(version, timeout_s)
+
+    # } prefetch
 
     def follow(
         self,
@@ -728,6 +737,7 @@ class ShardHandle:
 
     # } streams
 
+    # feature lending {
     # Borrowing
 
     def borrow(
@@ -775,6 +785,8 @@ class ShardHandle:
         processes.
         """
         return borrowing(self._shard, version, timeout_s)
+
+    # } lending
 
     # Engines
 

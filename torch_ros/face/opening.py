@@ -13,6 +13,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.fallback.flow import Fallback, bucket_below, newest_run  # feature fallback
+from torch_ros.features.lending.buffers import lend  # feature lending
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
@@ -79,7 +80,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "staging_bytes": arguments.whole(0, 1 << 40),
     "costs": arguments.optional(arguments.instance(Costs)),
     "retain": _several,
-    "borrow_bytes": arguments.whole(0, 1 << 50),
+    "borrow_bytes": arguments.whole(0, 1 << 50),  # feature lending
     "huge_pages": arguments.yes_or_no,
     "on_progress": arguments.optional(_function),
     "policy": arguments.optional(_policy),
@@ -114,7 +115,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     staging_bytes: int = 4 << 20,
     costs: Costs | None = None,
     huge_pages: bool = True,
-    borrow_bytes: int = 0,
+    borrow_bytes: int = 0,  # feature lending
     on_progress: OnProgress | None = None,
     policy: UpdatePolicy | None = None,
     seeding: Seeding = "foreground",  # feature seeding
@@ -228,7 +229,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
-    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress, borrow_bytes)
+    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress)
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
     check_options(place.replica, seeding, policy)  # feature seeding
@@ -259,6 +260,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     if below is not None:
         shard.attach(Fallback(shard, below))
     # } fallback
+    lend(shard, borrow_bytes)  # feature lending
     # feature seeding {
     ahead = _Ahead(means, place, applicant, chosen, shard)
     forerunner = Forerunner(shard, ahead, seeding_bytes) if seeding == "host" else None
@@ -266,8 +268,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     # } seeding
     if policy is not None:
         shard.policy = Chosen(policy)
-    if environment.value(environment.METRICS_PORT):
-        _serve_figures()
+    _serve_figures()
     return ShardHandle(shard)
 
 
@@ -278,6 +279,9 @@ def _require_free(run: str | None) -> None:
 
 
 def _serve_figures() -> None:
+    """If the environment says where."""
+    if not environment.value(environment.METRICS_PORT):
+        return
     try:
         from torch_ros.metrics.process import serve_as_told  # noqa: PLC0415  # an extra
     except ImportError:

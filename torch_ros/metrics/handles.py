@@ -63,8 +63,10 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
         "Readers that had not done when an unpublish waited no longer.",
         lambda tally: tally.left_behind,
     ),
-    ("delta_bytes", "Bytes of the deltas that were made.", lambda tally: tally.delta_bytes),
-    ("delta_seconds", "Time that they took to make.", lambda tally: tally.delta_s),
+    # feature deltas {
+    ("delta_bytes", "Bytes of the deltas that were made.", lambda tally: tally.sums["delta_bytes"]),
+    ("delta_seconds", "Time that they took to make.", lambda tally: tally.sums["delta_s"]),
+    # } deltas
 )
 _LABELLED: tuple[tuple[str, str, str, Callable[[Tally], Mapping[str, int]]], ...] = (
     (
@@ -79,18 +81,22 @@ _LABELLED: tuple[tuple[str, str, str, Callable[[Tally], Mapping[str, int]]], ...
         "via",
         lambda tally: tally.read_via_bytes,
     ),
+    # feature deltas {
     (
         "deltas",
         "Deltas between copies, by how the making of each ended.",
         "outcome",
-        lambda tally: tally.deltas,
+        lambda tally: tally.ended["deltas"],
     ),
+    # } deltas
+    # feature prefetch {
     (
         "prefetches",
         "Prefetches: staged, nothing, or the error's class.",
         "outcome",
-        lambda tally: tally.prefetches,
+        lambda tally: tally.ended["prefetches"],
     ),
+    # } prefetch
 )
 
 

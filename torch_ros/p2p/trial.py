@@ -6,11 +6,13 @@ those that begin each connection; no NIXL takes part.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ import numpy as np
 from torch_ros.errors import TransferFailed
 from torch_ros.p2p import cma, mapped
 from torch_ros.p2p.copying import copy
-from torch_ros.p2p.lending import LentMemory, Loan, NotLent
 from torch_ros.p2p.near import process_of
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher
 from torch_ros.p2p.ways import part_of
@@ -26,17 +27,20 @@ from torch_ros.p2p.ways import part_of
 AGENT = "torch_ros trial"
 SHOWN_BYTES = 4096
 SHOWN = 0x5A  # each byte of it
-WORD = 7  # of the content that is lent
 
 
-def ways() -> Mapping[str, str]:
+def ways(*more: str) -> Mapping[str, str]:
     """The ways by which processes of this host and user read each other, and what closes each.
 
     "" is said of one that is open. The first one is the condition of all others.
+
+    Args:
+        more: The names of modules that each have another way: `WAY`, its name; `show`, by which the
+            stranger, an agent, shows something; `is_open`, whether that is seen.
     """
     try:
-        with _stranger() as said:
-            return _tried(said)
+        with _stranger(*more) as said:
+            return _tried(said, more)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"voucher": f"no process could be asked ({error})"}
 
@@ -68,7 +72,7 @@ def _can_read(pid: int, address: int) -> bool:
     return True
 
 
-def _tried(said: Mapping[str, Any]) -> Mapping[str, str]:
+def _tried(said: Mapping[str, Any], more: Sequence[str]) -> Mapping[str, str]:
     if "problem" in said:
         return {"voucher": said["problem"]}
     process = Process(said["pid"], said["namespace"], said["voucher"])
@@ -81,16 +85,15 @@ def _tried(said: Mapping[str, Any]) -> Mapping[str, str]:
             "voucher": lambda: bool(stranger.vouched()),
             "cma": lambda: _is_read(process.pid, said["address"]),
             "mapped": lambda: _is_mapped(stranger, said["shared"]),
-            "lending": lambda: Loan(stranger, WORD).is_intact,
         }
+        for module in map(importlib.import_module, more):
+            tried[module.WAY] = partial(module.is_open, stranger)
         return {way: _closed_by(is_open) for way, is_open in tried.items()}
 
 
 def _closed_by(is_open: Callable[[], bool]) -> str:
     try:
         return "" if is_open() else "other bytes came than were shown"
-    except NotLent:
-        return "its open files cannot be seen"
     except (OSError, Unproven) as error:
         return str(error)
 
@@ -111,9 +114,9 @@ def _is_mapped(stranger: Neighbour, address: int) -> bool:
 
 
 @contextlib.contextmanager
-def _stranger() -> Iterator[Mapping[str, Any]]:
+def _stranger(*more: str) -> Iterator[Mapping[str, Any]]:
     """A process that shows memory until the block ends."""
-    command = [sys.executable, "-m", "torch_ros.p2p.trial"]
+    command = [sys.executable, "-m", "torch_ros.p2p.trial", *more]
     with subprocess.Popen(  # noqa: S603  # this very program
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
@@ -127,7 +130,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # so that nobody is the parent of what follows
     try:
-        said, shown = _shown()
+        said, shown = _shown(sys.argv[1:])
     except OSError as error:
         said, shown = {"problem": str(error)}, ()
     sys.stdout.write(json.dumps(said) + "\n")
@@ -136,22 +139,18 @@ def main() -> None:
     del shown
 
 
-def _shown() -> tuple[Mapping[str, Any], object]:
+def _shown(more: Sequence[str]) -> tuple[Mapping[str, Any], object]:
     """The places of what is shown, for as long as the second answer is kept."""
     voucher = Voucher(AGENT)
     voucher.show([b"trial"])
     private, shared = np.full(SHOWN_BYTES, SHOWN, np.uint8), mapped.allocate(SHOWN_BYTES)
     shared.write(bytes([SHOWN]) * SHOWN_BYTES)
     view = np.frombuffer(shared, np.uint8)
-    lent = LentMemory(AGENT, SHOWN_BYTES)
-    lent.begin()
-    lent.end(0)
-    lent.name(WORD)
-    lent.open()
+    others = [importlib.import_module(name).show(AGENT) for name in more]
     process = voucher.process
     said = {"pid": process.pid, "namespace": process.namespace, "voucher": process.voucher}
     said |= {"address": private.ctypes.data, "shared": view.ctypes.data}
-    return said, (voucher, private, view, lent)
+    return said, (voucher, private, view, others)
 
 
 if __name__ == "__main__":

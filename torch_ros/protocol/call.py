@@ -104,8 +104,8 @@ class GroupCall(Attempt):
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
-        # How often a source was lost; whether a rank has said that deltas brought its part.
-        self.reroutes, self.has_delta, self._refuses = 0, False, False
+        # How often a source was lost; whether a rank has said that its part is unproven.
+        self.reroutes, self.is_unproven, self._refuses = 0, False, False
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
@@ -295,22 +295,23 @@ class GroupCall(Attempt):
                 raise
             self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
 
-    def finish(self, value: str, *, is_delta: bool = False) -> Mapping[int, str] | None:
+    def finish(self, value: str, *, is_unproven: bool = False) -> Mapping[int, str] | None:
         """This rank is ready, and says `value`. Returns when all are.
 
         Args:
-            is_delta: Deltas have brought what it has.
+            is_unproven: It was made of what was there: see `Ready`.
 
         Returns:
             To the rank that is ready last, what every rank said: it sums that up, which may take
-            time and may fail, and calls `complete`; `has_delta` is known. None: the call has ended.
+            time and may fail, and calls `complete`; `is_unproven` is known. None: the call has
+            ended.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        found = self._say(Ready(value, is_delta))
+        found = self._say(Ready(value, is_unproven))
         if isinstance(found, Said):
-            self.has_delta = found.has_delta
+            self.is_unproven = found.is_unproven
             return found.by_rank
         self._finish(found)
         return None
@@ -342,7 +343,7 @@ class GroupCall(Attempt):
         if call.ref is not None and call.kind != "installed":  # which changes nothing of it
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
-            return Said({seat.rank: value}, answer.is_delta)
+            return Said({seat.rank: value}, answer.is_unproven)
         reads = calls.own_records(seat, call, self.read_from)[1:]
         ready = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))

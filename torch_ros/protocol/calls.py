@@ -426,8 +426,8 @@ def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
         if rank < seat.world_size
     }
     said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
-    has_delta = any(answer.is_delta for answer in answers.values())
-    return Done(Said(said, has_delta) if len(said) == seat.world_size else None)
+    is_unproven = any(answer.is_unproven for answer in answers.values())
+    return Done(Said(said, is_unproven) if len(said) == seat.world_size else None)
 
 
 @dataclass(frozen=True, slots=True)

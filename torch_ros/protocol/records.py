@@ -196,7 +196,7 @@ class Ready(Record, frozen=True):
     """`ready/<inst>/<n>/<rank>`: this rank has done its part of call n."""
 
     value: str  # of an agree, what the ranks must agree on; else the digest of its sharding
-    is_delta: bool = False  # deltas have brought it, so the ranks must compare all that they have
+    is_unproven: bool = False  # made of what was there: the ranks must compare all that they have
 
 
 def in_words(version: object) -> str:
@@ -351,7 +351,7 @@ class Said(NamedTuple):
     """The answers of all ranks in a call."""
 
     by_rank: Mapping[int, str]
-    has_delta: bool = False  # deltas have brought a part of what they have
+    is_unproven: bool = False  # a part was made of what was there
 
 
 def answers_of(said: Mapping[int, str]) -> str:

@@ -1,7 +1,7 @@
 """Saves and loads, as torch_ros.dcp and `publish_copy` make them: each of several group calls."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -27,8 +27,8 @@ from torch_ros.shard.tensors import Brought
 from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
+from torch_ros.transfer.attending import Attendant
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
-from torch_ros.transfer.deltas import PlannedDelta, PublishedCopy
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.left_out import left_out
@@ -117,10 +117,8 @@ class LoadRequest:
 class Checkpoints:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        borrow_bytes = shard.settings.borrow_bytes
-        self._buffers = CopyBuffers(shard.transport.agent, borrow_bytes, shard.deltas)
+        self._buffers = CopyBuffers(shard.host_buffers)
         shard.observed.staged["buffers"] = lambda: self._buffers.size_bytes
-        shard.observed.staged["deltas"] = lambda: shard.deltas.size_bytes
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property
@@ -261,8 +259,7 @@ class _Save:
         self._deadline = shard.deadline(self._asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
-        self._base: PublishedCopy | None = None  # of a delta to this copy
-        self._planned: PlannedDelta | None = None
+        self._attendants: Sequence[Attendant] = ()  # of this copy
         copying = request.copying
         self._transforms = copying.transforms if copying is not None else ()
         self._memory = stager_memory
@@ -270,17 +267,21 @@ class _Save:
     def run(self) -> tuple[bool, set[tuple[int, int]]]:
         """Whether it is offered now; and where DCP's stager has it."""
         shard, request = self._shard, self._request
-        self._registered, held = None, shard.held
-        self._base = shard.deltas.base(held.uid if held else None, shard.tensors.registered)
+        self._registered = None
+        if (copying := request.copying) is not None:
+            attending = (each.attend(copying, request.version) for each in shard.features)
+            self._attendants = [each for each in attending if each is not None]
         self._give_way()
-        content, store_wait_s = Content(self._register, self._table), request.store_wait_s
+        content, store_wait_s = Content(self._register, self._more), request.store_wait_s
         try:
             is_offered = publish(
                 shard, request.version, content, self._asked, self._deadline, store_wait_s
             )
             assert self._state is not None
             self._memory = memory_of(self._state) if request.from_stager else set()
-            self._make_delta(is_offered=is_offered)
+            if (held := shard.held) is not None:
+                for attendant in self._attendants:
+                    attendant.published(held.uid, is_offered=is_offered)
             return is_offered, self._memory
         finally:
             shard.hide_unless_held()
@@ -347,12 +348,7 @@ class _Save:
             self._shard.tensors.look_at_guarded(state)
         if copying is None:
             return state
-        if copying.deltas and self._shard.settings.depth != "full":
-            raise UsageError(
-                f"deltas={copying.deltas}: readers need digests of all content; open this handle "
-                f'with digests="full" (it has {self._shard.settings.depth!r})'
-            )
-        return self._buffers.fill(state, copying)
+        return self._buffers.fill(state, copying, self._attendants)
 
     def _register(self) -> Registered:
         self._state = self._state or self._gather()
@@ -361,23 +357,17 @@ class _Save:
             is_copy = self._request.from_stager or self._request.copying is not None
             registered = self._shard.tensors.show(self._state, is_copy=is_copy)
             self._registered = registered
-            self._buffers.lend(registered)
-            if (copying := self._request.copying) is not None:
-                self._planned = self._shard.deltas.shown(
-                    self._base, registered, self._request.version, copying.deltas
-                )
+            if registered.buffer is not None:
+                registered.buffer.shown(registered)
+            for attendant in self._attendants:
+                attendant.shown(registered)
         return self._registered
 
-    def _table(self, uid: str, is_made: bool) -> int:  # of `Content`
-        return self._shard.deltas.offer(self._planned, uid, is_made=is_made)
-
-    def _make_delta(self, *, is_offered: bool) -> None:
-        held, registered, deltas = self._shard.held, self._registered, self._shard.deltas
-        if self._request.copying is None or held is None or registered is None:
-            return
-        deltas.published(held.uid, registered)
-        if is_offered:
-            deltas.start(self._planned, held.uid)
+    def _more(self, uid: str, is_offered: bool) -> Mapping[str, int]:  # of `Content`
+        more: dict[str, int] = {}
+        for attendant in self._attendants:
+            more.update(attendant.more(uid, is_offered=is_offered))
+        return more
 
 
 class Load(Target):

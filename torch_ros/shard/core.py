@@ -29,9 +29,8 @@ from torch_ros.protocol.call import ALONE, GroupCall, Missed, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.policy import NEWEST, Policy
-from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef
-from torch_ros.shard.ahead import Ahead
-from torch_ros.shard.base import Bases
+from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef, mark
+from torch_ros.shard.base import Base
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import refuse
 from torch_ros.shard.contract import conclude
@@ -46,11 +45,12 @@ from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
-from torch_ros.transfer.deltas import CopyDeltas, Outcome
+from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
@@ -73,7 +73,6 @@ class Settings:
     check_contract: bool
     relay: bool
     on_progress: OnProgress | None
-    borrow_bytes: int
 
 
 class Shard:
@@ -89,11 +88,8 @@ class Shard:
     mailbox: Mailbox
     reading: Reading
     transport: Transport
-    deltas: CopyDeltas  # of the copies that are published
     word: OwnWord
     tensors: Tensors
-    bases: Bases
-    ahead: Ahead
     manifests: Manifests
     copies: Copies
     beginnings: Beginnings
@@ -101,11 +97,12 @@ class Shard:
     reports: Reports
     observed: Observed
     policy: Policy  # of its updates
+    host_buffers: HostBuffers  # of copies that are published
     intake: Intake
     is_closed: bool
     features: list[Feature]  # that are attached
     lock: threading.RLock  # of the call that is under way
-    beside: list[int]  # threads in prefetches: others go on beside the first, and the rest wait
+    beside: list[int]  # threads in calls that others may go on beside
 
     def __init__(
         self,
@@ -119,21 +116,19 @@ class Shard:
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
-        self.deltas = CopyDeltas(self._made_delta)
-        self.word = OwnWord(group, mailbox, self.deltas)
+        self.features = []
+        self.word = OwnWord(group, mailbox, self.features)
         self.tensors = Tensors(mailbox, pages)
-        self.bases = Bases(group.ledger, mailbox, self.tensors)
-        self.ahead = Ahead()
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
+        self.host_buffers = HostBuffers()
         self.policy = NEWEST
         self.intake = Intake(group.ledger)
         self.is_closed = False
-        self.features = []
         self.lock = threading.RLock()
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
@@ -148,6 +143,14 @@ class Shard:
         """The version that this replica may be a source of."""
         kept = self.group.ledger.holds
         return kept.ref if kept else None
+
+    def base(self) -> Base | None:
+        """The content that it has read and holds now, right before it unpublishes that."""
+        kept, registered = self.group.ledger.held, self.tensors.registered
+        if kept is None or registered is None or kept.is_original:
+            return None
+        everything = Word(mark(kept.ref.uid, kept.call), ALL_BLOCKS)
+        return Base(kept.ref, registered) if self.mailbox.word == everything else None
 
     @property
     def is_alone(self) -> bool:
@@ -164,9 +167,6 @@ class Shard:
             f"ShardHandle(model={self.model!r}, replica={seat.replica!r}, "
             f"rank={seat.rank} of {seat.world_size}{held}{state})"
         )
-
-    def _made_delta(self, outcome: Outcome, size_bytes: int, elapsed_s: float) -> None:
-        self.observed.tally.made_delta(outcome, size_bytes, elapsed_s)
 
     def attach(self, feature: Feature) -> None:
         """Tell a feature of what happens here from now on."""
@@ -302,14 +302,14 @@ class Shard:
         """Give up the version that is held, once nobody reads it.
 
         Args:
-            may_forget: Whether to go on without etcd. Nothing is read then into what is given up,
-                so what was staged for it goes, however this ends.
+            may_forget: Whether to go on without etcd. Nothing is read then into what is given up.
             counted: The version that ranks without a seat take for held, and make this call for.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
         kept, write = self.group.ledger.holds, self.tensors.written()
         if may_forget:
-            self.ahead.take()
+            for feature in self.features:
+                feature.gives_up()
         try:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:
@@ -421,7 +421,6 @@ class Shard:
                     self.reading.close()
                     self.reading.peers.close()
                     self.mailbox.close()
-                    self.deltas.close()
                     self.tensors.forget()
                     for feature in self.features:
                         feature.has_closed()

@@ -137,7 +137,7 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
 def _given_up(search: _Search, deadline: Deadline) -> Iterator[Target]:
     """Give up what is held; within, a call may be decided from what that has read along."""
     shard, passing = search.shard, Passing(search.sight, replicates=True)
-    target = Target(shard, shard.bases.now())
+    target = Target(shard, shard.base())
     shard.unpublish(deadline, may_forget=False, passing=passing)
     try:
         yield target

@@ -1,7 +1,7 @@
 """Offering tensors as a version: one rank's part in it, with a report of how long it took."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch_ros.deadline import Deadline
@@ -26,12 +26,12 @@ class Content:
 
     Args:
         tensors: Registers them, or says where the registered ones are. Called within the call.
-        deltas: Writes the table of deltas to what is offered as this uid, and says where it is; the
-            second argument is whether one more will be made.
+        more: Says which addresses readers of this uid shall know, by name; the second argument is
+            whether it is offered when the call has ended.
     """
 
     tensors: Callable[[], Registered]
-    deltas: Callable[[str, bool], int] = lambda *_: 0
+    more: Callable[[str, bool], Mapping[str, int]] = lambda *_: {}
 
 
 def publish(
@@ -53,7 +53,7 @@ def publish(
         watch.lap("tensors")
         call.decide_to_publish(check_version(version), tracing.traceparent())
         watch.lap("decide")
-        _offer(shard, content, call, registered, is_made=True)
+        _offer(shard, content, call, registered, is_offered=True)
         watch.lap("digest")
         with call.ending():
             if not call.has_ended and (said := call.finish(registered.sharding.digest)):
@@ -61,7 +61,7 @@ def publish(
                 require_equal(shard, call, end.said, deadline)
                 call.complete(end)
         if call.ref.uid != call.fresh_uid:
-            shard.word.serve(call.mark, registered.lent)
+            shard.word.serve(call.mark, registered.buffer)
         watch.lap("commit")
         report(call, registered, is_offered=True)
         log.info("published version %d of %r", version, shard.model)
@@ -74,7 +74,7 @@ def publish(
         end = shard.manifests.alone(registered)
         call.traceparent = tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
-        _offer(shard, content, call, registered, is_made=False)
+        _offer(shard, content, call, registered, is_offered=False)
         watch.lap("digest")
         _say_not_waited(shard, version, store_wait_s)
         report(call, registered, is_offered=False)
@@ -101,15 +101,15 @@ def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> N
 
 
 def _offer(
-    shard: Shard, content: Content, call: GroupCall, registered: Registered, *, is_made: bool
+    shard: Shard, content: Content, call: GroupCall, registered: Registered, *, is_offered: bool
 ) -> None:
     """Digest the tensors, and say that all of them are there as the call's version."""
     finish_kernels(registered.cuda_devices)
     shard.tensors.offered()
     depth = shard.settings.depth
     shard.digests = Digests(depth, registered.digests(depth))
-    shard.mailbox.show_digests(shard.digests, content.deltas(call.ref.uid, is_made))
+    shard.mailbox.show_digests(shard.digests, content.more(call.ref.uid, is_offered))
     if call.ref.uid == call.fresh_uid:
-        shard.word.serve(call.mark, registered.lent)
+        shard.word.serve(call.mark, registered.buffer)
     else:  # it may have other bytes than who published it first
-        shard.word.show_nothing(call.mark, registered.lent)
+        shard.word.show_nothing(call.mark, registered.buffer)

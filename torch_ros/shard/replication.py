@@ -30,10 +30,9 @@ from torch_ros.protocol.versions import Spec
 from torch_ros.shard import tracing
 from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
-from torch_ros.shard.leap import Applied, Leap
 from torch_ros.shard.publishers import ReadFrom
-from torch_ros.shard.report import ReadReport, Stopwatch
-from torch_ros.shard.seams import Supplier
+from torch_ros.shard.report import ReadReport, Stopwatch, Via
+from torch_ros.shard.seams import Change, Supplier
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
@@ -72,7 +71,8 @@ class Target:
         """Check that they may be written to. Called at the beginning, and after each lost seat."""
         self._shard.ready("replicate").require_writable("replicate")
         self._shard.tensors.require_in_use("replicate")
-        self._shard.deltas.forget()  # they lead to a copy that is given up
+        for feature in self._shard.features:
+            feature.overwrites()
 
     def register(self, _: Sequence[Layout]) -> Registered:
         """Register the tensors that a version with these layouts, rank by rank, is read into."""
@@ -148,8 +148,8 @@ def healed(
 ) -> T:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
-    Before that, in full from the same ones, if deltas had brought a part: what they were applied to
-    may be wrong. Where a supplier has others for what cannot be read, the next, until it has none.
+    Before that, in full from the same ones, if a part was made of what was there, which may have
+    been wrong. Where a supplier has others for what cannot be read, the next, until it has none.
     All ranks get the same error, so all of them try again.
     """
     with tracing.spanned(SPANS.get(shard.asked.verb, "replicate"), **shard.observed.labels):
@@ -161,7 +161,7 @@ def healed(
                 return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
             except CorruptWeights as error:
                 shard.observed.tally.corrupt += 1
-                shard.bases.distrust()
+                _tell_wrong(shard)
                 if error.source and not tries_left:
                     shard.observed.tally.failed(error)
                     raise
@@ -182,6 +182,11 @@ def healed(
                     if known is error:
                         raise
                     raise known from error
+
+
+def _tell_wrong(shard: Shard) -> None:
+    for feature in shard.features:
+        feature.has_read_wrong()
 
 
 class Replication:
@@ -213,7 +218,7 @@ class Replication:
             0.0  # at which a near relay got the version that gave too little of it; bytes/s
         )
         self._should_be_fast = False  # all of the source is there, on this host
-        self._applied: Applied | None = None  # what brought all of `progress`, if deltas did
+        self._via = Via()  # what has brought all of `progress`
         self._call: GroupCall | None = None
 
     def known_failure(self, error: TorchRosError) -> TorchRosError:
@@ -306,7 +311,7 @@ class Replication:
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
-        self.ref, self.progress, self._applied = ref, None, None
+        self.ref, self.progress, self._via = ref, None, Via()
         self.verification = Verification(self._shard, ref, self._deadline)
         self._read_from = ReadFrom(self._shard, ref.version)
 
@@ -340,21 +345,25 @@ class Replication:
         self._read_from.note(sources, has_some=has_some, is_compared=is_compared)
         progress.serve(call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
-        ahead = self._shard.ahead.take()  # the base changes now
-        if base := self._taken():
-            leap = Leap(self._shard, call, base, progress)
-            self._applied, self._should_be_fast = leap.over(supplies[-1], ahead), False
-            self._watch.lap("delta")
+        self._fill_otherwise(progress, supplies[-1])
         for of_phase, phase in zip(supplies, phases, strict=True):
             self._shard.reading.read(of_phase, phase, progress, self._deadline, meter.add)
             if phase is phases[0]:  # the objects, if there are any
                 self._target.vet()
 
-    def _taken(self) -> Base | None:
-        """The base, once in a call, whatever becomes of it."""
-        base, self._target.base = self._target.base, None
-        is_known = self._shard.bases.is_trusted and self.verification.proves_deltas
-        return base if is_known else None
+    def _fill_otherwise(self, progress: Progress, supplies: Sequence[Supply]) -> None:
+        """Let features fill the tensors from what they had until now: once in a call."""
+        shard, base, change = self._shard, self._target.base, None
+        self._target.base = None
+        is_there = base is not None and base.registered is progress.target
+        if base is not None and is_there and self.verification.proves_all:
+            ref, deadline = self.verification.ref, self._deadline
+            change = Change(base, ref, supplies, shard.reading, deadline, hurries=True)
+            self._should_be_fast = False
+        for feature in shard.features:
+            via = feature.fill(progress, change, self._watch)
+            if via is not None:
+                self._via, change = via, None
 
     def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
         is_near = source.datacenter == self._shard.group.seat.datacenter
@@ -415,9 +424,9 @@ class Replication:
             watch.lap("digest")
         with call.ending():
             answer = registered.sharding.digest
-            if said := call.finish(answer, is_delta=progress.is_unproven):
+            if said := call.finish(answer, is_unproven=progress.is_unproven):
                 end = verification.end_of(registered, said, self._terms)
-                verification.verify(self.source, has_delta=call.has_delta)
+                verification.verify(self.source, is_unproven=call.is_unproven)
                 call.complete(end, self._terms)
         progress.prove()
         watch.lap("commit")
@@ -437,7 +446,7 @@ class Replication:
             call.number,
             watch.began_ms,
             call.ref.uid,
-            *(self._applied.told if self._applied else ()),
+            *self._via,
         )
         self._shard.reports.add(report)
         self._shard.intake.ends(call.ref, self._deadline)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch_ros.deadline import wall_ms
 from torch_ros.printable import log_of
@@ -15,6 +15,16 @@ from torch_ros.protocol.records import VersionRef
 log: logging.Logger = log_of(__name__)
 
 REPORTS_KEPT = 64  # some 500 bytes each
+
+
+class Via(NamedTuple):
+    """The last figures of a `ReadReport`: what was read, if that was not all bytes."""
+
+    via: Literal["full", "delta"] = "full"
+    base: int | None = None
+    links: int = 0
+    changed: int = 0
+    prefetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,56 @@
 The core calls them, and names no feature. A feature has those that it needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol.call import Effects, GroupCall
-from torch_ros.protocol.records import Call
+from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.versions import Spec
+from torch_ros.shard.base import Base
+from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
-from torch_ros.transfer.feed import Progress
+from torch_ros.transfer.attending import Attendant
+from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.feed import Progress, Supply
 from torch_ros.transfer.meter import Meter
+from torch_ros.transfer.reading import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A way from what a rank's tensors have to another content, which sources show.
+
+    Args:
+        supplies: Of the tensors, with the plans of reads in full.
+        reading: Whoever stages bytes of the change reads by this.
+        hurries: An engine stands still meanwhile.
+    """
+
+    base: Base
+    ref: VersionRef
+    supplies: Sequence[Supply]
+    reading: Reading
+    deadline: Deadline
+    hurries: bool
+
+
+class Staged(Protocol):
+    """A change that lies in memory of this process, which nobody writes to any more."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the memory."""
+
+    @property
+    def line(self) -> str:
+        """The change as a log tells it."""
+
+    def apply(self, progress: Progress) -> Via | None:
+        """Fill the base's tensors with the next content; None: it cannot, read it in full."""
 
 
 class Supplier(Protocol):
@@ -48,10 +87,66 @@ class Feature:
     way, unless a method says otherwise.
     """
 
+    # What is registered, and what is held
+
+    def registers(self) -> None:
+        """The owner has registered tensors anew."""
+
+    def gives_up(self) -> None:
+        """What is held is given up, or let go of, and nothing is read into it."""
+
+    def hides(self) -> None:
+        """The word is cleared: no content is shown from now on."""
+
+    # A copy that is published
+
+    def attend(self, copying: Copying, version: int) -> Attendant | None:
+        """A save begins that publishes a copy. Who attends is told of the copy until its end."""
+        return None
+
+    # A version that is read
+
     def supplier(self, spec: Spec, deadline: Deadline) -> Supplier | None:
         """A replicate begins. A way of the feature's own to what it reads; None: it has none."""
-        del spec, deadline
         return None
+
+    def overwrites(self) -> None:
+        """A version is about to be read into the tensors of `register`."""
+
+    def fill(self, progress: Progress, change: Change | None, watch: Stopwatch) -> Via | None:
+        """All is planned, and the first byte not read; bring all of it in another way.
+
+        Called again when a source was lost.
+
+        Args:
+            change: None: nothing is known of what the tensors have, or another feature has filled
+                them, or nobody would find out that they were filled with something else.
+
+        Returns:
+            None: nothing was brought, and blocks are read.
+
+        Raises:
+            SourceLost, DeadlineExceeded, SeatLost: As any read.
+        """
+        return None
+
+    def stage(self, change: Change) -> Staged | None:
+        """Bring a change here, and leave the tensors as they are. May be called by any thread.
+
+        Returns:
+            None: there is no such change, or it is not worth it.
+
+        Raises:
+            SourceLost, DeadlineExceeded: As any read.
+            CorruptDelta: The source shows what it should not.
+            MemoryError: There is too little.
+        """
+        return None
+
+    def has_read_wrong(self) -> None:
+        """The ranks have compared what they have read, and it was not what was published."""
+
+    # The end
 
     def closes(self) -> None:
         """The handle is about to be closed, and all is as it was. Any thread calls."""

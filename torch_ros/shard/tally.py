@@ -6,7 +6,7 @@ a closed handle stay.
 
 import threading
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -66,26 +66,15 @@ class Tally:
         self.read_via_bytes: Counter[str] = Counter[str]()
         self.read_s: dict[str, Histogram] = {}  # by stage
         self.publish_s, self.drain_s = Histogram(), Histogram()
-        self.deltas: Counter[str] = Counter[str]()  # by how the making of each ended
-        self.delta_bytes, self.delta_s = 0, 0.0  # of those that were made
-        self.prefetches: Counter[str] = Counter[str]()  # by how each ended
+        # What features have done, by its kind: how often it ended how; and sums of figures.
+        self.ended: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.sums: defaultdict[str, float] = defaultdict(float)
         self.reroutes = self.corrupt = self.left_behind = 0
         self.seats_lost: int = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
         self.failures[type(error).__name__] += 1
-
-    def prefetched(self, outcome: str) -> None:
-        """A prefetch has ended. By the thread that made it, and no other at the same time."""
-        self.prefetches[outcome] += 1
-
-    def made_delta(self, outcome: str, size_bytes: int, elapsed_s: float) -> None:
-        """The making of a delta has ended. By the thread that made it."""
-        self.deltas[outcome] += 1
-        if outcome == "made":
-            self.delta_bytes += size_bytes
-            self.delta_s += elapsed_s
 
     def add(self, report: Report) -> None:
         """A call has ended well."""
@@ -119,16 +108,15 @@ class Tally:
             (self.read_bytes, other.read_bytes),
             (self.reads_via, other.reads_via),
             (self.read_via_bytes, other.read_via_bytes),
-            (self.deltas, other.deltas),
-            (self.prefetches, other.prefetches),
+            *((self.ended[kind], ended) for kind, ended in dict(other.ended).items()),
         ):
             mine.update(dict(its))
         for stage, times in dict(other.read_s).items():
             self._stage(stage).merge(times)
+        for name, value in dict(other.sums).items():
+            self.sums[name] += value
         self.publish_s.merge(other.publish_s)
         self.drain_s.merge(other.drain_s)
-        self.delta_bytes += other.delta_bytes
-        self.delta_s += other.delta_s
         self.left_behind += other.left_behind
         self.reroutes += other.reroutes
         self.corrupt += other.corrupt

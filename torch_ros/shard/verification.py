@@ -105,8 +105,8 @@ class Verification:
         return self._shard.settings.depth != "off" and bool(self._expected.totals)
 
     @property
-    def proves_deltas(self) -> bool:
-        """Whether a comparison would find what deltas have made of another content."""
+    def proves_all(self) -> bool:
+        """Whether a comparison would find a byte that no source has sent."""
         expected = self._expected
         is_wanted = self._shard.settings.depth != "off"
         return is_wanted and expected.depth == "full" and bool(expected.totals)
@@ -120,30 +120,31 @@ class Verification:
             shard.mailbox.show_digests(shard.digests)
         return depth != "off"
 
-    def verify(self, source: str, *, has_delta: bool = False) -> None:
+    def verify(self, source: str, *, is_unproven: bool = False) -> None:
         """Compare the digests of all ranks with the version's. Called by the last to be ready.
 
         Args:
-            has_delta: A rank has applied some, so all must be compared, equal chunks too.
+            is_unproven: A rank has made its part of what it had, so all must be compared, equal
+                chunks too.
 
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self.ref.version
-        source = "" if has_delta else source
-        if has_delta and not self.proves_deltas:
+        source = "" if is_unproven else source
+        if is_unproven and not self.proves_all:
             raise CorruptWeights(shard.model, version, "?", source)
         if shard.settings.depth == "off" or expected.depth == "off":
             return
         manifests = shard.manifests.own(self._deadline)
         if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
-            if has_delta:
+            if is_unproven:
                 raise CorruptWeights(shard.model, version, "?", source)
             log.warning("not all ranks have digests; version %d is not verified", version)
             return
         layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
         found = totals(layouts, chunks, depth=expected.depth)
         fqn = first_difference(found, expected.totals)
-        if fqn is None and has_delta:
+        if fqn is None and is_unproven:
             fqn = first_unproven(layouts, chunks, found)
         if fqn is not None:
             raise CorruptWeights(shard.model, version, fqn, source)

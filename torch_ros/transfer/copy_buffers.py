@@ -1,32 +1,23 @@
 """Publishing a copy: tensors that are made of others, gathered, or free to change at once."""
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import torch
 
 from torch_ros import arguments
 from torch_ros.errors import UsageError
-from torch_ros.p2p.lending import LentMemory
-from torch_ros.printable import log_of
-from torch_ros.transfer.deltas import CopyDeltas
+from torch_ros.transfer.attending import Attendant
 from torch_ros.transfer.ferry import Ferry
-from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
+from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.transfer.staging_buffers import aligned
-from torch_ros.transfer.turns import BUFFERS, Turns
-from torch_ros.weights.delta_table import ENTRIES_MAX, TABLE_BYTES
+from torch_ros.transfer.turns import BUFFERS, HostBuffers, Turns
 from torch_ros.weights.local import LocalChunk, LocalTensor
-from torch_ros.weights.manifest import Manifest
 from torch_ros.weights.transforms import Box, Making, Transform, makings
 
-log: logging.Logger = log_of(__name__)
-
 HOST_MEMORY = torch.device("cpu")
-RING_SHARE = 8  # of a copy's bytes: five deltas of 1 % of bfloat16, and room for the next
-RING_BYTES_MIN = 1 << 16
 PIECE_BYTES = 32 << 20  # made at a time; on a GPU two more of them are on their way to the host
 
 Asked = Transform | Sequence[Transform] | None
@@ -39,23 +30,13 @@ class Copying:
     transforms: Sequence[Transform] = ()
     to: Literal["cpu"] | None = None
     copy_bytes: int | None = None
-    deltas: int = 0
-    delta_bytes: int | None = None
+    more: tuple[object, ...] = ()  # options of features, each in its own class
 
     @classmethod
-    def asked(
-        cls,
-        transform: Asked,
-        to: Literal["cpu"] | None,
-        copy_bytes: int | None,
-        deltas: int = 0,
-        delta_bytes: int | None = None,
-    ) -> Self:
+    def asked(cls, transform: Asked, to: Literal["cpu"] | None, copy_bytes: int | None) -> Self:
         """Raises: UsageError: An option of another type than it should have."""
         arguments.optional(arguments.one_of(("cpu",)))("to", to)
         arguments.optional(arguments.whole(0, 1 << 50))("copy_bytes", copy_bytes)
-        arguments.whole(0, ENTRIES_MAX)("deltas", deltas)
-        arguments.optional(arguments.whole(2 * TABLE_BYTES, 1 << 50))("delta_bytes", delta_bytes)
         if transform is None:
             transforms: Sequence[Transform] = ()
         else:
@@ -71,13 +52,13 @@ class Copying:
                     f"transform={each!r}: its repr says where it is and not what it does, by which "
                     "ranks compare theirs; make it a frozen dataclass"
                 )
-        return cls(tuple(transforms), to, copy_bytes, deltas, delta_bytes)
+        return cls(tuple(transforms), to, copy_bytes)
 
-    def ring_bytes(self, copy_bytes: int) -> int:
-        """The size of the ring for deltas of copies of that size; 0: none are asked for."""
-        if not self.deltas:
-            return 0
-        return self.delta_bytes or TABLE_BYTES + max(copy_bytes // RING_SHARE, RING_BYTES_MIN)
+    def along(self, options: object) -> Self:
+        """The same with options of a feature, unless they are as if nobody had given any."""
+        if options == type(options)():
+            return self
+        return replace(self, more=(*self.more, options))
 
 
 @dataclass(slots=True)
@@ -124,17 +105,12 @@ class CopyBuffers:
     """Memory that copies are published from; registered once, as long as what is copied fits.
 
     Args:
-        agent: Of this process.
-        borrow_bytes: How much of the host memory among it may be lent at a time.
-        deltas: Between its copies.
+        host: Makes what lies in host memory.
     """
 
-    def __init__(self, agent: str, borrow_bytes: int, deltas: CopyDeltas | None = None) -> None:
-        self._deltas = deltas or CopyDeltas()
+    def __init__(self, host: HostBuffers) -> None:
         self._turns: dict[torch.device, Turns] = {}
-        self._lender = agent if borrow_bytes else None
-        self._borrow_bytes = borrow_bytes
-        self._open: list[LentMemory] = []  # what somebody may have, also of buffers outgrown since
+        self._host = host
 
     @property
     def size_bytes(self) -> int:
@@ -147,63 +123,40 @@ class CopyBuffers:
         for turns in self._turns.values():
             turns.turn()
 
-    def lend(self, registered: Registered) -> None:
-        """Lend the copy that was filled last, if the bound allows, and no other from now on.
-
-        Called when the version before is unpublished, and before this one is named.
-        """
-        copy = registered.lent
-        if copy is None:
-            return
-        addresses = tuple(map(copy.offset_of, registered.addresses))
-        manifest = Manifest(registered.layout, addresses, tuple(registered.devices), b"")
-        copy.describe(manifest.encode())
-        self._open = [each for each in self._open if each is not copy and not each.close()]
-        lent_bytes = sum(each.content_bytes for each in self._open)
-        if lent_bytes + copy.content_bytes <= self._borrow_bytes:
-            copy.open()
-            self._open.append(copy)
-        else:
-            log.info(
-                "a copy of %d bytes is not lent: %d bytes are, and borrow_bytes=%d",
-                copy.content_bytes,
-                lent_bytes,
-                self._borrow_bytes,
-            )
-
-    def fill(self, state: LocalState, copying: Copying) -> LocalState:
-        """A copy of `state`, contiguous and transformed, in a buffer neither published nor lent.
+    def fill(
+        self, state: LocalState, copying: Copying, attendants: Sequence[Attendant] = ()
+    ) -> LocalState:
+        """A copy of `state`, contiguous and transformed, in a buffer neither published nor in use.
 
         The state dict's objects are not copied: they are copies already.
 
         Raises:
             UsageError: A transform cannot make its tensors of these; they do not fit into
-                `copying.copy_bytes`, beside what is kept of earlier ones; or no deltas can be made
-                of them. Nothing was copied, unless a transform failed on its way.
+                `copying.copy_bytes`, beside what is kept of earlier ones; or whoever attends cannot
+                do with them. Nothing was copied, unless a transform failed on its way.
         """
         made = makings(state.tensors, copying.transforms)
         plan = [_Part.all_of(making, copying.to) for making in made]
-        if copying.deltas:
-            _require_comparable(plan, state.objects)
-        self._deltas.end()  # nobody reads the buffer that is filled any more
+        for attendant in attendants:
+            parts = ((part.making.tensor.fqn, part.device) for parts in plan for part in parts)
+            attendant.begins(parts, state.objects)
         paths, sizes = _paths(state, made), _sizes(plan)
-        if self._lender is not None:
-            room = _manifest_room(made, paths, state.objects)
-            sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + room
+        if extra := self._host.extra_bytes(made, paths, state.objects):
+            sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + extra
         self._make_room(sizes, copying.copy_bytes)
         memory = [chunk.tensor for tensor in state.tensors for chunk in tensor.chunks]
         finish_kernels({chunk.device for chunk in memory if chunk.is_cuda})
         rooms = {device: _Room(self._turns[device].take(sizes[device])) for device in sizes}
         tensors = _made(zip(made, plan, strict=True), rooms)
         pools = [buffer.room for turns in self._turns.values() for buffer in turns.buffers]
-        ring = self._deltas.prepare(copying.ring_bytes(sum(room.end for room in rooms.values())))
-        if ring is not None:
-            pools.append(ring)
-        lent = self._turns[HOST_MEMORY].filled.lent if self._lender is not None else None
-        if lent is not None:
-            here = (c.tensor for t in tensors for c in t.chunks if c.tensor.device == HOST_MEMORY)
-            lent.end(sum(chunk.nbytes for chunk in here))
-        return LocalState(tensors, state.objects, paths, pools, lent=lent)
+        for attendant in attendants:
+            pool = attendant.pool(sum(room.end for room in rooms.values()))
+            pools += [pool] if pool is not None else []
+        buffer = self._turns[HOST_MEMORY].filled if HOST_MEMORY in sizes else None
+        if buffer is not None:
+            chunks = (chunk.tensor for tensor in tensors for chunk in tensor.chunks)
+            buffer.end(memory for memory in chunks if memory.device == HOST_MEMORY)
+        return LocalState(tensors, state.objects, paths, pools, buffer=buffer)
 
     def _make_room(self, sizes: Mapping[torch.device, int], copy_bytes: int | None) -> None:
         kept = {device: turns.size_bytes for device, turns in self._turns.items()}
@@ -217,7 +170,7 @@ class CopyBuffers:
                 "to a smaller dtype, or publish in place"
             )
         for device, size in new.items():
-            self._turns[device] = Turns(size, device, self._lender)
+            self._turns[device] = Turns(size, device, self._host)
 
 
 def _made(
@@ -235,23 +188,6 @@ def _made(
         tensors += [making.output(name, chunks[name]) for name in making.outputs]
     ferry.land()
     return tensors
-
-
-def _require_comparable(
-    plan: Sequence[Sequence[_Part]], objects: Mapping[str, torch.Tensor]
-) -> None:
-    """Raises: UsageError: No delta could be made of these copies, or none could be read."""
-    if objects:
-        raise UsageError(
-            f"deltas: the state dict has objects ({next(iter(objects))!r}), and a replica that "
-            "updates by deltas has tensors only; save these as another model, or leave deltas out"
-        )
-    for part in (part for parts in plan for part in parts):
-        if part.device != HOST_MEMORY:
-            raise UsageError(
-                f"deltas: the copy of {part.making.tensor.fqn!r} would be on {part.device}; they "
-                'are made in host memory: pass to="cpu"'
-            )
 
 
 def make(
@@ -291,18 +227,3 @@ def _sizes(plan: Sequence[Sequence[_Part]]) -> dict[torch.device, int]:
         size = sum(aligned(part.size_bytes(name)) for name in part.boxes)
         sizes[part.device] = sizes.get(part.device, 0) + size
     return sizes
-
-
-def _manifest_room(
-    made: Sequence[Making],
-    paths: Mapping[str, tuple[str | int, ...]],
-    objects: Mapping[str, torch.Tensor],
-) -> int:
-    """More than the manifest of a copy takes: msgpack has nine bytes at most for a number."""
-    size = sum(len(repr(path).encode()) for path in paths.values())
-    size += sum(len(fqn.encode()) + 192 for fqn in objects)
-    for making in made:
-        dims, chunks = len(making.tensor.shape), len(making.tensor.chunks)
-        for name in making.outputs:
-            size += len(name.encode()) + 9 * dims + 64 + chunks * (128 + 27 * dims)
-    return aligned(256 + size)

@@ -62,7 +62,7 @@ class Progress(Arrivals):
         self._mailbox, self.target, self.mark = mailbox, target, 0
         self._is_hushed = False
         self.tell_rate(0)
-        self.is_unproven = False  # deltas have filled it, and the group has not compared it yet
+        self.is_unproven = False  # it was filled from what was there, and nobody has compared it
 
     def serve(self, mark: int) -> None:
         """Tell readers from now on, under this mark."""
@@ -82,7 +82,7 @@ class Progress(Arrivals):
         self._mailbox.tell_rate(int(bytes_per_s))
 
     def fill(self, bytes_read: int) -> None:
-        """All of it is there, by deltas. Readers are told nothing of it before `prove`."""
+        """All of it was made here of what was there. Readers are told nothing before `prove`."""
         self.is_unproven = True
         self.done[:] = True
         self.bytes_read += bytes_read

@@ -17,6 +17,7 @@ held, and before tensors are taken back without etcd.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -120,11 +121,13 @@ class Mailbox:
             self._post(manifest)
         return manifest
 
-    def show_digests(self, digests: Digests, deltas: int = 0) -> None:
+    def show_digests(
+        self, digests: Digests, more: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """Say what the content of the tensors shown is now.
 
         Args:
-            deltas: Where a table of deltas to it is; 0: there is none.
+            more: Addresses of what features show of it, by name.
         """
         manifest = self.manifest
         assert manifest is not None
@@ -133,7 +136,7 @@ class Mailbox:
             depth=digests.depth,
             digests=digests.chunks,
             totals=dict(digests.totals),
-            deltas=deltas,
+            more=dict(more),
         )
         if now != manifest:
             self._post(now)

@@ -19,12 +19,12 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
-from torch_ros.transfer.delta_reading import DeltaRoom
 from torch_ros.transfer.feed import Arrivals, Following, Supply
 from torch_ros.transfer.pace import Landings
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
+from torch_ros.transfer.side_room import SideRoom
 from torch_ros.transfer.staging_buffers import Staging
 from torch_ros.transfer.stall import SILENCE_S
 from torch_ros.weights.manifest import Layout
@@ -63,7 +63,7 @@ class Reading:
         self._transport, self._pages, self._streams = transport, pages, streams
         self.peers: Peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
-        self.room: DeltaRoom = DeltaRoom(transport, self.peers, pages)
+        self.side_room: SideRoom = SideRoom(transport, self.peers, pages)
         self._costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
@@ -71,7 +71,7 @@ class Reading:
     @property
     def staging_bytes(self) -> int:
         """The size of the staging buffers that there are. Any thread may ask."""
-        return self._staging.held_bytes + self.room.held_bytes
+        return self._staging.held_bytes + self.side_room.held_bytes
 
     def beside(self) -> Reading:
         """Another, for a thread of its own, and the reads of streams."""
@@ -174,7 +174,7 @@ class Reading:
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""
-        self.room.forget(agent)
+        self.side_room.forget(agent)
         gone = [
             key
             for key in self._prepared
@@ -186,7 +186,7 @@ class Reading:
         """Let go of the staging memory. `peers` is closed by itself."""
         self.forget()
         self._staging.close()
-        self.room.close()
+        self.side_room.close()
 
 
 class ReadPass(Watcher):

@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torch_ros.p2p.lending import LentMemory
 from torch_ros.spans import Region
 from torch_ros.transfer.named import Named, NamedTensors, tensors_of
 from torch_ros.weights.columns import Ints
@@ -20,6 +19,29 @@ from torch_ros.weights.digest import chunk_digests
 from torch_ros.weights.local import LocalTensor, build, copy_bits, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
 from torch_ros.weights.writable import require_none, require_writable, unwritable
+
+
+class Buffer:
+    """Memory that copies are published from. One of another kind may be in use by others, too."""
+
+    def __init__(self, room: torch.Tensor) -> None:
+        self.room: torch.Tensor = room
+
+    def is_free(self) -> bool:
+        """Whether nobody else uses it, nor will before it is shown again."""
+        return True
+
+    def begin(self) -> None:
+        """The first byte of a content is about to be written."""
+
+    def end(self, contents: Iterable[torch.Tensor]) -> None:
+        """The last byte was written. They are what lies in it."""
+
+    def shown(self, registered: Registered) -> None:
+        """It is registered, and what was published before is unpublished. The word is 0."""
+
+    def name(self, word: int) -> None:
+        """Its content is that of this word, which readers see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +58,7 @@ class LocalState:
 
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
     known: Registered | None = None
-    lent: LentMemory | None = None  # of those in host memory, if they may be lent
+    buffer: Buffer | None = None  # that has those in host memory, if this is a copy
     sharded: Sequence[torch.Tensor] = ()  # the DTensors that some of `tensors` are parts of
     named: NamedTensors | None = None  # the user's own, where they are all of it
 
@@ -102,7 +124,7 @@ class Registered:
     phases: Sequence[Phase]  # objects come before tensors; of tied chunks only the first
     ties: Mapping[int, int]  # a chunk that is the memory of an earlier one -> that one
     pools: Sequence[torch.Tensor] = ()
-    lent: LentMemory | None = None
+    buffer: Buffer | None = None
 
     @property
     def sharding(self) -> Sharding:
@@ -131,7 +153,7 @@ class Registered:
         phases = [_phase(layout, memory, read, is_objects=False)]
         if state.objects:
             phases.insert(0, _phase(layout, memory, objects, is_objects=True))
-        return cls(layout, memory, state.objects, phases, ties, state.pools, state.lent)
+        return cls(layout, memory, state.objects, phases, ties, state.pools, state.buffer)
 
     @property
     def addresses(self) -> list[int]:

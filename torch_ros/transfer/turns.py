@@ -1,21 +1,33 @@
-"""Buffers that copies are published from in turn, and may be lent: docs/protocol/lending.md."""
+"""Buffers that copies are published from in turn."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.p2p import mapped
-from torch_ros.p2p.lending import LentMemory
+from torch_ros.transfer.registered import Buffer
+from torch_ros.weights.transforms import Making
 
 BUFFERS = 2  # one is filled while readers are still at the other
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    room: torch.Tensor
-    lent: LentMemory | None = None  # its file, if it may be lent
+class HostBuffers:
+    """The makings of buffers in host memory. A feature may have some that others use, too."""
+
+    def extra_bytes(
+        self,
+        made: Sequence[Making],
+        paths: Mapping[str, tuple[str | int, ...]],
+        objects: Mapping[str, torch.Tensor],
+    ) -> int:
+        """The room that a buffer needs beside the contents of such a copy."""
+        return 0
+
+    def make(self, size_bytes: int) -> Buffer:
+        """Raises: OSError: There is no such memory; then it is private."""
+        return Buffer(torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8))
 
 
 def _size_bytes(buffer: Buffer) -> int:
@@ -23,31 +35,30 @@ def _size_bytes(buffer: Buffer) -> int:
 
 
 class Turns:
-    """The buffers of one device: one is published, another is filled; more, if some are lent.
+    """The buffers of one device: one is published, another is filled; more, if some are in use.
 
     Args:
-        lender: The agent for which those in host memory may be lent; None: they are not.
+        host: Makes those in host memory.
     """
 
     size_bytes: int
 
-    def __init__(self, size_bytes: int, device: torch.device, lender: str | None) -> None:
-        self.size_bytes, self._device, self._lender = size_bytes, device, lender
+    def __init__(self, size_bytes: int, device: torch.device, host: HostBuffers) -> None:
+        self.size_bytes, self._device, self._host = size_bytes, device, host
         self.buffers: list[Buffer] = [self._made(size_bytes) for _ in range(BUFFERS)]
         self._published: Buffer | None = None
         self.filled: Buffer = self.buffers[0]
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """So much room at least in a buffer that is neither published nor lent, to be filled."""
+        """So much room at least in a buffer that is neither published nor in use, to be filled."""
         unpublished = [b for b in (self.filled, *self.buffers) if b is not self._published]
         fitting = sorted((b for b in unpublished if b.room.nbytes >= size_bytes), key=_size_bytes)
-        taken = next((b for b in fitting if b.lent is None or b.lent.close()), None)
-        if taken is None:  # all of these are lent
+        taken = next((b for b in fitting if b.is_free()), None)
+        if taken is None:  # all of these are in use
             taken = self._made(size_bytes)
             self.buffers.append(taken)
         self.filled = taken
-        if taken.lent is not None:
-            taken.lent.begin()
+        taken.begin()
         return taken.room
 
     def turn(self) -> None:
@@ -58,10 +69,7 @@ class Turns:
         if self._device.type != "cpu":
             return Buffer(torch.empty(size_bytes, dtype=torch.uint8, device=self._device))
         with suppress(OSError):  # it only makes readers on this host faster
-            if size_bytes and self._lender is not None:
-                lent = LentMemory(self._lender, size_bytes)
-                return Buffer(torch.frombuffer(lent.bytes, dtype=torch.uint8), lent)
             if size_bytes:
-                return Buffer(torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8))
+                return self._host.make(size_bytes)
         with allocating("a buffer for copies", size_bytes):
             return Buffer(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))

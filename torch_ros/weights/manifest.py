@@ -196,7 +196,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     depth: Depth = "off"  # of the digests
     digests: tuple[_Digest, ...] = ()  # of each chunk, if they were computed here
     totals: dict[str, _Digest] = {}  # of each whole tensor, by fqn, if they are known here
-    deltas: Annotated[int, msgspec.Meta(ge=0)] = 0  # address of the delta table; 0: there is none
+    more: dict[str, Annotated[int, msgspec.Meta(ge=0)]] = {}  # addresses of what features show
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

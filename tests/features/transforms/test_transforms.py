@@ -19,6 +19,7 @@ from torch_ros.features.transforms import casting
 from torch_ros.transfer import copy_buffers
 from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.registered import LocalState
+from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.transforms import Making, cut
 
@@ -30,7 +31,7 @@ SCALE = {None: "_scale", (128, 128): "_scale_inv", (3, 5): "_scale_inv"}
 def copied(tensors, *transforms):
     """The chunks of a copy by name, and the state that they are of."""
     state = LocalState(local_chunks(tensors), {}, {})
-    made = CopyBuffers("me", 0).fill(state, Copying(transforms))
+    made = CopyBuffers(HostBuffers()).fill(state, Copying(transforms))
     return {tensor.fqn: tensor for tensor in made.tensors}
 
 
@@ -288,7 +289,7 @@ def test_the_shards_of_fsdp_make_the_scales_of_the_whole(block):
 )
 def test_a_shard_that_cuts_a_block_is_refused_before_anything_is_copied(block, box, found):
     part, _ = shard((7, 9), box)
-    buffers = CopyBuffers("me", 0)
+    buffers = CopyBuffers(HostBuffers())
     state = LocalState(local_chunks({"a": torch.ones(3, 3), "w": part}), {}, {})
     with pytest.raises(UsageError, match=r"tensor 'w': the shard of shape .*" + found):
         buffers.fill(state, Copying((Float8(ALL, block=block),)))

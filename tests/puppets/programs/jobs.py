@@ -132,7 +132,7 @@ def sparse(model, transport):
             content[fqn].view(-1)[version * 37 :: 997] += 1
             fill(tensor, content[fqn])
         trainer.publish_copy(version, state, deltas=2)
-        while (making := trainer._shard.deltas._making) is not None and not making.has_ended:
+        while (making := trainer._deltas.copies._making) is not None and not making.has_ended:
             time.sleep(0.001)
         dist.barrier()
         if version == 1:

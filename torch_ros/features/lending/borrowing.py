@@ -14,7 +14,7 @@ import torch
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import LoanBroken, LoanRefused, NotSupported, PeerError, SourceLost
-from torch_ros.p2p.lending import Closed, Loan, NotLent, NotYet
+from torch_ros.features.lending.memory import Closed, Loan, NotLent, NotYet
 from torch_ros.p2p.voucher import LetGo, Unproven
 from torch_ros.printable import log_of
 from torch_ros.protocol.keys import Keys, replica_of

@@ -12,8 +12,8 @@ from replicas import Process
 from scenes import SCENES, Scene
 
 from torch_ros.errors import LoanBroken, LoanRefused, VersionNotFound
-from torch_ros.p2p.lending import Loan
-from torch_ros.shard import borrowing
+from torch_ros.features.lending import borrowing
+from torch_ros.features.lending.memory import Loan
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState

@@ -1,7 +1,6 @@
-"""Updates by deltas: real publishers and readers, in memory and over etcd."""
+"""Deltas that are staged before an update: real publishers and readers."""
 
 import asyncio
-import itertools
 import signal
 import threading
 import time
@@ -13,202 +12,34 @@ from random import Random
 import prometheus_client
 import pytest
 import torch
+from features.deltas import changing
+from features.deltas.changing import (
+    FAR,
+    assert_same,
+    being_made,
+    first,
+    looks,
+    publish,
+    step,
+    weights,
+    write_astray,
+)
 
 import torch_ros
 from torch_ros.errors import (
     ClosedError,
-    CorruptDelta,
     DeadlineExceeded,
     SourceLost,
     UsageError,
     VersionNotFound,
 )
+from torch_ros.features.deltas.reading import DeltaRead
+from torch_ros.features.prefetch import flow
 from torch_ros.metrics import HandleCollector
-from torch_ros.shard import prefetching
-from torch_ros.transfer import delta_reading, deltas
-from torch_ros.transfer.delta_reading import DeltaRead
+from torch_ros.transfer import side_room
 
-FAR = torch_ros.Costs(read_bytes_per_s=1e7)  # so that deltas are faster, and waited for
-
-
-@pytest.fixture
-def options(endpoint):
-    return {"endpoint": endpoint, "digests": "full", "timeout_s": 20}
-
-
-@pytest.fixture
-def pair(options):
-    model = "m-" + uuid.uuid4().hex[:8]
-    trainer = torch_ros.open(model, replica="trainer", **options)
-    rollout = torch_ros.open(model, replica="rollout", costs=FAR, **options)
-    yield trainer, rollout
-    rollout.close()
-    trainer.close()
-
-
-def weights():
-    return {"w": torch.randn(400, 1000).bfloat16(), "b": torch.randn(5), "s": torch.tensor(1.0)}
-
-
-def step(tensors, version):
-    """Change few elements; among them NaN and -0.0."""
-    places = torch.randint(0, tensors["w"].numel(), (2000,))
-    tensors["w"].view(-1)[places] += 1
-    tensors["b"][version % 5] = (float("nan"), -0.0, 0.0)[version % 3]
-    tensors["s"] += 1
-
-
-def assert_same(found, expected):
-    for name, tensor in expected.items():
-        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found[name], tensor)]
-        assert torch.equal(*bits), name
-
-
-def write_astray(found, tensors):
-    """Where no delta has anything, which would write over it."""
-    same = (found["w"] == tensors["w"]).view(-1).nonzero()[0]
-    found["w"].view(-1)[same] += 1
-
-
-def publish(trainer, version, tensors):
-    """Publish, and wait until its delta is made: the next save would end that."""
-    trainer.publish_copy(version, tensors, deltas=8)
-    end_s, making = time.monotonic() + 20, trainer._shard.deltas._making
-    while making is not None and not making.has_ended:
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
-def first(trainer, rollout):
-    tensors = weights()
-    publish(trainer, 0, tensors)
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    rollout.register(found)
-    rollout.replicate()
-    return tensors, found
-
-
-@pytest.mark.parametrize("links", [1, 3, 5])
-def test_an_update_takes_the_changes_since_the_version_that_is_held(pair, links):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    for version in range(1, links + 1):
-        step(tensors, version)
-        publish(trainer, version, tensors)
-    assert rollout.update() is True
-    read = rollout.last_read
-    assert (read.via, read.base, read.links) == ("delta", 0, links)
-    assert read.bytes_read < read.bytes_total / 10
-    assert_same(found, tensors)
-
-
-def test_tensors_that_were_written_to_are_read_in_full_and_so_from_then_on(pair):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    for version in (1, 2):
-        step(tensors, version)
-        publish(trainer, version, tensors)
-        if version == 1:
-            write_astray(found, tensors)
-        assert rollout.update() is True
-        assert rollout.last_read.via == "full"
-        assert_same(found, tensors)
-    rollout.unpublish()
-    rollout.unregister()
-    rollout.register(found)
-    rollout.replicate()
-    step(tensors, 3)
-    publish(trainer, 3, tensors)
-    rollout.update()
-    assert rollout.last_read.via == "delta"
-    assert_same(found, tensors)
-
-
-@pytest.mark.parametrize(
-    ("stage", "error"),
-    [("stage", CorruptDelta("x", "y", "z")), ("scatter", MemoryError()), ("find", None)],
-)
-def test_an_attempt_that_fails_is_a_read_in_full(pair, monkeypatch, stage, error):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    step(tensors, 1)
-    publish(trainer, 1, tensors)
-    was = getattr(DeltaRead, stage)
-
-    def fails(*args, **options):
-        was(*args, **options)
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(DeltaRead, stage, fails)
-    assert rollout.update() is True
-    assert rollout.last_read.via == "full"
-    assert_same(found, tensors)
-
-
-def test_ctrl_c_while_deltas_are_applied_leaves_a_base_to_nobody(pair, monkeypatch):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    step(tensors, 1)
-    publish(trainer, 1, tensors)
-    with monkeypatch.context() as patched:
-        was = DeltaRead.scatter
-
-        def interrupted(self, staged):
-            was(self, dict(list(staged.items())[:1]))
-            raise KeyboardInterrupt
-
-        patched.setattr(DeltaRead, "scatter", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            rollout.update()
-    assert rollout.version is None
-    rollout.update()
-    assert rollout.last_read.via == "full"
-    assert_same(found, tensors)
-
-
-def test_an_update_to_what_has_not_changed_brings_nothing(pair):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    publish(trainer, 1, tensors)
-    rollout.update()
-    read = rollout.last_read
-    assert (read.via, read.changed) == ("delta", 0)
-    assert_same(found, tensors)
-
-
-@pytest.mark.long
-def test_heads_that_are_large_beside_the_tensors_are_not_read(pair, monkeypatch):
-    trainer, rollout = pair
-    tensors = {f"t{number}": torch.zeros(()) for number in range(1000)}
-    publish(trainer, 0, tensors)
-    found = {name: torch.ones(()) for name in tensors}
-    rollout.register(found)
-    rollout.replicate()
-    tensors["t7"] += 1
-    publish(trainer, 1, tensors)
-    monkeypatch.setattr(DeltaRead, "_heads", lambda *_: pytest.fail("heads are read"))
-    assert rollout.prefetch() is None
-    rollout.update()
-    assert rollout.last_read.via == "full"
-    assert_same(found, tensors)
-
-
-def test_tied_tensors_are_changed_once(pair):
-    trainer, rollout = pair
-    tensors, found = weights(), weights()
-    tensors["again"], found["again"] = tensors["w"], found["w"]
-    publish(trainer, 0, tensors)
-    rollout.register(found)
-    rollout.replicate()
-    step(tensors, 1)
-    publish(trainer, 1, tensors)
-    rollout.update()
-    assert rollout.last_read.via == "delta"
-    assert_same(found, tensors)
-
-
-# Prefetch
+options = pytest.fixture(changing.options)
+pair = pytest.fixture(changing.pair)
 
 
 def changed(trainer, rollout):
@@ -285,7 +116,7 @@ def test_what_leads_to_another_version_is_dropped(pair):
     assert rollout.update() is True
     read = rollout.last_read
     assert (read.version, read.via, read.links, read.prefetched) == (2, "delta", 2, False)
-    assert rollout._shard.ahead.kept is None
+    assert rollout._prefetching.ahead.kept is None
     assert_same(found, tensors)
 
 
@@ -358,7 +189,7 @@ def test_what_was_prefetched_goes_where_its_base_is_given_up_also_if_that_fails(
             patched.setattr(rollout._shard.group, "catch_up", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 rollout.unpublish()
-    assert rollout._shard.ahead.kept is None
+    assert rollout._prefetching.ahead.kept is None
 
 
 def test_a_stray_write_before_a_prefetched_update_is_found(pair):
@@ -397,40 +228,6 @@ def test_nothing_is_prefetched_where_nothing_is_newer_or_held_or_worth_it(pair):
     assert_same(found, tensors)
 
 
-@contextmanager
-def being_made(trainer, monkeypatch):
-    """Within, deltas are made when the event that it yields is set, unless they are cut off."""
-    made, was = threading.Event(), deltas.compare
-
-    def compare(older, newer):
-        making = trainer._shard.deltas._making
-        while not (making.is_told_to_stop or made.wait(0.01)):
-            pass
-        return was(older, newer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(deltas, "compare", compare)
-        try:
-            yield made
-        finally:
-            made.set()
-
-
-@contextmanager
-def looks(monkeypatch, count, then):
-    """Within, `then` is called before the look at a source's tables that has this number."""
-    was, numbers = DeltaRead._tables, itertools.count(1)
-
-    def tables(self):
-        if next(numbers) == count:
-            then()
-        return was(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DeltaRead, "_tables", tables)
-        yield
-
-
 def test_a_prefetch_waits_for_a_delta_that_is_being_made_and_an_update_does_not(pair, monkeypatch):
     trainer, rollout = pair
     tensors, found = first(trainer, rollout)
@@ -447,31 +244,6 @@ def test_a_prefetch_waits_for_a_delta_that_is_being_made_and_an_update_does_not(
         rollout.update()
         assert rollout.last_read.via == "full"
     assert_same(found, tensors)
-
-
-def test_how_long_a_delta_takes_is_told_by_its_copy_and_not_by_what_is_read_of_it(
-    options, monkeypatch
-):
-    model, whole, last = "m-" + uuid.uuid4().hex[:8], torch.zeros(1 << 24), (1 << 24) - 1000
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        trainer = stack.enter_context(torch_ros.open(model, replica="trainer", **options))
-        publish(trainer, 0, {"w": whole})  # 64 MiB: 25 ms
-        slow = torch_ros.Costs(read_bytes_per_s=1e5)  # of 4 kB: 20 ms would be worth a wait
-
-        def join(rank, costs):
-            group = {"replica": "rollout", "rank": rank, "world_size": 2}
-            return stack.enter_context(torch_ros.open(model, **group, costs=costs, **options))
-
-        rollouts = [*pool.map(join, (0, 1), (None, slow))]
-        for handle, (start, end) in zip(rollouts, ((0, last), (last, 1 << 24)), strict=True):
-            part = torch.ones(end - start)
-            handle.register({"w": torch_ros.Chunked(whole.shape, whole.dtype, {(start,): part})})
-        [*pool.map(lambda handle: handle.replicate(), rollouts)]
-        with being_made(trainer, monkeypatch), looks(monkeypatch, 3, pytest.fail):
-            trainer.publish_copy(1, {"w": whole}, deltas=8)
-            [*pool.map(lambda handle: handle.update(), rollouts)]
-        assert [handle.last_read.via for handle in rollouts] == ["full", "full"]
-        [*pool.map(lambda handle: handle.close(), rollouts)]
 
 
 def test_a_prefetch_that_waits_for_a_delta_ends_at_its_deadline(pair, monkeypatch):
@@ -535,7 +307,7 @@ def test_an_update_does_not_wait_for_a_prefetch_which_then_is_in_vain(pair, monk
         assert rollout.update() is True
         assert (rollout.last_read.via, rollout.last_read.prefetched) == ("delta", False)
     assert ended.result() is None
-    assert rollout._shard.ahead.kept is None
+    assert rollout._prefetching.ahead.kept is None
     assert_same(found, tensors)
 
 
@@ -563,7 +335,7 @@ def test_a_source_that_leaves_meanwhile_leaves_nothing_staged(pair, monkeypatch)
 def test_a_prefetch_that_will_look_again_ends_where_that_is_of_no_use(pair, monkeypatch, end):
     trainer, rollout = pair
     changed(trainer, rollout)
-    monkeypatch.setattr(prefetching, "RETRY_S", 20)
+    monkeypatch.setattr(flow, "RETRY_S", 20)
     lost = threading.Event()
 
     def lose(*_):
@@ -613,28 +385,6 @@ def test_prefetches_and_updates_beside_each_other_are_exact(pair):
 
 
 @pytest.mark.long
-def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_from(options):
-    model = "m-" + uuid.uuid4().hex[:8]
-    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
-        trainer = stack.enter_context(torch_ros.open(model, replica="trainer", **options))
-        tensors = weights()
-        publish(trainer, 0, tensors)
-        rollouts, founds = [], []
-        for number in range(4):
-            handle = torch_ros.open(model, replica=f"rollout-{number}", costs=FAR, **options)
-            rollouts.append(stack.enter_context(handle))
-            founds.append({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-            handle.register(founds[-1])
-            handle.replicate()
-        step(tensors, 1)
-        publish(trainer, 1, tensors)
-        assert [*pool.map(lambda handle: handle.prefetch(), rollouts)] == [1, 1, 1, 1]
-        assert all(pool.map(lambda handle: handle.update(), rollouts))
-        assert all(handle.last_read.prefetched for handle in rollouts)
-        for found in founds:
-            assert_same(found, tensors)
-
-
 # With NIXL a Ctrl-C may leave an open file behind, of which other tests of this process would tell.
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 # A Ctrl-C that comes in a finalizer is told, and lost.
@@ -642,16 +392,16 @@ def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_fr
 def test_ctrl_c_in_a_prefetch_leaves_a_handle_that_prefetches_again(pair, monkeypatch):
     trainer, rollout = pair
     tensors, found = changed(trainer, rollout)
-    monkeypatch.setattr(prefetching, "RETRY_S", 0.0)
+    monkeypatch.setattr(flow, "RETRY_S", 0.0)
     was, rng, interrupted = signal.signal(signal.SIGALRM, signal.default_int_handler), Random(7), 0
     rollout.prefetch()
-    rollout._shard.ahead.forget()
+    rollout._prefetching.ahead.forget()
     began_s = time.perf_counter()
     rollout.prefetch()  # connected, as most are
     usual_s = time.perf_counter() - began_s
     try:
         for _ in range(100):
-            rollout._shard.ahead.forget()
+            rollout._prefetching.ahead.forget()
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, usual_s))
                 try:
@@ -701,7 +451,7 @@ def test_a_prefetch_of_a_task_that_is_cancelled_waits_for_no_other(pair, monkeyp
 def test_closing_leaves_and_then_waits_for_a_prefetch(pair, monkeypatch):
     trainer, rollout = pair
     changed(trainer, rollout)
-    monkeypatch.setattr(prefetching, "CLOSE_S", 30.0)
+    monkeypatch.setattr(flow, "CLOSE_S", 30.0)
     with meanwhile(rollout, monkeypatch) as ended:
         closing, end_s = threading.Thread(target=rollout.close), time.monotonic() + 10
         closing.start()
@@ -755,7 +505,7 @@ def test_a_prefetch_for_which_there_is_no_memory_stages_nothing(pair, monkeypatc
         return was(1 << 60 if sizes[0] else 0, **options)  # torch raises, as where memory is short
 
     with monkeypatch.context() as patched:
-        patched.setattr(delta_reading.torch, "empty", empty)
+        patched.setattr(side_room.torch, "empty", empty)
         assert rollout.prefetch() is None
     assert rollout.prefetch() == 1
     rollout.update()
@@ -772,10 +522,32 @@ def test_a_prefetch_that_ctrl_c_ends_is_counted(pair, monkeypatch):
     monkeypatch.setattr(DeltaRead, "_certify", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rollout.prefetch()
-    assert rollout._shard.observed.tally.prefetches == {"KeyboardInterrupt": 1}
+    assert rollout._shard.observed.tally.ended["prefetches"] == {"KeyboardInterrupt": 1}
 
 
 def test_a_prefetch_needs_digests_of_all_bytes():
     handle = torch_ros.open("m", endpoint=f"memory://{uuid.uuid4().hex}")
     with handle, pytest.raises(UsageError, match="digests='full'"):
         handle.prefetch()
+
+
+def test_replicas_that_update_at_once_need_no_delta_from_those_that_they_read_from(options):
+    model = "m-" + uuid.uuid4().hex[:8]
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        trainer = stack.enter_context(torch_ros.open(model, replica="trainer", **options))
+        tensors = weights()
+        publish(trainer, 0, tensors)
+        rollouts, founds = [], []
+        for number in range(4):
+            handle = torch_ros.open(model, replica=f"rollout-{number}", costs=FAR, **options)
+            rollouts.append(stack.enter_context(handle))
+            founds.append({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+            handle.register(founds[-1])
+            handle.replicate()
+        step(tensors, 1)
+        publish(trainer, 1, tensors)
+        assert [*pool.map(lambda handle: handle.prefetch(), rollouts)] == [1, 1, 1, 1]
+        assert all(pool.map(lambda handle: handle.update(), rollouts))
+        assert all(handle.last_read.prefetched for handle in rollouts)
+        for found in founds:
+            assert_same(found, tensors)

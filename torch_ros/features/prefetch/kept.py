@@ -1,22 +1,20 @@
-"""The deltas that one rank has staged ahead of its next update."""
+"""The change that one rank has staged ahead of its next update."""
 
 import threading
 from dataclasses import dataclass
 
 from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.base import Base
-from torch_ros.transfer.delta_reading import DeltaRead, Staged
+from torch_ros.shard.seams import Staged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefetched:
-    """Deltas that lead from one content to another, in memory that nobody writes to any more."""
+    """A change that leads from one content to another."""
 
     base: Base
     ref: VersionRef
-    read: DeltaRead
     staged: Staged
-    size_bytes: int  # of the memory
 
     def leads(self, base: Base, ref: VersionRef) -> bool:
         """Whether applied to that base, in those very tensors, they make that content."""

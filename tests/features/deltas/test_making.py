@@ -20,11 +20,12 @@ from kit import memory, until
 
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import UsageError, VersionConflict
+from torch_ros.features.deltas import making as deltas
+from torch_ros.features.deltas.making import CopyDeltas, Ring
+from torch_ros.features.deltas.table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.metrics import HandleCollector
-from torch_ros.transfer import copy_buffers, deltas
-from torch_ros.transfer.deltas import CopyDeltas, Ring
+from torch_ros.transfer import copy_buffers
 from torch_ros.weights.delta import SEGMENT, apply, pieces
-from torch_ros.weights.delta_table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.weights.local import build, local_chunks
 
 endpoint = pytest.fixture(memory)
@@ -39,13 +40,13 @@ def opened_with():
 
 def made(handle):
     """The table that a reader finds, once no delta is being made."""
-    making = handle._shard.deltas._making
+    making = handle._deltas.copies._making
     until(lambda: making is None or making.has_ended)
     return shown(handle)
 
 
 def shown(handle):
-    ring, address = handle._shard.deltas._ring, handle._shard.mailbox.manifest.deltas
+    ring, address = handle._deltas.copies._ring, handle._shard.mailbox.manifest.more["deltas"]
     assert address == ring.address
     table = DeltaTable.decode(ring.bytes[:TABLE_BYTES].tobytes())
     assert table is not None
@@ -55,7 +56,7 @@ def shown(handle):
 def applied(handle, entry, tensors):
     """Do to these, laid out as the copy is, what an entry says."""
     manifest = handle._shard.mailbox.manifest
-    ring = handle._shard.deltas._ring
+    ring = handle._deltas.copies._ring
     regions = handle._shard.mailbox.regions
     assert any(r.address == ring.address and r.size_bytes == ring.size_bytes for r in regions)
 
@@ -104,7 +105,7 @@ def test_each_copy_has_a_delta_from_the_one_before(opened):
             assert 0 < applied(trainer, entry, base) < 5000
             assert all(torch.equal(base[fqn], t) for fqn, t in contents[-1 - age].items())
         contents.append(stepped(contents[-1]))
-    assert trainer._shard.observed.tally.deltas == {"made": 4}
+    assert trainer._shard.observed.tally.ended["deltas"] == {"made": 4}
 
 
 def test_the_first_reader_is_told_what_is_coming(opened, monkeypatch):
@@ -185,13 +186,13 @@ def test_only_a_held_copy_with_the_same_layout_is_a_base(opened):
     trainer.unpublish()
     trainer.register(weights)
     trainer.publish(7)  # in place
-    assert trainer._shard.mailbox.manifest.deltas == 0
+    assert trainer._shard.mailbox.manifest.more == {}
     assert links(8) == []
     other.register({fqn: torch.zeros_like(t) for fqn, t in weights.items()})
     other.replicate(8)
     trainer.unpublish()
     trainer.replicate(8)  # into what is registered
-    assert trainer._shard.mailbox.manifest.deltas == 0
+    assert trainer._shard.mailbox.manifest.more == {}
     assert links(9) == []
 
 
@@ -211,7 +212,8 @@ def test_a_copy_without_deltas_lets_go_of_the_ring(opened):
         trainer.publish_copy(version, weights, deltas=1)
     assert made(trainer).entries
     trainer.publish_copy(3, weights)
-    assert trainer._shard.mailbox.manifest.deltas == trainer._shard.deltas.size_bytes == 0
+    assert trainer._shard.mailbox.manifest.more == {}
+    assert trainer._deltas.copies.size_bytes == 0
     trainer.publish_copy(4, weights, deltas=1)  # from 3, which was a copy, too
     assert [entry.uid for entry in made(trainer).entries] == [trainer._shard.held.uid]
 
@@ -261,7 +263,7 @@ def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
     trainer, weights, fills = opened("trainer"), model(), threading.Event()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    making, real = trainer._shard.deltas._making, copy_buffers.make
+    making, real = trainer._deltas.copies._making, copy_buffers.make
 
     def make(*args):
         fills.set()
@@ -280,22 +282,22 @@ def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
     assert entry.base == making._uid
     trainer.publish_copy(4, stepped(weights), deltas=2)
     assert made(trainer).entries[0].base == entry.uid
-    assert trainer._shard.observed.tally.deltas == {"cut off": 1, "made": 2}
+    assert trainer._shard.observed.tally.ended["deltas"] == {"cut off": 1, "made": 2}
 
 
 def test_nobody_waits_after_a_delta_that_was_cut_off_until_one_ends_by_itself(opened, held):
     trainer, weights, offers = opened("trainer"), model(), []
-    real = trainer._shard.deltas.offer
+    real = trainer._deltas.copies.offer
 
     def offer(link, *args, **options):
         address = real(link, *args, **options)
         offers.append(link.ring.table.coming is not None)
         return address
 
-    trainer._shard.deltas.offer = offer
+    trainer._deltas.copies.offer = offer
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    trainer._shard.deltas.stop()
+    trainer._deltas.copies.stop()
     held.may_go.set()
     for version in range(3, 6):
         trainer.publish_copy(version, stepped(weights), deltas=2)
@@ -307,14 +309,14 @@ def test_a_version_that_is_given_up_needs_no_delta(opened, held):
     trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._shard.deltas._making
+    making = trainer._deltas.copies._making
     trainer.unpublish()  # does not wait for the thread
     assert making.is_told_to_stop
     assert not making.has_ended
     held.may_go.set()
     until(lambda: making.has_ended)
     assert making.outcome == "cut off"
-    assert trainer._shard.deltas._ring.table == DeltaTable()
+    assert trainer._deltas.copies._ring.table == DeltaTable()
 
 
 def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
@@ -324,7 +326,7 @@ def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
     publishing(trainer, weights)
     other.replicate(2)
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._shard.deltas._making
+    making = trainer._deltas.copies._making
     trainer.unpublish()
     reading = beside(trainer.replicate)
     reading.join(0.2)
@@ -340,7 +342,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
     trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
-    making, ring = trainer._shard.deltas._making, trainer._shard.deltas._ring
+    making, ring = trainer._deltas.copies._making, trainer._deltas.copies._ring
     closing = beside(trainer.close)
     until(lambda: making.is_told_to_stop)
     ring.bytes[-1] = 7
@@ -351,7 +353,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
     closing.join(WITHIN_S)
     assert making.has_ended
     assert ring.bytes[-1] == 0  # its addresses stay: a reader may ask late
-    assert trainer._shard.deltas.size_bytes == 0
+    assert trainer._deltas.copies.size_bytes == 0
 
 
 def test_a_closed_handle_makes_none():
@@ -367,7 +369,7 @@ def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_agai
     trainer, weights = opened("trainer"), model()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._shard.deltas._making
+    making = trainer._deltas.copies._making
 
     def pressed(_):
         raise KeyboardInterrupt
@@ -378,7 +380,7 @@ def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_agai
         with pytest.raises(KeyboardInterrupt):
             trainer.publish_copy(3, stepped(weights), deltas=2)
     assert trainer.version == 2
-    assert trainer._shard.deltas._making is making
+    assert trainer._deltas.copies._making is making
     assert not making.has_ended
     held.may_go.set()
     trainer.publish_copy(3, stepped(weights), deltas=2)
@@ -420,7 +422,7 @@ def test_an_error_in_the_thread_is_no_error_of_the_trainer(opened, monkeypatch, 
 ENDS = """
 import sys, threading, time
 import torch, torch_ros
-from torch_ros.transfer import deltas
+from torch_ros.features.deltas import making as deltas
 
 real, there = deltas.compare, threading.Event()
 
@@ -465,15 +467,15 @@ def test_a_delta_that_is_too_large_is_given_up_and_the_next_has_more_room(opened
     assert publish(1, 0.01) == 0
     assert publish(2, 0.01) == 1  # 2,000 changes: 6 KB
     assert publish(3, 0.3) == 1  # 180 KB
-    rooms = [trainer._shard.deltas._ring.room().size_bytes]
+    rooms = [trainer._deltas.copies._ring.room().size_bytes]
     for version in range(4, 7):
         publish(version, 0.3)
-        rooms.append(trainer._shard.deltas._ring.room().size_bytes)
+        rooms.append(trainer._deltas.copies._ring.room().size_bytes)
     assert rooms == sorted(rooms)
     assert rooms[-1] == 40_000
     assert publish(7, 0.001) >= 1
-    assert trainer._shard.observed.tally.deltas["too large"] == 4
-    assert trainer._shard.deltas.size_bytes == bound
+    assert trainer._shard.observed.tally.ended["deltas"]["too large"] == 4
+    assert trainer._deltas.copies.size_bytes == bound
 
 
 def test_a_large_chunk_of_which_much_has_changed_is_not_encoded(opened, monkeypatch):
@@ -483,7 +485,7 @@ def test_a_large_chunk_of_which_much_has_changed_is_not_encoded(opened, monkeypa
         weights.update(stepped(weights, share))
         trainer.publish_copy(version, weights, deltas=8, delta_bytes=8 << 20)
         assert len(made(trainer).entries) == max(0, version - 1)
-    assert trainer._shard.observed.tally.deltas == {"too large": 1, "made": 2}
+    assert trainer._shard.observed.tally.ended["deltas"] == {"too large": 1, "made": 2}
 
 
 @settings(max_examples=200, deadline=None)
@@ -517,7 +519,7 @@ def test_the_room_of_a_delta_is_inside_the_ring_and_overlaps_none_that_stays(siz
 def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
     """A rank that has lost its seat offers again, under the mark that readers have seen."""
     trainer, weights = opened("trainer"), model()
-    offers, real = [], trainer._shard.deltas.offer
+    offers, real = [], trainer._deltas.copies.offer
 
     def twice(link, *args, **options):
         for _ in range(2):
@@ -528,7 +530,7 @@ def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
     def shown_table(link):
         return DeltaTable.decode(link.ring.bytes[:TABLE_BYTES].tobytes())
 
-    trainer._shard.deltas.offer = twice
+    trainer._deltas.copies.offer = twice
     for version in range(6):
         weights = stepped(weights)
         trainer.publish_copy(version, weights, deltas=8)

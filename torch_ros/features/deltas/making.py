@@ -16,19 +16,19 @@ import numpy.typing as npt
 import torch
 
 from torch_ros.allocation import allocating
-from torch_ros.p2p.lasting import LastingMemory
-from torch_ros.printable import log_of
-from torch_ros.transfer.posting import POLL_S
-from torch_ros.transfer.registered import Registered
-from torch_ros.weights.delta import Changed, compare, encode
-from torch_ros.weights.delta_table import (
+from torch_ros.features.deltas.table import (
     TABLE_BYTES,
     DeltaEntry,
     DeltaHead,
     DeltaTable,
     digest_of,
-    padded,
 )
+from torch_ros.p2p.lasting import LastingMemory
+from torch_ros.printable import log_of
+from torch_ros.transfer.posting import POLL_S
+from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.side_room import padded
+from torch_ros.weights.delta import Changed, compare, encode
 
 log: logging.Logger = log_of(__name__)
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import torch_ros
 from torch_ros.errors import CorruptWeights, SourceLost
-from torch_ros.transfer.deltas import Ring
-from torch_ros.weights.delta_table import TABLE_BYTES, digest_of
+from torch_ros.features.deltas.making import Ring
+from torch_ros.features.deltas.table import TABLE_BYTES, digest_of
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 FAR = torch_ros.Costs(read_bytes_per_s=1e6)  # deltas are taken, but nobody waits long for one
@@ -111,9 +111,9 @@ def update_from(transport, where, other, *, has_another):
             bad.publish_copy(version, tensors, deltas=2)
             if version == 0:
                 me.replicate()
-        while not bad._shard.deltas._making.has_ended:
+        while not bad._deltas.copies._making.has_ended:
             time.sleep(0.001)
-        ring = bad._shard.deltas._ring
+        ring = bad._deltas.copies._ring
         assert isinstance(ring, Ring)
         if has_another:
             good.register({fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()})

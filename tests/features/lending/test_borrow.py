@@ -23,8 +23,8 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
-from torch_ros.p2p.lending import Loan
-from torch_ros.transfer import copy_buffers
+from torch_ros.features.lending import buffers
+from torch_ros.features.lending.memory import Loan
 from torch_ros.weights.manifest import Manifest
 
 endpoint = pytest.fixture(memory)
@@ -246,7 +246,7 @@ def test_a_copy_on_a_gpu_is_not_lent(lender, borrower, monkeypatch):
     def on_a_gpu(layout, addresses, devices, descriptor):
         return Manifest(layout, addresses, (0,) * len(devices), descriptor)
 
-    monkeypatch.setattr(copy_buffers, "Manifest", on_a_gpu)
+    monkeypatch.setattr(buffers, "Manifest", on_a_gpu)
     publish(lender, 1)
     with pytest.raises(NotSupported, match=r"on a GPU, and CUDA IPC is missing.*from host memory"):
         borrower.borrow().__enter__()

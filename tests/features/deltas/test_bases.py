@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_delta_shards import made
-from test_deltas import FAR, assert_same, step, weights
+from features.deltas.changing import FAR, assert_same, made, step, weights
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Staging the deltas to a newer version beside what is held: docs/protocol/prefetch.md."""
+"""Staging the change to a newer version beside what is held: docs/protocol/prefetch.md."""
 
 import logging
 import threading
@@ -11,21 +11,21 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta, DeadlineExceeded, SourceLost, UsageError
+from torch_ros.features.prefetch.kept import Ahead, Prefetched
+from torch_ros.features.prefetch.rules import Original, oldest_original, reach, reach_ranges
 from torch_ros.printable import log_of
 from torch_ros.protocol.claimed import RETRY_S, glance
 from torch_ros.protocol.keys import inst_at, replica_of
-from torch_ros.protocol.originals import Original, oldest_original, reach, reach_ranges
 from torch_ros.protocol.presence import offers, there_ranges
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer_ranges
-from torch_ros.shard.ahead import Prefetched
 from torch_ros.shard.base import Base
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.core import Shard
-from torch_ros.shard.seams import Feature
-from torch_ros.transfer.delta_reading import DeltaRead
-from torch_ros.transfer.feed import FeedSource, Supply, connect
+from torch_ros.shard.report import Stopwatch, Via
+from torch_ros.shard.seams import Change, Feature, Staged
+from torch_ros.transfer.feed import FeedSource, Progress, Supply, connect
 from torch_ros.transfer.reading import Reading
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Prefetching(Feature):
     """The prefetches of one handle, one at a time."""
 
     def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+        self._shard, self.ahead = shard, Ahead()
         self._reading: Reading | None = None  # connected; for prefetches alone
         shard.observed.staged["prefetched"] = lambda: self.held_bytes
         shard.attach(self)
@@ -48,9 +48,9 @@ class Prefetching(Feature):
     @property
     def held_bytes(self) -> int:
         """Any thread may ask."""
-        kept, reading = self._shard.ahead.kept, self._reading
+        kept, reading = self.ahead.kept, self._reading
         fetched = reading.staging_bytes if reading is not None else 0
-        return fetched + (kept.size_bytes if kept is not None else 0)
+        return fetched + (kept.staged.size_bytes if kept is not None else 0)
 
     def prefetch(self, version: int | str, timeout_s: float | None) -> int | None:
         """Stage what leads there; the number of the version, if it is staged."""
@@ -82,7 +82,7 @@ class Prefetching(Feature):
 
     def _put_away(self) -> None:
         if self._reading is not None:
-            self._reading.room.close()  # what is staged stays, and is nobody else's
+            self._reading.side_room.close()  # what is staged stays, and is nobody else's
         if self._shard.is_closed and self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()
@@ -94,14 +94,14 @@ class Prefetching(Feature):
         try:
             staged = self._prefetch(spec, deadline)
         except BaseException as error:  # Ctrl-C, too
-            tally.prefetched(type(error).__name__)
+            tally.ended["prefetches"][type(error).__name__] += 1
             raise
-        tally.prefetched("nothing" if staged is None else "staged")
+        tally.ended["prefetches"]["nothing" if staged is None else "staged"] += 1
         return staged
 
     def _prefetch(self, spec: Spec, deadline: Deadline) -> int | None:
         shard = self._shard
-        turn, base = shard.ahead.turn, shard.bases.now()  # the older of both decides
+        turn, base = self.ahead.turn, shard.base()  # the older of both decides
         if base is None:
             return None
         deadline = replace(deadline, check_open=partial(self._check, turn, deadline))
@@ -113,7 +113,7 @@ class Prefetching(Feature):
 
     def _check(self, turn: int, deadline: Deadline) -> None:
         deadline.check_open()
-        if self._shard.ahead.turn != turn:
+        if self.ahead.turn != turn:
             raise Dropped("prefetch: what it leads from is not held any more")
 
     def _found(self, spec: Spec, base: Base, turn: int, deadline: Deadline) -> int | None:
@@ -126,17 +126,17 @@ class Prefetching(Feature):
             original = group.ask(newer_ranges(seat.keys, base.ref), rule, deadline)
             if original is None:
                 return None
-            kept = self._shard.ahead.kept
+            kept = self.ahead.kept
             if kept is not None and kept.leads(base, original.ref):
                 return original.ref.version
-            self._shard.ahead.forget()  # no memory for two
+            self.ahead.forget()  # no memory for two
             try:
                 found = self._staged(original, base, deadline)
             except SourceLost as error:
                 log.info("%s: lost %r (%s)", deadline.what, error.replica, error.what)
                 lost = error
             else:
-                is_kept = found is not None and self._shard.ahead.keep(found, turn)
+                is_kept = found is not None and self.ahead.keep(found, turn)
                 return original.ref.version if is_kept else None
         assert lost is not None
         raise lost
@@ -159,26 +159,27 @@ class Prefetching(Feature):
             return None
         costs = reading.costs([agent for agent, _ in feed.manifests])
         plan = reading.plan(feed.layouts, target.phases[-1].layout, rank, costs)
-        read = DeltaRead(reading.room, Supply(plan, feed), target, rank, costs, deadline)
+        change = Change(base, ref, [Supply(plan, feed)], reading, deadline, hurries=False)
         try:
-            if not read.is_possible():
-                return None
-            chains = read.find(base.ref.uid, ref.uid, hurries=False)
-            staged = read.stage(chains) if chains is not None else None
+            staged = self._changed(change)
         except (CorruptDelta, MemoryError) as error:
             log.warning("%s: nothing is staged: %s", deadline.what, error)
             return None
         if staged is None:
             return None
         log.info(
-            "staged for version %d of %r, from %r: %d elements in %.1f MB",
+            "staged for version %d of %r, from %r: %s",
             ref.version,
             shard.model,
             feed.source.replica,
-            read.changed,
-            read.bytes_read / 1e6,
+            staged.line,
         )
-        return Prefetched(base, ref, read, staged, reading.room.held_bytes)
+        return Prefetched(base, ref, staged)
+
+    def _changed(self, change: Change) -> Staged | None:
+        """The change, by the first feature that can bring it."""
+        found = (feature.stage(change) for feature in self._shard.features)
+        return next((staged for staged in found if staged is not None), None)
 
     def _reached(self, original: Original, deadline: Deadline) -> tuple[list[bytes], FeedSource]:
         group = self._shard.group
@@ -200,11 +201,22 @@ class Prefetching(Feature):
         rule = partial(offers, seat=seat, ref=ref, source=source)
         return glance(partial(ask, there_ranges(seat, ref, source), rule), deadline, unknown=True)
 
-    # The end
+    # The update, or whatever comes instead
+
+    def fill(self, progress: Progress, change: Change | None, watch: Stopwatch) -> Via | None:
+        """Apply what was staged, if it leads there. It is gone then, and the base is."""
+        ahead = self.ahead.take()
+        if change is None or ahead is None or not ahead.leads(change.base, change.ref):
+            return None
+        via = ahead.staged.apply(progress)
+        watch.lap("delta")
+        return via._replace(prefetched=True) if via is not None else None
+
+    def gives_up(self) -> None:
+        self.ahead.take()
 
     def closes(self) -> None:
-        """Drop what is staged; who fetches has fetched in vain."""
-        self._shard.ahead.take()
+        self.ahead.take()
 
     def has_closed(self) -> None:
         """Wait for the one that is under way, which has been told to end; disconnect."""

@@ -5,7 +5,6 @@ TORCH_ROS_FUZZ=n tries n times as much.
 
 import math
 import os
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from features.deltas.changing import made
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,14 +35,6 @@ DTYPES = [
 ]
 LARGE = (700, 200)  # of three segments; few of so many change, as a part may need them all
 SMALL = [(), (0,), (1,), (7,), (0, 3), (6, 5), (4, 3, 5)]
-
-
-def made(trainer):
-    """Wait until its delta is made: the next save would end that."""
-    end_s, making = time.monotonic() + 20, trainer._shard.deltas._making
-    while making is not None and not making.has_ended:
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def content(rng, shape, dtype):

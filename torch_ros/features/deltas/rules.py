@@ -36,7 +36,7 @@ def reaches(pieces: Sequence[Piece]) -> dict[int, dict[int, Extent]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Deltas:
+class DeltaWork:
     """All that a rank reads of deltas, and writes because of them."""
 
     staged_bytes: int
@@ -58,7 +58,7 @@ def wait_s(copy_bytes: int, bytes_total: int, costs: Costs) -> float:
     return most_s if copy_bytes / MADE_BYTES_PER_S <= most_s else 0.0
 
 
-def are_faster(deltas: Deltas, bytes_total: int, costs: Costs) -> bool:
+def are_faster(deltas: DeltaWork, bytes_total: int, costs: Costs) -> bool:
     """Whether deltas are, for a target of that size."""
     reading_s = deltas.staged_bytes / costs.read_bytes_per_s
     applying_s = deltas.changed / CHANGES_PER_S + deltas.steps * STEP_S

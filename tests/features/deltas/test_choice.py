@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torch_ros.costs import HOST_COSTS, TCP_COSTS
+from torch_ros.features.deltas.rules import DeltaWork, are_faster, full_s, reaches, wait_s
 from torch_ros.weights.delta import pieces
-from torch_ros.weights.delta_choice import Deltas, are_faster, full_s, reaches, wait_s
 from torch_ros.weights.digest import chunk_digests, first_unproven, totals
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 def one_percent(share):
     """The deltas of such a share of a GiB of bfloat16."""
     changed = int(GIB / 2 * share)
-    return Deltas(3 * changed, changed, 1000)
+    return DeltaWork(3 * changed, changed, 1000)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_deltas_are_chosen_where_they_win_clearly(share, here, across):
 def test_one_percent_of_few_tensors_is_no_clear_win_within_a_host():
     """It took 1.11 of a read in full, of 256 MiB in 64 tensors."""
     changed = 1_342_000
-    assert not are_faster(Deltas(3 * changed, changed, 64), GIB // 4, HOST_COSTS)
-    assert are_faster(Deltas(3 * changed, changed, 64), GIB // 4, TCP_COSTS)
+    assert not are_faster(DeltaWork(3 * changed, changed, 64), GIB // 4, HOST_COSTS)
+    assert are_faster(DeltaWork(3 * changed, changed, 64), GIB // 4, TCP_COSTS)
 
 
 def test_a_delta_that_cannot_come_in_time_is_not_waited_for():
@@ -43,8 +43,8 @@ def test_a_delta_that_cannot_come_in_time_is_not_waited_for():
 
 
 def test_no_more_than_a_quarter_of_the_target_is_staged():
-    assert are_faster(Deltas(GIB // 4, 0, 0), GIB, TCP_COSTS)
-    assert not are_faster(Deltas(GIB // 4 + 1, 0, 0), GIB, TCP_COSTS)
+    assert are_faster(DeltaWork(GIB // 4, 0, 0), GIB, TCP_COSTS)
+    assert not are_faster(DeltaWork(GIB // 4 + 1, 0, 0), GIB, TCP_COSTS)
 
 
 def test_columns_need_all_that_lies_between_their_first_and_last_place():

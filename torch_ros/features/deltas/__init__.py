@@ -1,0 +1,1 @@
+"""Changes from one copy to the next, by which replicas update. Without it each update reads all."""

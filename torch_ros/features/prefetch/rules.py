@@ -1,0 +1,74 @@
+"""The publisher of a newer version, from whom a rank prefetches. Pure.
+
+docs/protocol/prefetch.md.
+"""
+
+from typing import NamedTuple
+
+from torch_ros.errors import SourceLost
+from torch_ros.protocol import keys as k
+from torch_ros.protocol.records import Holding, VersionRef
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.sources import NEIGHBOURS, Source, learned, seen_holdings
+from torch_ros.protocol.versions import Spec, first_holders, newer
+from torch_ros.store.loops import Done, Step
+from torch_ros.store.txn import Ranges, Sample, Unseen, View, one
+
+
+class Original(NamedTuple):
+    """A version, and its publisher, who may have changes up to it."""
+
+    ref: VersionRef
+    place: str
+
+
+def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Step[Original | None]:
+    """What an update would go to, and its oldest publisher among the oldest holdings here.
+
+    None: nothing is newer, or nobody among them has published it.
+
+    Raises:
+        VersionNotFound: An absolute version that is gone.
+    """
+    offer = newer(view, seat.keys, spec, held)
+    if offer is None or offer.ref.uid == held.uid:
+        return Done(None)
+    ref = offer.ref
+    there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
+    oldest = Sample(there, NEIGHBOURS, is_oldest=True)
+    if not view.has(oldest):
+        raise Unseen(oldest, first_holders(seat.keys, ref.run, ref.version))
+    found = (
+        (entry.create_rev, inst)
+        for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
+        if _may_be_read(holding, ref, seat) and not k.is_of(inst, seat.inst)
+    )
+    inst = min(found, default=(0, ""))[1]
+    return Done(Original(ref, k.place(seat.datacenter, inst)) if inst else None)
+
+
+def _may_be_read(holding: Holding, ref: VersionRef, seat: Seat) -> bool:
+    is_whole = holding.state == "full" and holding.uid == ref.uid
+    return is_whole and holding.is_original and holding.datacenter == seat.datacenter
+
+
+def reach_ranges(seat: Seat, original: Original) -> Ranges:
+    ref, place = original
+    return (
+        one(seat.keys.holding_at(ref.run, ref.version, place)),
+        seat.keys.shards(k.inst_at(place)),
+    )
+
+
+def reach(view: View, seat: Seat, original: Original) -> Step[Source]:
+    """How to reach its processes. Nothing is written, so nobody waits for this rank.
+
+    Raises:
+        SourceLost: It does not offer this content any more, or one of its processes is gone.
+    """
+    ref, inst = original.ref, k.inst_at(original.place)
+    key = seat.keys.holding_at(ref.run, ref.version, original.place)
+    held, entry = Holding.at(view, key), view.get(key)
+    if held is None or entry is None or not _may_be_read(held, ref, seat):
+        raise SourceLost(k.replica_of(inst), "it left before it was read", 0, 0).orderly()
+    return Done(learned(inst, held, entry.create_rev, dict(view.within(seat.keys.shards(inst)))))

@@ -1,0 +1,37 @@
+"""The seam at which others attend a copy, from before it is made until it is published."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from torch_ros.transfer.registered import Registered
+
+
+class Attendant:
+    """Told of one copy, in this order. Each method does nothing here."""
+
+    def begins(
+        self, chunks: Iterable[tuple[str, torch.device]], objects: Mapping[str, torch.Tensor]
+    ) -> None:
+        """A buffer is about to be filled: by these chunks, each with the device of its copy.
+
+        Raises: UsageError: Not with these.
+        """
+
+    def pool(self, copy_bytes: int) -> torch.Tensor | None:
+        """Memory to be registered with a copy of that size, if there is some."""
+        return None
+
+    def shown(self, registered: Registered) -> None:
+        """The copy is registered. The word is 0."""
+
+    def more(self, uid: str, *, is_offered: bool) -> Mapping[str, int]:
+        """The addresses that readers of this content shall know, by name: it is shown next.
+
+        Args:
+            is_offered: It is, as soon as the call ends; else when etcd is back.
+        """
+        return {}
+
+    def published(self, uid: str, *, is_offered: bool) -> None:
+        """The copy is held as this content. Does not raise."""
