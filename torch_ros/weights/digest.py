@@ -1,10 +1,21 @@
 """Digests of the content of tensors that do not depend on how the tensors are sharded.
 
-**The sum** (docs/protocol/wire.md): with x[g, j] the j-th 32-bit word of segment g,
+**Units** are elements of u = 1, 2 or 4 bytes, each a little-endian unsigned number; wider ones are
+words along one more, last dimension. Dimensions of size 1 are left out; a tensor without others has
+one of size 1.
+
+**Segments.** Let s be the global shape, d its last dimension, and inside = u. While d > 0 and
+inside * s[d] < 1024, multiply inside by s[d], and go to dimension d - 1. The period is 1024 /
+inside, rounded down. A unit with the indices i is in segment g, at place j: g is the row-major
+number of i[0] to i[d-1], times s[d] / period (rounded up), plus i[d] / period; j is the row-major
+number of i[d] mod period and the indices behind it.
+
+**The sum.** With x[g, j] the j-th 32-bit word of segment g,
 
     sum over g of W[g] * (sum over j of T[j] * x[g, j])   modulo 2^64
 
-with fixed, random-looking, odd 64-bit numbers T and W. Only a linear form can multiply four bytes
+with fixed, random-looking, odd 64-bit numbers T and W. A smaller unit, at byte B of its segment,
+adds W[g] * (T[B div 4] << 8 * (B mod 4)) * x. Only a linear form can multiply four bytes
 at a time: a partition may cut a word in two, and neither side of a cut could mix a word. The form
 is multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and
 Kaser, "Strongly universal string hashing is fast", arXiv 1202.4961), on two levels so that few
