@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_ls import published
 
 import torch_ros
@@ -172,8 +173,15 @@ def test_a_rollout_that_has_the_newest_hears_that_its_trainer_lost_its_seat(
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+@pytest.mark.parametrize(
+    ("sign", "said"),
+    [
+        ("", "it is stopped (state T); it goes on after: kill -CONT "),
+        ("0bad", "it has closed this handle; its process goes on without it; open it there again"),
+    ],
+)
 def test_a_trainer_that_stands_still_with_its_seat_holds_the_rollout_up(
-    opened, asked, store, child
+    opened, asked, store, child, sign, said
 ):
     trainer, rollout = opened("trainer"), opened("rollout")
     published(trainer, 7)
@@ -185,9 +193,9 @@ def test_a_trainer_that_stands_still_with_its_seat_holds_the_rollout_up(
     stop(child)
     there = ShardRecord(socket.gethostname(), child.pid, ShardRecord.decode(entry.value, "").card)
     store.commit(Txn(ops=(Put(shard, there.encode(), entry.lease_id),)), timeout_s=5)
-    put(store, (keys.seen_at("trainer", 0), sat(child)))
+    put(store, (keys.seen_at("trainer", 0), replace(sat(child), sign=sign)))
     code, out, _ = asked("why", trainer.model, "rollout")
-    assert (code, "it is stopped (state T)" in out) == (1, True)
+    assert (code, said in out) == (1, True), out
     assert "was here" not in out
 
 

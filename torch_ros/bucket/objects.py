@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -207,9 +208,9 @@ class ObjectStore:
     def _require_file(self, key: str) -> None:
         """A read of a FIFO in a folder would wait for who writes to it, with no deadline."""
         if self._folder is not None:
-            with self._errors(key):
-                path = self._folder / key
-                if path.exists() and not (path.is_file() or path.is_dir()):
+            with self._errors(key), suppress(FileNotFoundError, NotADirectoryError, ValueError):
+                mode = (self._folder / key).stat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     self.refuse(key, "it is no file")
 
     def get_ranges(

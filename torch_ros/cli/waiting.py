@@ -45,8 +45,12 @@ def to_type(state: str, pid: int) -> str:
             return f"it goes on after: kill -CONT {pid}"
         case "frozen":
             return f"thaw it (docker unpause, systemctl thaw): cat /proc/{pid}/cgroup"
-        case "gone" | "replaced" | "closed":
+        case "gone" | "replaced":
             return "start it, or look at why it ended"
+        case "closed":
+            return (
+                "its process goes on without it; open it there again, or look at why it was closed"
+            )
         case "running" | "traced":
             return f"its stack: py-spy dump --pid {pid}"
         case "hidden" | "other container" | "other host":
