@@ -17,7 +17,7 @@ import torch_ros.bucket
 from puppets import free_port
 from puppets.objects import ObjectServer
 from torch_ros.bucket import hub, objects
-from torch_ros.errors import BucketError, UsageError
+from torch_ros.errors import BucketError, UnreadableVersion, UsageError
 
 pytest.importorskip("obstore")
 MOTO = pytest.param("moto", marks=[pytest.mark.long, pytest.mark.xdist_group("moto")])
@@ -562,6 +562,15 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url):
             ask(url)
         assert "CANARY" not in "".join(traceback.format_exception_only(caught.value))
         assert caught.value.__cause__ is None
+
+
+def test_an_object_for_which_too_much_memory_would_be_taken_is_refused(store, monkeypatch):
+    monkeypatch.setattr(objects, "SMALL_BYTES", 10)
+    store.create("v/small", b"1" * 10)
+    store.create("v/large", b"1" * 11)
+    assert store.get("v/small") == b"1" * 10
+    with pytest.raises(UnreadableVersion, match="it has 11 bytes, expected at most 10"):
+        store.get("v/large")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class HubStore(ObjectStore):
         self._hub.batch_bucket_files(self._bucket, add=[(source, self._prefix + key)])
 
     def get(self, key: str) -> bytes | None:
-        """A small object; None: there is none."""
+        """As others; takes as much of the disk as the object is large."""
         with self._errors(key), tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "object"
             try:
@@ -79,6 +79,7 @@ class HubStore(ObjectStore):
                 )
             except self._absent:
                 return None
+            self._require_small(key, file.stat().st_size)
             return file.read_bytes()
 
     def get_ranges(

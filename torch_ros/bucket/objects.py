@@ -199,11 +199,15 @@ class ObjectStore:
         with self._errors(key):
             try:
                 found = self._obs.get(self._store, key)
-                if (size_bytes := found.meta["size"]) > SMALL_BYTES:  # for which memory is taken
-                    self.refuse(key, f"it has {size_bytes} bytes, expected at most {SMALL_BYTES}")
+                self._require_small(key, found.meta["size"])
                 return bytes(found.bytes())
             except FileNotFoundError:
                 return None
+
+    def _require_small(self, key: str, size_bytes: int) -> None:
+        """Memory is taken for all of it."""
+        if size_bytes > SMALL_BYTES:
+            self.refuse(key, f"it has {size_bytes} bytes, expected at most {SMALL_BYTES}")
 
     def _require_file(self, key: str) -> None:
         """A read of a FIFO in a folder would wait for who writes to it, with no deadline."""
