@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -269,3 +269,18 @@ def test_objects_arrive_on_the_device_they_were_on(handles, monkeypatch):
     assert torch.equal(got["extra"][0], torch.ones(2))
     assert got["step"] == 7
     assert places == ["cpu"], "the only storage, once"
+
+
+def test_a_dtensor_that_waits_for_a_reduction_is_named(handles):
+    trainer, rollout = handles
+    save(trainer, 1, {"w": torch.ones(3)})
+    reader = ROSReader(1, handle=rollout)
+    with as_rank(0, 2) as mesh:
+        state = {"w": DTensor.from_local(torch.ones(3), mesh, [Partial(), Replicate()])}
+        own = {"storage_reader": reader, "planner": reader.planner()}
+        for call in (
+            lambda: dcp.load(state, no_dist=True, **own),
+            lambda: save(trainer, 2, state, no_dist=True),
+        ):
+            with pytest.raises(CheckpointException, match="'w' is a DTensor with a pending reduct"):
+                call()

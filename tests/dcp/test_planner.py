@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 import uuid
 import weakref
 
@@ -19,7 +20,7 @@ import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.dcp.memo import memos
 from torch_ros.dcp.outline import outline
-from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.errors import ManifestMismatch, UsageError, reason
 
 
 @pytest.fixture
@@ -304,6 +305,60 @@ def test_without_its_writer_or_reader_a_planner_refuses(handles, tmp_path):
     with pytest.raises(CheckpointException) as caught:
         dcp.load(saved, checkpoint_id=tmp_path / "b", planner=ROSReader().planner())
     assert isinstance(caught.value.failures[0][0], UsageError)
+
+
+def failure(call):
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    error = reason(caught.value)
+    assert isinstance(error, UsageError), error
+    return str(error)
+
+
+def lazy():
+    return {"model": {"w": torch.nn.LazyLinear(3).weight}}
+
+
+def test_a_tensor_that_dcp_cannot_plan_is_named(handles):
+    trainer, rollout = handles
+    save(trainer, 1, {"model": {"w": torch.ones(2, 3)}})
+    said = "tensor 'model.w' is not initialised yet"
+    assert said in failure(lambda: load(rollout, lazy()))
+    on_meta = {"model": {"w": torch.empty(2, 3, device="meta")}}
+    its_device = "tensor 'model.w' is on the meta device, and dcp takes its device from the default"
+    assert its_device in failure(lambda: load(rollout, on_meta))
+    load(rollout, {"model": {"w": torch.zeros(2, 3)}})
+    assert rollout.version == 1
+    assert said in failure(lambda: save(trainer, 2, lazy()))
+    assert trainer.version is None
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("value", [threading.Lock(), lambda: 3, (each for each in "ab")])
+def test_an_object_that_cannot_be_pickled_is_named(handles, value, is_own):
+    trainer, _ = handles
+    state = {"w": torch.ones(3), "more": {"hook": 1}}
+    save(trainer, 1, state)  # an outline of it is known
+    state["more"]["hook"] = value
+    trainer.unpublish()
+    writer = ROSWriter(2, handle=trainer)
+    planner = writer.planner() if is_own else None
+    said = failure(lambda: dcp.save(state, storage_writer=writer, planner=planner))
+    assert "object 'more.hook' cannot be pickled (" in said
+    assert "leave it out of the state dict" in said
+
+
+def test_the_planner_of_the_other_one_is_refused(handles):
+    trainer, rollout = handles
+    state = {"w": torch.ones(3)}
+    save(trainer, 1, state)
+    writer, reader = ROSWriter(2, handle=trainer), ROSReader(1, handle=rollout)
+    said = failure(lambda: dcp.load(state, storage_reader=reader, planner=writer.planner()))
+    assert "pass ROSReader(...).planner()" in said
+    said = failure(lambda: dcp.save(state, storage_writer=writer, planner=reader.planner()))
+    assert "pass ROSWriter(...).planner()" in said
+    save(trainer, 3, state)
+    load(rollout, state)
 
 
 def test_what_a_version_does_not_have_is_left_as_it_is(handles):

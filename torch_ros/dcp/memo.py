@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_ros.dcp.outline import Outline
+from torch_ros.errors import TorchRosError, UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.transfer.registered import LocalState, Registered
 from torch_ros.weights.local import LocalChunk, LocalTensor
@@ -164,12 +166,28 @@ class Memo:
 
     def _pickled(self, fqn: str, value: Any) -> torch.Tensor:
         if type(value) not in ATOMS:
-            return pickled(value)
+            with pickling(fqn):
+                return pickled(value)
         mark = pickle.dumps(value)  # tells 0.0 from -0.0, and 1 from True
         known = self.pickles.get(fqn)
         if known is None or known[0] != mark:
             known = self.pickles[fqn] = (mark, pickled(value))
         return known[1].clone()  # what is registered may be read into
+
+
+@contextmanager
+def pickling(fqn: str) -> Iterator[None]:
+    """Raises: UsageError: The object of that name cannot be pickled."""
+    try:
+        yield
+    except TorchRosError:
+        raise
+    except Exception as error:  # whatever its class does
+        raise UsageError(
+            f"object {fqn!r} cannot be pickled ({type(error).__name__}: {error}), expected tensors "
+            "and objects that pickle takes; leave it out of the state dict, or save what it is "
+            "made of"
+        ) from error
 
 
 def pickled(value: Any) -> torch.Tensor:

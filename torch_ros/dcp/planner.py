@@ -5,14 +5,17 @@ anything. These only keep the state dict; the storage recognises an unchanged on
 (memo.py), and has it planned, by dcp's own rules, where it is not.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from torch_ros.errors import ManifestMismatch, UsageError
 from torch_ros.weights.chunked import Chunked
@@ -42,6 +45,8 @@ class ROSSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
+        if isinstance(storage_meta, Metadata):  # which a load has
+            raise UsageError(_OTHER.format("load", "ROSReader"))
         self._nested, self.is_kept = state_dict, False
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
@@ -50,7 +55,11 @@ class ROSSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def plan_now(self) -> SavePlan:
-        """dcp's plan for this rank; from then on `state_dict` is flat."""
+        """dcp's plan for this rank; from then on `state_dict` is flat.
+
+        Raises: UsageError: A tensor that dcp cannot plan.
+        """
+        _require_plannable(_nodes(self._nested))
         super().set_up_planner(self._nested, None, self.is_coordinator)
         return super().create_local_plan()
 
@@ -84,6 +93,8 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
+        if isinstance(metadata, bool):  # a save has no metadata, and passes `is_coordinator` there
+            raise UsageError(_OTHER.format("save", "ROSWriter"))
         self.original_state_dict, self.state_dict, self.mappings = state_dict, state_dict, {}
         self.metadata, self.is_coordinator, self.is_kept = metadata, is_coordinator, False
 
@@ -94,9 +105,13 @@ class ROSLoadPlanner(DefaultLoadPlanner):
     def plan_now(self, contents: Mapping[str, LogicalTensor]) -> LoadPlan:
         """Plan for this rank as dcp does; from then on `state_dict` is flat.
 
-        Raises: ManifestMismatch: It does not fit the version's contents.
+        Raises:
+            UsageError: A tensor that dcp cannot plan.
+            ManifestMismatch: It does not fit the version's contents.
         """
         before = dict(_nodes(self.original_state_dict))
+        _require_plannable(before.items())
+        _require_device(before)
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
         # dcp puts None where it meets an object whose type it does not know, also within others,
         # which it makes anew; and tensors where there were tensors on no device.
@@ -185,6 +200,35 @@ def _require_fit(
         )
 
 
+def _require_plannable(nodes: Iterable[tuple[_Path, Any]]) -> None:
+    """Raises: UsageError: A tensor of which dcp would tell neither the name nor what to do."""
+    for path, value in nodes:
+        if isinstance(value, torch.Tensor) and (is_lazy(value) or _is_partial(value)):
+            local_chunks({_fqn(path): value})
+
+
+def _is_partial(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor.placements)
+
+
+def _require_device(nodes: Mapping[_Path, Any]) -> None:
+    """Raises: UsageError: dcp would put a tensor of no device where the process group works."""
+    if dist.is_available() and dist.is_initialized():
+        return
+    for path, value in nodes.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise UsageError(
+                f"tensor {_fqn(path)!r} is on the meta device, and dcp takes its device from the "
+                "default process group, which there is not; pass torch.empty_like(tensor, "
+                "device=...), or call init_process_group first"
+            )
+
+
+def _fqn(path: _Path) -> str:
+    """As dcp makes it, of the place in a state dict."""
+    return ".".join(map(str, path))
+
+
 def _nodes(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """All that is in a state dict, and where dcp says that it is."""
     yield path, value
@@ -203,6 +247,7 @@ def _own_key(container: Any, key: str | int) -> Any:
     return next((own for own in container if str(own) == key), key)
 
 
+_OTHER = "planner: dcp.{0} was given the other one's; pass {1}(...).planner(), or none"
 _ELSEWHERE = (
     "this planner leaves planning to the {1} that made it, and dcp was called without that one; "
     "pass both, {0}=x and planner=x.planner(), or neither"

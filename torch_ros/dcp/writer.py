@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_ros.dcp.default import check_group, default_handle, require_handle
-from torch_ros.dcp.memo import Memo, as_bytes, memos
+from torch_ros.dcp.memo import Memo, as_bytes, memos, pickling
 from torch_ros.dcp.outline import Outline, outline
 from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
 from torch_ros.errors import UsageError
@@ -223,7 +223,8 @@ class ROSWriter(StorageWriter):
             if is_strided(value := values.get(item.index.fqn)):
                 (tensors[item.index.fqn],) = local_chunks({item.index.fqn: value})
                 continue
-            found = planner.resolve_data(item)
+            with pickling(item.index.fqn) if item.type == WriteItemType.BYTE_IO else nullcontext():
+                found = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 assert isinstance(found, io.BytesIO)
                 objects[item.index.fqn] = as_bytes(found)
