@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.installs.waiting import Installed  # feature installs
     from torch_ros.features.lending.borrowing import Borrowed  # feature lending
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.protocol.records import Install
     from torch_ros.shard.finding import Contents
-    from torch_ros.shard.installs import Installed
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
     from torch_ros.weights.transforms import MadeTensor, Transform
@@ -50,7 +50,7 @@ __all__ = [
     "Held",
     "HugePageReport",
     "Install",
-    "Installed",
+    "Installed",  # feature installs
     "MadeTensor",
     "PublishReport",
     "Published",
@@ -78,7 +78,7 @@ _HOMES = {  # imported at their first use
     "Held": "torch_ros.protocol.fleet",
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "Install": "torch_ros.protocol.records",
-    "Installed": "torch_ros.shard.installs",
+    "Installed": "torch_ros.features.installs.waiting",  # feature installs
     "MadeTensor": "torch_ros.weights.transforms",
     "PublishReport": "torch_ros.shard.report",
     "Published": "torch_ros.protocol.fleet",

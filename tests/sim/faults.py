@@ -18,7 +18,6 @@ import afar  # noqa: F401  # its scenes are among those that find faults, as are
 import collecting  # noqa: F401
 import farewell  # noqa: F401
 import here  # noqa: F401
-import installing  # noqa: F401
 import lookouts  # noqa: F401
 import msgspec
 import numpy as np
@@ -49,7 +48,6 @@ from torch_ros.protocol.meeting import Meeting
 from torch_ros.shard import (
     following,
 )
-from torch_ros.shard import installs as shard_installs
 from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -2133,66 +2131,6 @@ def _(_fresh):
     def faulty(self, at_ms):
         made = self._ledger.part(self._part)
         return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
-
-    return faulty
-
-
-# Installs
-
-fault(
-    "a replica that has vanished is gone",
-    "installs:TTLS",
-    scenario="wiped while waited",
-)(lambda ttls: 0)
-fault(
-    "the number that was entered is active",
-    "Installing._content",
-    scenario="published in a block",
-)(lambda content: lambda self: self._ref)
-
-
-fault(
-    "who waits for answers looks once a second",
-    "FOLLOW_S",
-    scenario="heard at once",
-)(lambda follow_s: 1.0)
-
-
-@fault("who enters is active still", "Install.entered")
-def _(entered):
-    def faulty(self, ref, attempt):
-        return msgspec.structs.replace(entered(self, ref, attempt), active=self.active)
-
-    return faulty
-
-
-@fault(
-    "a rejection is told if the store takes it now",
-    "Installs.tell",
-    scenario="told later",
-)
-def _(tell):
-    def faulty(self, rule):
-        soon = shard_installs.Deadline("telling", 1.0)
-        try:
-            return self.write(rule, soon)
-        except shard_installs.TorchRosError:
-            return None
-
-    return faulty
-
-
-@fault(
-    "who left badly is not believed if all seemed well",
-    "reject",
-    scenario="left badly",
-)
-def _(rule):
-    def faulty(view, seat, attempt, rejection):
-        there = records.Install.at(view, seat.keys.install(seat.inst))
-        if there is not None and there.active is not None:
-            return Done(there)
-        return rule(view, seat, attempt, rejection)
 
     return faulty
 

@@ -16,6 +16,8 @@ from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
+from torch_ros.features.installs.installing import Installing, Installs  # feature installs
+from torch_ros.features.installs.waiting import Installed, Waiting  # feature installs
 from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature lending
 from torch_ros.features.prefetch.flow import Prefetching  # feature prefetch
 from torch_ros.features.seeding.near_first import policy_for  # feature seeding
@@ -31,7 +33,6 @@ from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
-from torch_ros.shard.installs import Installed, Installing, Installs, Waiting
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
@@ -77,7 +78,7 @@ class ShardHandle:
         """For torch_ros.bucket; no stable interface."""
         self._reads = Reads(shard)
         self._streams = Streams(shard)  # feature streams
-        self._installs = Installs(shard)
+        self._installs = Installs(shard)  # feature installs
         self._prefetching = Prefetching(shard)  # feature prefetch
         self._deltas = Deltas(shard)  # feature deltas
 
@@ -790,6 +791,7 @@ class ShardHandle:
 
     # Engines
 
+    # feature installs {
     def installing(
         self, version: int | str, *, timeout_s: float | None = None
     ) -> AbstractContextManager[VersionRef]:
@@ -868,6 +870,8 @@ class ShardHandle:
         shard.require_usable()
         deadline = shard.deadline(f"wait_installed {check_version(version)}", timeout_s)
         return Waiting(self._installs, version, replicas, deadline).run()
+
+    # } installs
 
     # Looking around
 

@@ -69,7 +69,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "fabric": arguments.optional(arguments.text),
     "wan_devices": arguments.texts,
     "spot": arguments.yes_or_no,
-    "installs": arguments.yes_or_no,
+    "installs": arguments.yes_or_no,  # feature installs
     "timeout_s": arguments.seconds,
     "ttl_s": arguments.whole(2, 24 * 3600),  # 2: etcd's least, at its default election timeout
     "drain_s": arguments.seconds,
@@ -103,7 +103,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     fabric: str | None = None,
     wan_devices: Sequence[str] = (),
     spot: bool = False,
-    installs: bool = False,
+    installs: bool = False,  # feature installs
     timeout_s: float = 300.0,
     ttl_s: int = 10,
     drain_s: float = 60.0,
@@ -253,7 +253,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     own = partial(own, newest_stored=below and partial(newest_run, below, deadline))
     # } fallback
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
-    install = Install() if installs else None
+    install: Install | None = None
+    install = Install() if installs else None  # feature installs
     shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
 
     # feature fallback {

@@ -380,7 +380,7 @@ class Load(Target):
 
     def run(self) -> ReadReport:
         shard, request, asked = self._shard, self._request, self._request.asked
-        shard.intake.begins(self._deadline)
+        shard.read_begins(self._deadline)
         shard.begin("agree", asked.check, self._deadline)
         answer = self._agree()
         if answer == "held":
@@ -476,7 +476,7 @@ class Load(Target):
             copy_bits(buffer, registered.objects[fqn])
         self._request.destination.vet()
         log.info("version %d of %r is already here", held.version, shard.model)
-        shard.intake.ends(held, self._deadline)
+        shard.read_ends(held, self._deadline)
         report = ReadReport(held.version, shard.group.seat.replica, 0, 0, 0, 0.0, {}, uid=held.uid)
         shard.reports.add(report)
         return report

@@ -36,7 +36,6 @@ from torch_ros.shard.collective import refuse
 from torch_ros.shard.contract import conclude
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
-from torch_ros.shard.intake import Intake
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
@@ -98,7 +97,6 @@ class Shard:
     observed: Observed
     policy: Policy  # of its updates
     host_buffers: HostBuffers  # of copies that are published
-    intake: Intake
     is_closed: bool
     features: list[Feature]  # that are attached
     lock: threading.RLock  # of the call that is under way
@@ -127,7 +125,6 @@ class Shard:
         self.observed = Observed(model, group, self.reports, self.copies, reading)
         self.host_buffers = HostBuffers()
         self.policy = NEWEST
-        self.intake = Intake(group.ledger)
         self.is_closed = False
         self.lock = threading.RLock()
         self._ending = threading.Lock()
@@ -171,6 +168,14 @@ class Shard:
     def attach(self, feature: Feature) -> None:
         """Tell a feature of what happens here from now on."""
         self.features.append(feature)
+
+    def read_begins(self, call: Deadline) -> None:
+        for feature in self.features:
+            feature.read_begins(call)
+
+    def read_ends(self, ref: VersionRef | None, call: Deadline) -> None:
+        for feature in self.features:
+            feature.read_ends(ref, call)
 
     # One call at a time
 

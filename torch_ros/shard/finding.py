@@ -80,7 +80,8 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             ref, layout, source = group.ask(ranges, rule, deadline)
             layouts = shard.manifests.layouts(source, deadline)
             if logical(layouts).digest == layout:
-                shard.intake.found = ref
+                for feature in shard.features:
+                    feature.looked_at(ref)
                 return PinnedVersion(ref, layouts, source == group.seat.inst, seat, seen)
             reason = "it shows other tensors by now"
         except SeatLost as lost:  # this replica's own peers, where it is the only holder

@@ -121,7 +121,7 @@ def _update_now(shard: Shard, request: UpdateRequest, deadline: Deadline) -> Ver
     is_asked = search.held is not None or search.policy.is_asked_first
     found = search.run() if is_asked else Next()
     if is_asked and found.goes_to is None:
-        shard.intake.ends(search.held, deadline)
+        shard.read_ends(search.held, deadline)
         return None
     if search.held:
         search.all_go_on(deadline)  # before that is given up
@@ -161,7 +161,7 @@ def _update_within(
         search = _Search(shard, request, lookout.beside(shard.deadline(what, request.timeout_s)))
         search.begin()
         found = search.run(lookout)
-        shard.intake.ends(search.held, search.deadline)
+        shard.read_ends(search.held, search.deadline)
         if found.ref is None and has_given_up and lookout.stop is None:
             reason = "it went before it was read, and what was held is given up"
             raise VersionNotFound(shard.model, f"{request.version}", reason)
@@ -171,9 +171,9 @@ def _update_within(
                 search.all_go_on(deadline)
             return None
         if found.goes_to is not None:
-            shard.intake.begins(deadline)
+            shard.read_begins(deadline)
             if not search.all_go_on(deadline):
-                shard.intake.ends(None, deadline)
+                shard.read_ends(None, deadline)
                 return None
             spec = search.to_read(found)[0]
             with _given_up(search, deadline) as target:
@@ -238,12 +238,11 @@ class _Search:
         self._lookout: Lookout | None = None
         self.sight: Sight | None = None
         self._left_s = 0.0
-        # A number, and an install that has entered one, have chosen already.
-        is_chosen = self._spec.absolute is not None or shard.intake.refs is not None
+        is_chosen = self._spec.absolute is not None
         self.policy = NEWEST if is_chosen else request.policy(shard.policy)
 
     def begin(self) -> None:
-        self.shard.intake.begins(self.deadline)
+        self.shard.read_begins(self.deadline)
         self.shard.begin("update", self.shard.asked, self.deadline)
         self.held = self.shard.held
 

@@ -87,7 +87,7 @@ class Target:
 
 def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef:
     """Read a whole version into the registered tensors."""
-    shard.intake.begins(deadline)
+    shard.read_begins(deadline)
     target.supplier = _supplier(shard, spec, deadline)
     made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
     return healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
@@ -101,7 +101,7 @@ def replicate_if_there(
     Raises:
         VersionNotFound: It went when a part of it had been read.
     """
-    shard.intake.begins(deadline)
+    shard.read_begins(deadline)
     spec, tries = replace(spec, may_miss=True), list[Replication]()
     target.supplier = supplier = _supplier(shard, spec, deadline)
 
@@ -116,7 +116,7 @@ def replicate_if_there(
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
         raise VersionNotFound(shard.model, f"{spec}", reason)
     if ref is None:
-        shard.intake.ends(None, deadline)
+        shard.read_ends(None, deadline)
     return ref
 
 
@@ -449,7 +449,7 @@ class Replication:
             *self._via,
         )
         self._shard.reports.add(report)
-        self._shard.intake.ends(call.ref, self._deadline)
+        self._shard.read_ends(call.ref, self._deadline)
         self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)

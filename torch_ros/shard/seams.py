@@ -106,6 +106,18 @@ class Feature:
 
     # A version that is read
 
+    def read_begins(self, call: Deadline) -> None:
+        """A call that reads a version, or a part of one, begins.
+
+        Raises: UsageError: It may not.
+        """
+
+    def read_ends(self, ref: VersionRef | None, call: Deadline) -> None:
+        """It has brought all that was asked for; None: there was nothing. Not told if it fails."""
+
+    def looked_at(self, ref: VersionRef) -> None:
+        """The contents of a version were looked at, which its number stands for now."""
+
     def supplier(self, spec: Spec, deadline: Deadline) -> Supplier | None:
         """A replicate begins. A way of the feature's own to what it reads; None: it has none."""
         return None

@@ -203,7 +203,7 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
             raise NotSupported(f"{what} (it is on a GPU, and CUDA IPC is missing)", _HOST)
         borrowed = Borrowed(ref.version, replica, _tensors(manifests, loans))
         undo.pop_all()
-    shard.intake.ends(ref, deadline)
+    shard.read_ends(ref, deadline)
     log.info("borrowed version %d of %r from replica %r", ref.version, model, replica)
     return Loans(model, borrowed, loans)
 

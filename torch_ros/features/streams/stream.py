@@ -106,7 +106,7 @@ class Stream(Iterator[tuple[str, torch.Tensor]]):
             left = deque(self._filling.take(self._taken))
             self._left, self._taken = left, self._taken + 1  # Ctrl-C comes before, or after
         if len(self._left) == 1 and self._taken == len(self._filling.parts):
-            self._shard.intake.ends(self._filling.wanted.ref, self._call)
+            self._shard.read_ends(self._filling.wanted.ref, self._call)
         return self._left.popleft()
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Streams(Feature):
 
         def begin() -> Callable[[], tuple[VersionRef, Deadline, list[str] | None]]:
             deadline = shard.deadline(asked, timeout_s)
-            shard.intake.begins(deadline)
+            shard.read_begins(deadline)
             arguments.optional(arguments.text)("source", source)
             names = check() if shard.is_alone else None
             return lambda: (self._decide(Spec.parse(version), deadline), deadline, names)
@@ -172,7 +172,7 @@ class Streams(Feature):
             filling.drop()
             raise
         if not filling.parts:
-            shard.intake.ends(ref, deadline)
+            shard.read_ends(ref, deadline)
         return stream
 
     def _decide(self, spec: Spec, deadline: Deadline) -> VersionRef:

@@ -20,9 +20,9 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.features.installs import installing
 from torch_ros.protocol import membership
 from torch_ros.protocol.records import Install, Rejection, ShardRecord, VersionRef
-from torch_ros.shard import installs
 from torch_ros.store.memory import MemoryKV
 from torch_ros.store.txn import Put, Txn
 
@@ -234,7 +234,7 @@ def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, t
 @only_memory
 def test_time_in_which_etcd_does_not_answer_is_no_absence(trainer, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(installs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(installing.time, "monotonic", lambda: clock[0])
     told = trainer._installs
     for step_s, there in ((0, {"e": Install()}), (50, {}), (500, {}), (1, {})):
         clock[0] += step_s
@@ -445,12 +445,12 @@ def test_no_later_call_mends_one_that_has_not_brought_all(opened, trainer):
 
 
 def struck(line, block):
-    """Strike Ctrl-C at a line that torch_ros.shard.installs runs, the n-th; whether it came."""
+    """Strike Ctrl-C at a line of installing.py that is run, the n-th; whether it came."""
     left = line
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_code.co_filename != installs.__file__:
+        if frame.f_code.co_filename != installing.__file__:
             return None
         if event == "line":
             left -= 1

@@ -1,4 +1,4 @@
-"""Installs of one handle: the blocks in which it brings versions into an engine, and its waits.
+"""Installs of one handle: the blocks in which it brings versions into an engine.
 
 docs/protocol/installs.md has the rules; invariant I10.
 """
@@ -9,10 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
-from torch_ros import arguments
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     CallAborted,
@@ -23,16 +21,18 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
+from torch_ros.features.installs import rules
+from torch_ros.features.installs.intake import Intake
 from torch_ros.printable import log_of
-from torch_ros.protocol import installs as rules
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
+from torch_ros.protocol.fleet import installs_of
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.collective import checked, collectively, refuse
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
-from torch_ros.store.loops import Done, Step, Wait, looking_ahead, settle
+from torch_ros.store.loops import Done, Step, looking_ahead, settle
 from torch_ros.store.txn import Range, Ranges, View, one
 
 log: logging.Logger = log_of(__name__)
@@ -43,27 +43,12 @@ THERE = -1.0
 TTLS = 2  # for which a replica is missing, before it is gone
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """The answers to a version, each replica's.
-
-    Attributes:
-        active: When it was seen to use that version, or a newer one: seconds after the wait began.
-        rejected: The rank that failed, and its reason.
-        gone: Replicas that were there, and are no more.
-    """
-
-    version: int
-    active: Mapping[str, float]
-    rejected: Mapping[str, tuple[int, str]]
-    gone: tuple[str, ...] = ()
-
-
 class Installs:
     """The record of one handle's replica, and all that it has heard of those of others."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        self.intake = Intake(shard) if shard.group.ledger.install is not None else None
         self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there
         self.told: Latch = Latch()  # the last rejection is
         self.told.set()
@@ -135,7 +120,7 @@ class Installs:
         keys = shard.group.seat.keys
         deadline = shard.deadline("installs", timeout_s)
         there = shard.group.ask(
-            (keys.installs(),), lambda view: Done(rules.all_of(view, keys)), deadline
+            (keys.installs(),), lambda view: Done(installs_of(view, keys)), deadline
         )
         self.note(there)
         return there
@@ -168,78 +153,6 @@ class Installs:
                 self._heard.pop(name, None)
 
 
-class Waiting:
-    """One wait until replicas use a version."""
-
-    def __init__(
-        self, installs: Installs, version: int, replicas: Iterable[str] | None, deadline: Deadline
-    ) -> None:
-        shard = installs.shard
-        self._installs, self._deadline, self._group = installs, deadline, shard.group
-        if replicas is not None and not isinstance(replicas, str):
-            replicas = tuple(replicas)
-        arguments.optional(arguments.texts)("replicas", replicas)
-        self._named = replicas
-        seat, kept = shard.group.seat, shard.group.ledger.held
-        is_own = kept is not None and kept.is_original and kept.ref.version == version
-        uid = kept.ref.uid if kept is not None and is_own else ""
-        self._keys, self._goal = seat.keys, rules.Goal(seat.keys, seat.run, version, uid)
-        self._by_hand: frozenset[str] = frozenset()
-        self._active: dict[str, float] = {}
-
-    def run(self) -> Installed:
-        while True:
-            ranges = (*map(one, sorted(self._by_hand)), *self._goal.ranges)
-            found = self._group.follow(ranges, self._rule, self._deadline)
-            if isinstance(found, Installed):
-                break
-            self._by_hand = found
-        if self._named is None:
-            self._installs.forget(found.gone)  # said once
-        return found
-
-    def _rule(self, view: View) -> Done[Installed | frozenset[str]] | Wait:
-        if (by_hand := rules.put_by_hand(view, self._keys)) != self._by_hand:
-            return Done(by_hand)
-        self._goal = self._goal.known(view)
-        there = rules.all_of(view, self._keys)
-        self._installs.note(there)
-        counted = self._installs.heard_of() if self._named is None else self._named
-        gone_s = TTLS * self._group.applicant.ttl_s
-        gone = tuple(name for name in counted if self._installs.missing_s(name) > gone_s)
-        answers = self._goal.answers({name: there[name] for name in counted if name in there})
-        now_s = time.monotonic() - self._deadline.started_s
-        uses = (name for name, answer in answers.items() if answer == "active")
-        self._active = {name: self._active.get(name, now_s) for name in uses}
-        rejected = {
-            name: (found.rank, found.reason)
-            for name, answer in answers.items()
-            if answer == "rejected" and (found := there[name].rejected)
-        }
-        left = [name for name in counted if name not in {*self._active, *rejected, *gone}]
-        if self._active and not left:
-            return Done(Installed(self._goal.version, self._active, rejected, gone))
-        if rejected and not left:
-            raise self._rejected(rejected)
-        missing = [name for name in left if name not in there]
-        reason = self._reason(left, missing, rejected)
-        return Wait(reason, self._goal.ranges, LOOK_S if missing else math.inf)
-
-    def _rejected(self, rejected: Mapping[str, tuple[int, str]]) -> InstallRejected:
-        reasons = [f"rank {rank} of {name!r}: {why}" for name, (rank, why) in rejected.items()]
-        rank = next(iter(rejected.values()))[0]
-        return InstallRejected(", ".join(rejected), self._goal.version, rank, "; ".join(reasons))
-
-    def _reason(self, left: Iterable[str], missing: Iterable[str], rejected: Iterable[str]) -> str:
-        parts = [
-            f"{name!r} {'is missing, and was' if name in missing else 'is'} "
-            f"{rules.at(self._installs.last(name))}"
-            for name in left
-        ]
-        parts += [f"{name!r} has rejected it" for name in rejected]
-        return "; ".join(parts) or "no replica is there that installs"
-
-
 class Installing:
     """One install, on one rank: `with` this."""
 
@@ -270,6 +183,11 @@ class Installing:
             raise UsageError("installing: open the handle with installs=True, on all ranks")
 
     @property
+    def _intake(self) -> Intake:
+        assert self._installs.intake is not None
+        return self._installs.intake
+
+    @property
     def _replica(self) -> str:
         return self._shard.group.seat.replica
 
@@ -285,7 +203,7 @@ class Installing:
         if shard.is_alone:
             assert install is not None
             self._attempt = install.attempt + 1
-            known = shard.intake.found
+            known = self._intake.seen
             # The active version's number may be another content's by now.
             if known and (known.version != self._spec.absolute or known == install.active):
                 known = None
@@ -302,7 +220,8 @@ class Installing:
             assert install.rejected is not None
             self._ref = install.rejected.ref
             raise rules.rejected(install, shard.group.seat, self._ref)
-        self._ref, shard.intake.refs, shard.intake.torn = ref, set(), set()
+        self._ref = ref
+        self._intake.opens()
         ledger.block = self._end
         return ref
 
@@ -372,11 +291,11 @@ class Installing:
         """
         shard, mine = self._shard, self._installs.mine
         assert self._ref is not None
-        if torn := sorted({call.what for call in shard.intake.torn}):
+        if torn := sorted({call.what for call in self._intake.torn}):
             raise UsageError(
                 f"{self._end}: {torn} of its block had begun, and did not bring all; install anew"
             )
-        found = shard.intake.refs or ({mine} if mine is not None else set())
+        found = self._intake.refs or ({mine} if mine is not None else set())
         if len(found) != 1 or {ref.version for ref in found} != {self._ref.version}:
             numbers = sorted(ref.version for ref in found) or "nothing"
             raise UsageError(
@@ -442,5 +361,7 @@ class Installing:
         return Rejection(self._ref, rank, text)
 
     def _close(self) -> None:
-        self._shard.intake.refs, self._shard.group.ledger.block = None, None
+        if (intake := self._installs.intake) is not None:
+            intake.shuts()
+        self._shard.group.ledger.block = None
         self._installs.open = None
