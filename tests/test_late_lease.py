@@ -1,13 +1,15 @@
 """A lease that etcd grants later than it lasts."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SeatLost
 from torch_ros.protocol import seating
+from torch_ros.protocol.applicant import Applicant
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.records import ShardRecord
 from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.session import Session
 
@@ -29,7 +31,9 @@ def test_a_lease_that_ends_while_it_is_granted_ends_the_taking_of_the_seat(monke
     monkeypatch.setattr(seating, "Session", Hasty)
     raised, told = [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    who = SimpleNamespace(replica="r", ttl_s=1)
+    who = Applicant(
+        Keys("m"), "r", 0, 1, ShardRecord("host", 1, b""), None, "d", spot=False, ttl_s=1
+    )
     taking = seating._Taking(Late(Space()), who, Deadline("taking", 10.0), lambda *_: told.set())
     assert told.wait(10)
     assert not raised
