@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import puppets
 from torch_ros.errors import StoreUnavailable, UsageError
 from torch_ros.store import local
 from torch_ros.store.endpoint import connect
@@ -28,6 +29,17 @@ def test_an_etcd_is_reached(etcd_endpoint):
     kv = connect(etcd_endpoint, timeout_s=5)
     assert kv.endpoint == etcd_endpoint
     kv.close()
+
+
+def test_an_etcd_that_listens_on_ipv6_alone_is_reached(tmp_path):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with puppets.running_etcd(tmp_path, address="[::1]") as server:
+        kv = connect(f"etcd://{server.host}", timeout_s=5)
+        put(kv, "endpoint-test/a")
+        kv.close()
 
 
 def test_several_hosts_are_one_store(etcd_endpoint):
