@@ -831,6 +831,11 @@ def _(rule):
 fault("who left a call out is taken for late", "is_left_out", scenario="left out")(
     lambda rule: lambda *_: False
 )
+fault(
+    "calls are forgotten to which a rank has not come",
+    "Call.was_made_by_all",
+    scenario="far behind",
+)(lambda rule: True)
 
 
 @fault(

@@ -10,6 +10,7 @@ from scenes import SCENES, Scene, publish, replicate, unpublish
 
 from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
+from torch_ros.protocol.seat import KNOWN_KEPT
 from torch_ros.shard import collective
 
 SOON_S = 20.0  # the world is a slow one
@@ -125,6 +126,29 @@ def left_out(scene: Scene) -> None:
         scene.until("2 is there")
         if me.rank == 0:
             scene.when(lambda: _waits(scene, Asked("update", "latest")), "a peer that waits")
+        _go_to_2(me)
+
+    scene.start("t", _train, size=1)
+    scene.start("r", update, size=2)
+    scene.play()
+
+
+def far_behind(scene: Scene) -> None:
+    """I3: a rank that comes late to many calls is told of each of them what its peer was."""
+    late = scene.seed % 2
+
+    def update(me: Process) -> None:
+        replicate(me, 1)
+        me.world.reach(f"{me} has 0")
+        scene.until("r.1/0 has 0", "r.1/1 has 0")
+        if me.rank == late:
+            scene.reach(f"{me} has 1")
+            scene.until("2 is there")
+        for _ in range(2 * KNOWN_KEPT):
+            is_new = me.handle.update("latest", timeout_s=LONG_S)
+            demand(not is_new, f"I3: {me} is told of 2, and its peer was not")
+        scene.reach(f"{me} has 1" if me.rank != late else "level")
+        scene.until("2 is there", "level")
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
@@ -295,5 +319,6 @@ SCENES |= {
     "struck between": struck_between,
     "struck at the end": struck_at_the_end,
     "left out": left_out,
+    "far behind": far_behind,
     "missing": missing,
 }

@@ -394,6 +394,11 @@ class Call(Record, frozen=True):
         """The call of the caller that it is a part of."""
         return self.part_of or self.asked.after_check
 
+    @property
+    def was_made_by_all(self) -> bool:
+        """Whether it has ended with all ranks ready, each of which knew all earlier ends."""
+        return self.outcome is not None and self.outcome.is_source
+
     def with_sources(self, *sources: str) -> Call:
         return msgspec.structs.replace(self, sources=list(sources))
 

@@ -11,6 +11,7 @@ from torch_ros.store.loops import Act
 from torch_ros.store.txn import Delete, Entry, Guard, Op, Put, Range, Txn, View, one
 
 CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
+KNOWN_KEPT = 8  # where all ranks know how those before ended: for people
 CLOSED = "closed its handle"  # an orderly end
 
 
@@ -149,9 +150,8 @@ def group_txn(
 ) -> Txn:
     """A transaction that writes `call` and everything that comes with it, or nothing (I3)."""
     calls = [c for c in calls_of(view, seat) if c.number != call.number] + [call]
-    record = Put(
-        seat.decisions, Decisions(calls[-CALLS_KEPT:]).encode(), own_group(view, seat).lease_id
-    )
+    kept = KNOWN_KEPT if call.was_made_by_all else CALLS_KEPT
+    record = Put(seat.decisions, Decisions(calls[-kept:]).encode(), own_group(view, seat).lease_id)
     own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     return Txn((*own, *guards), (record, *ops))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, eq, lt
+from operator import attrgetter
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch_ros.transfer.named import local_of
 
 _count = attrgetter("_version")
+_place = torch.Tensor.data_ptr
 _impl = attrgetter("_cdata")  # where torch has what it knows of a tensor, its count too
 
 
@@ -60,8 +61,8 @@ class Counts:
         self._memory, self._names, self._is_own = memory, names, is_own
         self._firsts = [local_of(tensor).data_ptr() for tensor in self._tensors]
         self._impls = list(map(_impl, self._tensors))
-        self._before: Sequence[int] = []
-        self._places = list(map(torch.Tensor.data_ptr, memory))
+        self._before: list[int] = []
+        self._places = list(map(_place, memory))
 
     def note(self) -> None:
         """They are offered from now on."""
@@ -70,7 +71,7 @@ class Counts:
     @property
     def is_freed(self) -> bool:
         """Whether some of the memory is not theirs any more, and may not be there."""
-        return not all(map(eq, self._places, map(torch.Tensor.data_ptr, self._memory)))
+        return self._places != list(map(_place, self._memory))
 
     def since(self) -> Write | None:
         """The first tensor that was written to since, or freed; None: none that is counted."""
@@ -78,7 +79,7 @@ class Counts:
             here = zip(self._places, self._memory, strict=True)
             freed = next(place for place, tensor in here if tensor.data_ptr() != place)
             return Write(self._names.get(freed, "?"), 0, is_certain=True)
-        if not self._before or not any(map(lt, self._before, map(_count, self._tensors))):
+        if not self._before or self._before == list(map(_count, self._tensors)):
             return None
         noted = zip(self._tensors, self._impls, self._firsts, self._before, strict=True)
         found = [
