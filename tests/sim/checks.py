@@ -452,7 +452,7 @@ class Checks:
     def changed(self, keys: set[str], what: object) -> None:
         entries = self.world.store._entries
         before, groups = dict(self.holdings), dict(self.groups)
-        if any(k.parse_holding(key).run != k.BUCKET for key in before):
+        if any(k.parse_holding(key).run != k.OUTSIDE for key in before):
             self.held_s = self.world.now_s
         kinds: dict[str, list[str]] = {}
         for key in keys:
@@ -484,7 +484,7 @@ class Checks:
             self.moments.pop(key, None)
             return
         record = VersionRecord.decode(entry.value, key)
-        if k.parse_version(key)[0] == k.BUCKET:  # no span, and a bucket's moment
+        if k.parse_version(key)[0] == k.OUTSIDE:  # no span, and a bucket's moment
             return
         uid, known = self.moments.setdefault(key, (record.uid, set()))
         if uid != record.uid:  # published anew

@@ -22,7 +22,7 @@ from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import BUCKET, DEFAULT_DATACENTER, Keys
+from torch_ros.protocol.keys import DEFAULT_DATACENTER, OUTSIDE, Keys
 from torch_ros.protocol.policy import Chosen, UpdatePolicy
 from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
@@ -250,7 +250,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
     # feature fallback {
     below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
-    own = partial(own, newest_stored=below and partial(newest_run, below, deadline))
+    own = partial(own, find_former_run=below and partial(newest_run, below, deadline))
     # } fallback
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
     install: Install | None = None
@@ -275,7 +275,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
 
 def _require_free(run: str | None) -> None:
     """Raises: UsageError: The name is taken."""
-    if run == BUCKET:
+    if run == OUTSIDE:
         raise UsageError(f"run={run!r}: versions that come from a bucket have that name")
 
 

@@ -25,12 +25,12 @@ class Applicant:
     drain_s: float = 60.0
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     prefers: str = ""  # the replica whose full copy it reads first, and alone
-    newest_stored: Callable[[], tuple[int, str]] | None = None  # asks a bucket; may take a while
+    find_former_run: Callable[[], tuple[int, str]] | None = None  # asks elsewhere; may take a while
     # For each try to take a seat:
     lease_id: int = 0
     nonce: str = ""  # for a new incarnation; with `is_shared`, the only one it may join
     fresh_run: str = ""  # the name of a new run
-    stored_run: tuple[int, str] = (0, "")  # a bucket's newest: its number there, and its name
+    former_run: tuple[int, str] = (0, "")  # of which etcd knows nothing: its number, and its name
     left_behind: str = ""  # of one that comes back: the nonce under which it had its last seat
     run_number: int = 0  # of one that comes back, and had been in a complete group
     at_ms: int = 0  # the wall clock

@@ -32,9 +32,9 @@ def say(view: View, seat: Seat, said: ArchiveRecord) -> Step[None]:
 def behind(view: View, keys: Keys, ref: VersionRef) -> list[str]:
     """The archivers that have dealt with neither this content yet nor with a newer version.
 
-    None has anything to do with what comes from a bucket.
+    None has anything to do with what no replica published.
     """
-    if ref.run == k.BUCKET:
+    if ref.run == k.OUTSIDE:
         return []
     found = readable(view.within(keys.archives()), k.parse_archive, ArchiveRecord)
     return [name for _, name, said, _ in found if said.ref is None or _is_behind(said.ref, ref)]

@@ -131,7 +131,7 @@ class GroupCall(Attempt):
 
     @property
     def manifest(self) -> str:
-        """Of the version of a bucket that is read; "": it is decided to read none."""
+        """Of the version that is read elsewhere; "": it is decided to read from replicas."""
         return self._call.manifest if self._call is not None else ""
 
     @cached_property

@@ -21,7 +21,7 @@ LINGERS = "linger"
 STREAMS = "stream"
 DEFAULT_DATACENTER = "default"
 SEEN_SLOTS = 1 << 16  # of what is on no lease, so that its number is bounded
-BUCKET = "bucket"  # the run of what comes from a bucket, below all others
+OUTSIDE = "bucket"  # the run of versions that no replica published, below all others
 
 
 def instance(replica: str, nonce: str) -> str:

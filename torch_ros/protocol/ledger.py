@@ -18,7 +18,7 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, CutOff, Fenced, SeatLost
-from torch_ros.protocol.keys import BUCKET
+from torch_ros.protocol.keys import OUTSIDE
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
     Asked,
@@ -132,7 +132,7 @@ class Ledger:
         self.held: Kept | None = None
         """The version that this replica holds, as far as this rank knows the ends of its calls."""
         self.has_held = False
-        """Whether it has held, or shown, a version that came from no bucket."""
+        """Whether it has held, or shown, a version that a replica published."""
         self.unfinished: Attempt | None = None
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller: Asked | None = None
@@ -241,7 +241,7 @@ class Ledger:
                 self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:
                 self.held = Kept.of(call, outcome.said)
-                self.has_held = self.has_held or call.ref.run != BUCKET
+                self.has_held = self.has_held or call.ref.run != OUTSIDE
 
     def learn_install(self, install: Install, seat: Seat) -> None:
         """Note what the record says now that it was written from this seat.

@@ -384,7 +384,7 @@ def _adopt(
     record = VersionRecord.at(view, key)
     if (record is not None and record.uid != ref.uid) or is_passed(view, who.keys, ref):
         return ops, guards
-    if ref.run == k.BUCKET:
+    if ref.run == k.OUTSIDE:
         guards = (*guards, NoneNewer(who.keys.versions(ref.run), view.rev))
     run_ops, run_guards = restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.

@@ -33,12 +33,12 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
     """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
     keys, numbers = who.keys, run_numbers(view, who.keys)
     live, trained = _live_runs(view, who)
-    stored_number, stored = who.stored_run
+    former_number, former = who.former_run
     name = who.fresh_run if who.run in (None, "new") else who.run
     if who.run is None and trained:
         name = max(trained, key=lambda run: (numbers[run], run))
-    elif who.run is None and stored not in ("", k.BUCKET) and not _is_known(view, keys, stored):
-        name, numbers[stored] = stored, stored_number
+    elif who.run is None and former not in ("", k.OUTSIDE) and not _is_known(view, keys, former):
+        name, numbers[former] = former, former_number
     assert name is not None
     if name in live:
         return name, [], (Created(keys.run(name), view.entries[keys.run(name)].create_rev),)
@@ -72,7 +72,7 @@ def _is_known(view: View, keys: Keys, run: str) -> bool:
 
 
 def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
-    """The live runs; of these, those that are there for more than archivers, or for a bucket."""
+    """The live runs; of these, those in which anybody but an archiver is, and may publish."""
     keys, numbers = who.keys, run_numbers(view, who.keys)
     newest = max(numbers, key=lambda run: (numbers[run], run), default=None)
     archivers = {name for _, name, _ in keyed(view.within(keys.archives()), k.parse_archive)}
@@ -80,7 +80,7 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
     for look in (view.seen, view.within):
         used = [(run, replica) for run, replica in _users(look, keys) if run in numbers]
         live = {run for run, _ in used}
-        trained = {run for run, replica in used if replica not in archivers} - {k.BUCKET}
+        trained = {run for run, replica in used if replica not in archivers} - {k.OUTSIDE}
         # Of many groups and holdings, some show that the run of most newcomers lives.
         if newest in trained if who.run is None else who.run in live:
             break

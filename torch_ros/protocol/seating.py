@@ -478,13 +478,13 @@ class _Taking:
         return run(steps, self._kv, self._deadline, check=self.check)
 
     def _told(self, who: Applicant) -> Applicant:
-        """It knows the newest run of its bucket, if it might have to go on with that."""
-        if who.newest_stored is None or who.run is not None:
+        """It knows the newest run of before, if it might have to go on with that."""
+        if who.find_former_run is None or who.run is not None:
             return who
         rule = partial(runs.is_any_trained, who=who)
         if self._ask(membership.open_ranges(who), rule):
             return who
-        return dataclasses.replace(who, stored_run=who.newest_stored())
+        return dataclasses.replace(who, former_run=who.find_former_run())
 
     def _create(self, who: Applicant) -> str:
         """The nonce of the group that was made, or that a peer made; "": another is needed."""

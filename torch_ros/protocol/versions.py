@@ -100,12 +100,12 @@ def run_numbers(view: View, keys: Keys) -> dict[str, int]:
 
 def number_of(run: str, numbers: Mapping[str, int]) -> int:
     """The number by which a run is ordered, also where its record cannot be read."""
-    return 0 if run == k.BUCKET else max(1, numbers.get(run, 1))
+    return 0 if run == k.OUTSIDE else max(1, numbers.get(run, 1))
 
 
 def is_passed(view: View, keys: Keys, ref: VersionRef) -> bool:
-    """Whether the bucket's run, which has one version, has another one by now."""
-    if ref.run != k.BUCKET:
+    """Whether the run outside, which has one version, has another one by now."""
+    if ref.run != k.OUTSIDE:
         return False
     there = keyed(view.within(keys.versions(ref.run)), k.parse_version)
     return any(number != ref.version for _, (_, number), _ in there)
@@ -138,9 +138,9 @@ def listing(view: View, keys: Keys, *, of_trainers: bool = False) -> dict[int, s
     """The available versions of the newest run that has one, and the replicas that hold them.
 
     Args:
-        of_trainers: What comes from a bucket does not count.
+        of_trainers: What no replica published does not count.
     """
-    runs = (run for run in offered(view, keys) if not of_trainers or run[0].ref.run != k.BUCKET)
+    runs = (run for run in offered(view, keys) if not of_trainers or run[0].ref.run != k.OUTSIDE)
     newest = next(runs, [])
     return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
 
@@ -172,8 +172,8 @@ def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
         if offer.ref.version == spec.absolute:
             return offer
     newest_run = _newest_run(view, keys)
-    # What comes from a bucket says nothing of the numbers that a trainer will publish.
-    run = newest[0].ref.run if newest and newest[0].ref.run != k.BUCKET else newest_run
+    # What no replica published says nothing of the numbers that a trainer will publish.
+    run = newest[0].ref.run if newest and newest[0].ref.run != k.OUTSIDE else newest_run
     VersionRecord.at(view, keys.version(run, spec.absolute))  # it cannot be passed over
     there = published(view, keys, run)
     holders = view.within(keys.holdings_of(run, spec.absolute))
@@ -210,7 +210,7 @@ def newer_refs(
 def _newest_run(view: View, keys: Keys) -> str:
     """The newest run of trainers; "": there is none."""
     numbers = run_numbers(view, keys)
-    trained = [run for run in numbers if run != k.BUCKET]
+    trained = [run for run in numbers if run != k.OUTSIDE]
     return max(trained, key=lambda run: (numbers[run], run), default="")
 
 
@@ -297,7 +297,7 @@ def _wait_for_version(
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
     """What `spec` means now, if that is newer than `held` (absolute: another). Never waits."""
-    if spec.absolute == held.version and held.run != k.BUCKET:
+    if spec.absolute == held.version and held.run != k.OUTSIDE:
         return None
     if spec.absolute is None and newest_record(view, keys) == held:
         return None

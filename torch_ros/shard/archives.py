@@ -33,7 +33,7 @@ class Archives:
     def wait(
         self, predicate: Callable[[dict[int, set[str]]], bool], *, timeout_s: float | None = None
     ) -> dict[int, set[str]]:
-        """As `ShardHandle.wait`, where what comes from a bucket does not count."""
+        """As `ShardHandle.wait`, where what no replica published does not count."""
         return wait_for(self._shard, predicate, timeout_s, of_trainers=True)
 
     def _say(self, ref: VersionRef | None, timeout_s: float | None) -> None:

@@ -105,7 +105,7 @@ def wait_for(
     """Wait until `predicate` of the available versions is true; see `ShardHandle.wait`.
 
     Args:
-        of_trainers: What comes from a bucket does not count.
+        of_trainers: What no replica published does not count.
     """
     deadline = shard.deadline("wait", timeout_s)
     group, keys = shard.group, shard.group.seat.keys

@@ -34,7 +34,7 @@ class ReadReport:
     version: int
     source: str
     """The replicas read from, separated by commas; of the last ones, if some were lost. Or the URL
-    of the bucket."""
+    from which it came."""
     reroutes: int  # how often a source was lost
     bytes_total: int  # of this rank's tensors
     bytes_read: int  # over the wire: more where whole rows were read for a part of them

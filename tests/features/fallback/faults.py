@@ -9,7 +9,7 @@ from faults import edited, fault, without
 from torch_ros import errors
 from torch_ros.features.fallback import rules
 from torch_ros.protocol import versions
-from torch_ros.protocol.keys import BUCKET
+from torch_ros.protocol.keys import OUTSIDE
 from torch_ros.store.txn import Created, Empty, NoneNewer
 
 fault(
@@ -66,7 +66,7 @@ fault(
     "the bucket's run is the newest",
     "number_of",
     scenario="opens beside a bucket's",
-)(lambda number_of: lambda run, numbers: 10**6 if run == BUCKET else number_of(run, numbers))
+)(lambda number_of: lambda run, numbers: 10**6 if run == OUTSIDE else number_of(run, numbers))
 
 
 @fault(
@@ -76,9 +76,9 @@ fault(
 )
 def _(choose_run):
     def faulty(view, who):
-        key = who.keys.run(BUCKET)
+        key = who.keys.run(OUTSIDE)
         if who.run is None and (entry := view.get(key)):
-            return BUCKET, [], (Created(key, entry.create_rev),)
+            return OUTSIDE, [], (Created(key, entry.create_rev),)
         return choose_run(view, who)
 
     return faulty
@@ -92,7 +92,7 @@ def _(choose_run):
 def _(live_runs):
     def faulty(view, who):
         live, _ = live_runs(view, who)
-        return live, live - {BUCKET}
+        return live, live - {OUTSIDE}
 
     return faulty
 
@@ -111,7 +111,7 @@ fault(
 )
 def _(choose_run):
     def faulty(view, who):
-        return choose_run(view, dataclasses.replace(who, stored_run=(0, who.stored_run[1])))
+        return choose_run(view, dataclasses.replace(who, former_run=(0, who.former_run[1])))
 
     return faulty
 
@@ -125,7 +125,7 @@ def _(resolve):
     def faulty(view, keys, spec):
         offers = versions.offered(view, keys)
         ref = offers[0][0].ref if offers else None
-        if ref and ref.run == BUCKET and (spec.absolute or ref.version) < ref.version:
+        if ref and ref.run == OUTSIDE and (spec.absolute or ref.version) < ref.version:
             raise errors.VersionNotFound(keys.model, str(spec), "it is gone")
         return resolve(view, keys, spec)
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from torch_ros.protocol import legible
 from torch_ros.protocol.calls import filling
-from torch_ros.protocol.keys import BUCKET, parse_version
+from torch_ros.protocol.keys import OUTSIDE, parse_version
 from torch_ros.protocol.ledger import Ledger
 from torch_ros.protocol.legible import keyed, nobody
 from torch_ros.protocol.records import Call, RunRecord, VersionRecord, VersionRef
@@ -55,20 +55,20 @@ def fall_back(view: View, seat: Seat, call: Call, stored: Stored) -> Act[Call]:
     The bucket's run has one version. Its record is written always: that is what a replica which
     comes back with another one is guarded on.
     """
-    keys, ref = seat.keys, VersionRef(BUCKET, stored.version, stored.uid, 0)
+    keys, ref = seat.keys, VersionRef(OUTSIDE, stored.version, stored.uid, 0)
     record = VersionRecord(stored.uid, stored.layout, at_ms=stored.at_ms)
     decided = replace(record.brought_by(call, ref), manifest=stored.manifest)
-    key, there = keys.version(BUCKET, stored.version), keys.versions(BUCKET)
+    key, there = keys.version(OUTSIDE, stored.version), keys.versions(OUTSIDE)
     return recorded(
         view,
         seat,
         decided,
         (nobody(view, keys.holdings()),),
         (
-            Put(keys.run(BUCKET), RunRecord(seat.inst, 0).encode()),
+            Put(keys.run(OUTSIDE), RunRecord(seat.inst, 0).encode()),
             Put(key, record.encode()),
             Delete(Range(there.start, key)),
-            Delete(keys.versions_above(BUCKET, stored.version)),
+            Delete(keys.versions_above(OUTSIDE, stored.version)),
             holding_put(view, seat, ref, filling(seat, call, ref)),
         ),
     )
@@ -84,7 +84,7 @@ def is_held(view: View, seat: Seat) -> bool:
 def is_filled(view: View, seat: Seat) -> bool:
     """Whether somebody reads what comes from a bucket."""
     holdings = legible.holdings(view.within(seat.keys.holdings()))
-    return any(where.run == BUCKET and each.state == "filling" for _, where, each, _ in holdings)
+    return any(where.run == OUTSIDE and each.state == "filling" for _, where, each, _ in holdings)
 
 
 def highest(view: View, seat: Seat) -> int | None:
@@ -123,7 +123,7 @@ class Quiet:
         records = keyed(view.within(seat.keys.versions()), parse_version)
         revs = [(run, entry.mod_rev) for _, (run, _), entry in records]
         written = max((rev for _, rev in revs), default=0)
-        trained = max((rev for run, rev in revs if run != BUCKET), default=0)
+        trained = max((rev for run, rev in revs if run != OUTSIDE), default=0)
         is_wiped, is_late = view.rev < self._rev, now_s - self._seen_s > self._ttl_s + GAP_S
         # What this replica could not read has left a record in the bucket's run.
         self.is_over = self.is_over and not is_wiped and trained <= self._trained
