@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -16,11 +17,12 @@ from network import Node, Transfer
 from torch_ros.costs import NIXL_COSTS, Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
+from torch_ros.features.pace.judging import PacedRead
+from torch_ros.features.pace.rates import WINDOW_S, Landings
 from torch_ros.p2p.regions import Region
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
-from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply
+from torch_ros.transfer.feed import Feed, FeedSource, Following, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.pace import WINDOW_S, Landings
 from torch_ros.transfer.peers import PeerState
 from torch_ros.transfer.registered import LocalState, Phase, Registered
 from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX, STALL_S, SourceWait
@@ -212,8 +214,15 @@ class Measured:
         self, cluster: Cluster, transfer: Transfer, progress: Progress, source: FeedSource
     ) -> None:
         self._cluster, self._transfer, self._progress = cluster, transfer, progress
-        self._source, self._box = source, cluster.boxes[agent_of(transfer.sources[0])]
-        self._landings = Steps(cluster.clock.now_s)
+        box = cluster.boxes[agent_of(transfer.sources[0])]
+        beside = SimpleNamespace(
+            is_near=False, feed=SimpleNamespace(source=source), rate=lambda _: box.rate
+        )
+        assert source.judge is not None
+        judge = source.judge(cast("Following", beside), progress)
+        assert isinstance(judge, PacedRead)
+        self.judge = judge
+        self._landings = judge.landings = Steps(cluster.clock.now_s)
 
     def look(self) -> None:
         """Note the steps that have come since the last time."""
@@ -227,7 +236,7 @@ class Measured:
         times_s = waited_s, flown_s, longest_s
         if self._landings.add_all(now_s, int(network.step_bytes), count, times_s):
             self._progress.tell_rate(self._landings.told)
-            self._source.compare(self._landings, lambda: self._box.rate)
+            self.judge.compare([0])
 
 
 class Reading:
@@ -290,7 +299,6 @@ class Reading:
         [node, *others] = sources
         own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
         network.start(transfer)
-        pace = None if others else sources[node].pace
         measured = None if others else Measured(cluster, transfer, progress, sources[node])
         waits = {
             source.replica: SourceWait(source.replica, deadline, source.is_there)
@@ -306,8 +314,8 @@ class Reading:
                 if measured and not ended:
                     measured.look()
                 shown = int(has * size), int(network.shown(node) * size)
-                if pace and not ended and pace.is_behind(clock.now_s, *shown):
-                    sources[node].fell_behind(pace.rate)
+                if measured and not ended:
+                    measured.judge.keep_up(clock.now_s, *shown)
                 for replica, wait in waits.items():
                     if has != before:
                         wait.reset()

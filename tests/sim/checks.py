@@ -122,7 +122,7 @@ class Checks:
                     known, replication = [], task.perform.__self__
                     fetch = partial(type(replication)._fetch, replication)
                     replication._fetch = lambda claimed, meter, sources: spied_fetch(
-                        call, partial(fetch, claimed, meter), sources, known, claimed._tried
+                        call, partial(fetch, claimed, meter), sources, known, claimed.tried
                     )
                 return task.perform(call)
 

@@ -24,7 +24,6 @@ import numpy as np
 import parts  # noqa: F401
 import policies  # noqa: F401
 import seeding  # noqa: F401
-import stragglers  # noqa: F401
 from collected import collect
 from planting import changed
 
@@ -575,102 +574,6 @@ fault("birth order does not predict", "_predicted", scenario="burst")(
 fault("who was lost is a reader still", "candidates_of", scenario="place of the dead")(
     lambda rule: lambda view, seat, ref, before, lost=(): rule(view, seat, ref, before)
 )
-
-
-@fault("a slow source is left for a far one", "another", scenario="slow seed")
-def _(another):
-    def faulty(*args, **options):
-        with changed("distance", lambda _: lambda *_: 0):
-            return another(*args, **options)
-
-    return faulty
-
-
-fault("who is slow relays on", "step_aside", scenario="slow relay")(
-    lambda _: lambda view, seat, call, **_: Done(call)
-)
-
-
-@fault("who steps aside takes its place still", "step_aside", scenario="kept place")
-def _(step_aside):
-    return lambda view, seat, call, **_: step_aside(view, seat, call, ())
-
-
-@fault("no answer is a refusal", "ClaimedSources._glance", scenario="unheard")
-def _(glance):
-    def faulty(self, ranges, rule, *, unknown):
-        return glance(self, ranges, rule, unknown=unknown if unknown is not None else self._known)
-
-    return faulty
-
-
-@fault(
-    "a slow one is a leaf before it hears of it",
-    "choose_again",
-    "another",
-    scenario="unheard, and orphaned",
-)
-def _(rule):
-    def faulty(view, seat, call, **options):
-        return rule(view, seat, seat_module.call_now(view, seat, call), **options)
-
-    return faulty
-
-
-fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *_: (99, 0))
-fault("a slow one rests for ever", "shall", scenario="rests once")(
-    lambda shall: (
-        lambda view, seat, ref: any(call.pace for call in seat_module.calls_of(view, seat))
-    )
-)
-fault("who rested is forgotten at once", "shall", scenario="rests once")(lambda _: lambda *_: False)
-fault("a seed rests", "resting:_near", scenario="seed rests not")(lambda _: lambda *_: [None])
-
-
-@fault("a leaf tells what it has", "Progress.hush", scenario="slow relay")
-def _(_):
-    return lambda progress: None
-
-
-@fault("a leaf reads older ones only", "is_leaf", scenario="slow relay")
-def _(_):
-    return lambda seat, call: False
-
-
-fault("a leaf follows each newcomer", "LEFT_MAX", scenario="settled leaf")(lambda _: 99)
-fault("who is slow is suspected", "SourceLost.orderly", scenario="slow relay")(
-    lambda _: lambda lost: lost
-)
-
-
-@fault("who waits for its own source is slow", "Pace.is_behind", scenario="slow for all")
-def _(is_behind):
-    return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
-
-
-fault("a relay tells nobody its rate", "Progress.tell_rate", scenario="slow behind a slow one")(
-    lambda _: lambda self, bytes_per_s: None
-)
-fault(
-    "to wait for a source is to be slow",
-    "Landings.resume",
-    scenario="slow behind a slow one",
-)(lambda _: lambda self, now_s: None)
-
-
-@fault("one slow window is enough", "Pace.is_slower", scenario="all become slow")
-def _(is_slower):
-    return lambda self, *rates: is_slower(self, *rates) or is_slower(self, *rates)
-
-
-@fault("a relay tells the rate of long ago", "Landings.add", scenario="all become slow")
-def _(add):
-    def faulty(self, *landing):
-        told, is_window = self.told, add(self, *landing)
-        self.told = told or self.told
-        return is_window
-
-    return faulty
 
 
 @fault("a suspicion is a verdict", "candidates_of", scenario="flaky")

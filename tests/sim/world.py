@@ -40,6 +40,7 @@ from torch_ros.features.deltas.making import _Making
 from torch_ros.features.deltas.table import TABLE_BYTES
 from torch_ros.features.lending import memory
 from torch_ros.features.lending.memory import LentMemory, Loan
+from torch_ros.features.pace import rates
 from torch_ros.features.seeding.rules import forerunner_of
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
@@ -49,7 +50,7 @@ from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
-from torch_ros.transfer import pace, reading
+from torch_ros.transfer import reading
 from torch_ros.transfer.card import Card
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.weights import manifest
@@ -797,7 +798,7 @@ class World(Scheduler):
                 stack.enter_context(patch.object(_Making, "_look", slow_look))
                 stack.enter_context(patch.object(delta_reading.DeltaRead, "scatter", strayed))
             for name, value in self._limits().items():
-                stack.enter_context(patch.object(pace, name, value))
+                stack.enter_context(patch.object(rates, name, value))
             if self.is_compared:
                 stack.enter_context(patch.object(wires, "LOOK_S", 0.02))
                 stack.enter_context(patch.object(wires._Peer, "costs", NIXL_COSTS))

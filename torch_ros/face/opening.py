@@ -14,6 +14,8 @@ from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.fallback.flow import Fallback, bucket_below, newest_run  # feature fallback
 from torch_ros.features.lending.buffers import lend  # feature lending
+from torch_ros.features.pace.judging import Pacing  # feature pace
+from torch_ros.features.pace.rules import SlowOnes  # feature pace
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
@@ -246,6 +248,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         datacenter=datacenter,
         ttl_s=ttl_s,
         drain_s=drain_s,
+        leaves=SlowOnes(),  # feature pace
     )
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
     # feature fallback {
@@ -343,6 +346,7 @@ class _Means:
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
             shard.attach(_Signed(sign))
+            shard.attach(Pacing())  # feature pace
             undo.pop_all()
         log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
         return shard

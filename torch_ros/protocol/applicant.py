@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SeenRecord, ShardRecord
+from torch_ros.protocol.seat import NO_LEAVES, Leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Applicant:
     shared_nonce: str = ""  # given to all ranks alike; "": they find each other by the name
     ttl_s: int = 10
     drain_s: float = 60.0
+    leaves: Leaves = NO_LEAVES
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     find_former_run: Callable[[], tuple[int, str]] | None = None  # asks elsewhere; may take a while

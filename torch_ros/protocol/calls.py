@@ -22,7 +22,7 @@ from torch_ros.errors import (
 )
 from torch_ros.printable import some
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import legible, resting
+from torch_ros.protocol import legible
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     Begun,
@@ -274,12 +274,11 @@ def replicate(
         return nothing(view, seat, call) if spec.may_miss else offer
     refuse_second(view, seat)
     ref = offer.ref
-    rests = is_relay and resting.shall(view, seat, ref)
-    own = filling(seat, call, ref, is_relay=is_relay and not rests)
-    held = holding_put(view, seat, ref, own)
     version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
-    brought = (version or VersionRecord(ref.uid)).brought_by(call, ref)
-    decided = msgspec.structs.replace(brought, pace="rests" if rests else "")
+    decided = (version or VersionRecord(ref.uid)).brought_by(call, ref)
+    decided = seat.leaves.begun(view, seat, decided) if is_relay else decided
+    passes_on = is_relay and not seat.leaves.is_leaf(seat, decided)
+    held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=passes_on))
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))

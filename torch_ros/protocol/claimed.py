@@ -5,17 +5,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable, TorchRosError
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls, elsewhere, presence, resting, sources
+from torch_ros.protocol import calls, elsewhere, presence, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
-from torch_ros.protocol.records import Suspect
+from torch_ros.protocol.records import Call, Suspect
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Source
 from torch_ros.store.loops import Done, Step, settle
@@ -26,12 +26,10 @@ log: logging.Logger = log_of(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
 GLANCE_S = 2.0  # for a question whose answer nobody depends on
-LEFT_MAX = 2  # sources that give too little, in a call; or newcomers were followed for ever
 RETRY_S = 0.5  # between tries to read from a source that failed before
-ASK_AGAIN_S = 10.0  # after no answer: a slow reader whose store is away has to go on reading
 
 
-class _TooLittle(SourceLost):
+class _Left(SourceLost):
     """A source is left that is not lost, for the one at `place`."""
 
     place = ""
@@ -42,14 +40,11 @@ class ClaimedSources:
 
     def __init__(self, call: GroupCall) -> None:
         self.call = call
-        self._tried = Counter[str]()  # how often each was lost
-        self._known = call.decided  # as this rank acts by it, which may hear late of its own deeds
-        self._judged: set[str] = set()  # sources that gave too little
-        self._asks_s = 0.0  # when it may ask again whether to step aside
-        self._is_aside = self._known.pace == "rests"  # it relays nothing
-        self._left = int(self._is_aside)  # how many of them; who rests has a leaf's place already
+        # The call as this rank acts by it, which may hear late of its own deeds.
+        self.known: Call = call.decided
+        self.tried = Counter[str]()  # how often each was lost
+        self.is_displaced = False  # it has its source in the place of one that went away
         self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
-        self._is_displaced = False  # it has its source in the place of one that went away
 
     def read(self, fetch: Callable[[Sequence[Source]], None]) -> None:
         """`fetch` from the sources that were claimed; from those left, or another, if one is lost.
@@ -75,12 +70,12 @@ class ClaimedSources:
                 places.remove(place)
                 attached.pop(place, None)
                 self._detach(inst_at(place), lost)
-                self._is_displaced = lost.is_orderly
+                self.is_displaced = lost.is_orderly
                 self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
-                if isinstance(lost, _TooLittle):
+                if isinstance(lost, _Left):
                     places = [lost.place]
                 else:
-                    self._tried[inst_at(place)] += 1
+                    self.tried[inst_at(place)] += 1
                     places = places or [self._elsewhere(lost)]
                 self.call.reroutes += 1
                 log.warning(
@@ -109,7 +104,7 @@ class ClaimedSources:
     def _detach(self, inst: str, lost: SourceLost) -> None:
         """Leave a source that failed; others shall prefer another for a while (I8, load only)."""
         call = self.call
-        gone = tuple(Delete(one(key)) for key in self._reads(inst))
+        gone = tuple(Delete(one(key)) for key in self.reads(inst))
         timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
         insts = [] if lost.is_orderly else [inst]
         try:
@@ -117,18 +112,18 @@ class ClaimedSources:
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
             log.info("%s: %s was not told: %s", call.asked, inst, error)
 
-    def _reads(self, inst: str) -> tuple[str, str]:
+    def reads(self, inst: str) -> tuple[str, str]:
         """The keys of the records by which this rank, and its group, read from that source."""
         keys, me, ref = self.call.seat.keys, self.call.seat, self.call.ref
         mine = keys.reader(ref.run, ref.version, inst, me.inst, me.rank)
         return mine, keys.reader_group(ref.run, ref.version, inst, me.inst)
 
     def _elsewhere(self, lost: SourceLost) -> str:
-        call, tried = self.call, self._tried
+        call, tried = self.call, self.tried
         last = SourceLost(lost.replica, lost.what, *self._come)
         last.is_orderly = lost.is_orderly
         rule = partial(
-            elsewhere.choose_again, seat=call.seat, call=self._known, tried=tried, lost=last
+            elsewhere.choose_again, seat=call.seat, call=self.known, tried=tried, lost=last
         )
         again = call.settle(sources.source_ranges(call.seat, call.ref), rule)
         if tried[inst_at(again)]:
@@ -140,7 +135,7 @@ class ClaimedSources:
         call, seat = self.call, self.call.seat
         ranges = (*seat.own, *presence.there_ranges(seat, call.ref, source))
         rule = partial(presence.is_there, seat=seat, call=call.decided, source=source)
-        return self._glance(ranges, rule, unknown=True)
+        return self.glance(ranges, rule, unknown=True)
 
     def has_other(self, source: Source, silent_s: float) -> bool:
         """Whether there is another source for what is read from one that does not answer."""
@@ -148,51 +143,24 @@ class ClaimedSources:
         rule = partial(
             elsewhere.has_other,
             seat=call.seat,
-            call=self._known,
+            call=self.known,
             source=source,
-            tried=self._tried,
+            tried=self.tried,
             silent_s=silent_s,
         )
-        return self._glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
+        return self.glance(sources.source_ranges(call.seat, call.ref), rule, unknown=False)
 
-    def fell_behind(self, source: Source, hush: Callable[[], object]) -> None:
-        """Do what a rank does that gets much less than a near relay which it reads.
+    def leave(self, source: Source, place: str, why: str) -> NoReturn:
+        """Go on from the source at `place` instead, though this one is not lost.
 
-        Args:
-            hush: Passes nothing on any more.
-
-        Raises:
-            SourceLost: It is left for another near one.
+        Raises: SourceLost: For `read`.
         """
-        call = self.call
-        if source.inst in self._judged or time.monotonic() < self._asks_s:
-            return
-        ranges = sources.source_ranges(call.seat, call.ref)
-        is_blamed = self._is_displaced and not self._left  # whoever was there may have been fast
-        if not (self._is_aside or is_blamed):
-            reads = self._reads(source.inst)
-            aside = partial(resting.step_aside, seat=call.seat, call=call.decided, reads=reads)
-            known = self._glance((*ranges, *map(one, reads)), aside, unknown=None)
-            if known is None:  # it may have stepped aside, and tells its readers what it has
-                self._asks_s = time.monotonic() + ASK_AGAIN_S
-                return
-            self._known, self._is_aside = known, bool(known.pace)
-        self._judged.add(source.inst)
-        if self._is_aside:
-            hush()
-        if self._left >= (LEFT_MAX if self._is_aside else 1):
-            return
-        rule = partial(
-            elsewhere.another, seat=call.seat, call=self._known, source=source, tried=self._tried
-        )
-        if place := self._glance(ranges, rule, unknown=""):
-            self._left += 1
-            what = "it gets much more than it gives"
-            left = _TooLittle(replica_of(source.inst), what, 0, 0).orderly()
-            left.place = place
-            raise left
+        left = _Left(replica_of(source.inst), why, 0, 0).orderly()
+        left.place = place
+        raise left
 
-    def _glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
+    def glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
+        """The store's answer, if it answers soon; see `glance`."""
         seating = self.call.seating
         steps = settle(self.call.asked, ranges, partial(_answer, rule))
         nothing = cast("T | TorchRosError", unknown)

@@ -45,39 +45,6 @@ def choose_again(
     return Done(k.place(eligible[best].holding.datacenter, best))
 
 
-def another(
-    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
-) -> Step[str]:
-    """Where a near source is that is better than `source`, of which this rank gets too little.
-
-    For a relay it comes before `source`, as if that were lost, so the order of births holds; for a
-    leaf it is read less. "": there is none. Nobody goes far away for speed.
-    """
-    ref = version_read(view, seat, call)
-    before = sources.born_before(view, seat, call)
-    is_leaf = before == EVER
-    lost = {*tried, seat.inst if is_leaf else source.inst}
-    suspected = suspects(view, seat.keys)
-    near = {
-        inst: found
-        for inst, found in sources.candidates_of(view, seat, ref, before, lost).items()
-        if not (found.distance or tried.get(inst) or inst in suspected)
-    }
-    if is_leaf:
-        best = sources.leaf_place(near, suspected) if near else ""
-    else:
-        older = {
-            inst: found
-            for inst, found in near.items()
-            if found.holding.state == "full" or found.entry.create_rev < source.born
-        }
-        older.pop(source.inst, None)
-        best = sources.best_of(older, suspected) if older else ""
-    if best in ("", source.inst):
-        return Done("")
-    return Done(k.place(near[best].holding.datacenter, best))
-
-
 def has_other(
     view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int], silent_s: float
 ) -> Step[bool]:

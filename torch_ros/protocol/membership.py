@@ -77,6 +77,7 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
         spot=joined.group.spot,
         drain_s=who.drain_s,
         prefers=who.prefers,
+        leaves=who.leaves,
     )
 
 

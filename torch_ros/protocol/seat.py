@@ -15,6 +15,34 @@ KNOWN_KEPT = 8  # where all ranks know how those before ended: for people
 CLOSED = "closed its handle"  # an orderly end
 
 
+class Leaves:
+    """The replicates in which a group passes nothing on: it is a leaf in them. Here, none is.
+
+    A leaf may read from everybody, since nobody reads from it. Pure.
+    """
+
+    def is_leaf(self, seat: "Seat", call: Call) -> bool:
+        """Whether no rank is read from in this call."""
+        del seat, call
+        return False
+
+    def begun(self, view: View, seat: "Seat", call: Call) -> Call:
+        """The call of a group that would relay, as it is decided to bring its `ref`."""
+        del view, seat
+        return call
+
+    def ended(self, view: View, seat: "Seat", call: Call) -> Txn | None:
+        """Make a leaf that has no source yet a relay, now that all older holdings are seen.
+
+        None: it is none, or stays one.
+        """
+        del view, seat, call
+        return None
+
+
+NO_LEAVES = Leaves()
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """One process's place in one incarnation of a replica."""
@@ -31,6 +59,7 @@ class Seat:
     spot: bool
     drain_s: float  # how long readers may finish before the source goes on without them
     prefers: str = ""  # the replica whose full copy it reads first, and alone
+    leaves: Leaves = NO_LEAVES
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import legible, resting
+from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import (
@@ -21,7 +21,6 @@ from torch_ros.protocol.records import (
     ShardRecord,
     VersionRef,
 )
-from torch_ros.protocol.resting import is_relaying
 from torch_ros.protocol.seat import Seat, call_now, find, group_txn, own_group, version_read
 from torch_ros.protocol.versions import AvailableVersion
 from torch_ros.store.loops import Act, Done, Step, Wait
@@ -146,8 +145,8 @@ def claim(
     candidates = candidates_of(view, seat, ref, before)
     if not candidates:
         return Act(seat.taken_back(view, current), lambda _: None)
-    if current.pace == "rests" and not resting.may(view, seat, ref):
-        return Act(resting.ended(view, seat, current), lambda _: None)
+    if (again := seat.leaves.ended(view, seat, current)) is not None:
+        return Act(again, lambda _: None)
     if avoided:
         full = {i: found for i, found in candidates.items() if found.holding.state == "full"}
         candidates = candidates if full.keys() <= {*avoided} else full
@@ -199,7 +198,7 @@ def claim_of(
 
 def _reader(seat: Seat, call: Call, place: str) -> Reader:
     is_far = place != k.place(seat.datacenter, k.inst_at(place))
-    return Reader(call.number, is_far=is_far, is_leaf=resting.is_leaf(seat, call))
+    return Reader(call.number, is_far=is_far, is_leaf=seat.leaves.is_leaf(seat, call))
 
 
 def _idle(
@@ -253,6 +252,11 @@ def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
     return [*near, *seed, *(inst for inst in full if far[inst])]
 
 
+def is_relaying(holding: Holding) -> bool:
+    """Whether others may read the part that is there."""
+    return holding.state == "filling" and holding.is_relay
+
+
 def _is_source(
     seat: Seat, ref: VersionRef, inst: str, holding: Holding, entry: Entry, before: int
 ) -> bool:
@@ -271,7 +275,7 @@ def born_before(view: View, seat: Seat, call: Call) -> int:
     own = view.get(seat.holding(call.ref))
     if own is None:
         return 0
-    return EVER if resting.is_leaf(seat, call) else own.create_rev
+    return EVER if seat.leaves.is_leaf(seat, call) else own.create_rev
 
 
 def shows_whole(view: View, seat: Seat, ref: VersionRef) -> bool:

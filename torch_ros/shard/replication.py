@@ -37,7 +37,6 @@ from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
-from torch_ros.transfer.pace import Pace
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
@@ -214,9 +213,8 @@ class Replication:
         self.progress: Progress | None = None  # of the tensors that are registered for it
         self.source: str = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
-        self._rate = (
-            0.0  # at which a near relay got the version that gave too little of it; bytes/s
-        )
+        judges = (feature.judges() for feature in shard.features)
+        self._judges = next((found for found in judges if found is not None), None)
         self._should_be_fast = False  # all of the source is there, on this host
         self._via = Via()  # what has brought all of `progress`
         self._call: GroupCall | None = None
@@ -276,7 +274,7 @@ class Replication:
             return self._report(call)
         self._watch.lap("decide")
         if self.progress is not None:  # it relays, or not, by this decision
-            (self.progress.hush if call.decided.pace == "rests" else self.progress.speak)()
+            (self.progress.hush if self._is_leaf(call) else self.progress.speak)()
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
@@ -330,7 +328,7 @@ class Replication:
         self._note_sources(sources, feeds)
         has_some = self.progress is not None and self.progress.bytes_read > 0
         self.progress = progress = self.progress or self._register(sources[0], feeds[0])
-        if call.decided.pace == "rests":
+        if self._is_leaf(call):
             progress.hush()
         phases = progress.target.phases
         try:
@@ -366,9 +364,6 @@ class Replication:
                 self._via, change = via, None
 
     def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
-        is_near = source.datacenter == self._shard.group.seat.datacenter
-        # A full one shows no rate; another may have.
-        pace = Pace(self._rate) if is_near and (self._rate or not source.is_full) else None
         return connect(
             self._shard.reading.peers,
             [shard.card for shard in source.shards],
@@ -379,16 +374,13 @@ class Replication:
                 is_there=partial(claimed.is_there, source),
                 has_other=partial(claimed.has_other, source),
                 check=self._shard.group.ledger.check,
-                pace=pace,
-                fell_behind=partial(self._fell_behind, claimed, source),
+                judge=self._judges.of(claimed, source) if self._judges else None,
             ),
             self._deadline,
         )
 
-    def _fell_behind(self, claimed: ClaimedSources, source: Source, rate: float) -> None:
-        assert self.progress is not None
-        self._rate = rate
-        claimed.fell_behind(source, self.progress.hush)
+    def _is_leaf(self, call: GroupCall) -> bool:
+        return call.seat.leaves.is_leaf(call.seat, call.decided)
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
         self.source = ", ".join(feed.source.replica for feed in feeds)

@@ -10,14 +10,16 @@ from typing import Protocol
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.records import Call, VersionRef
+from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.base import Base
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
 from torch_ros.transfer.attending import Attendant
 from torch_ros.transfer.copy_buffers import Copying
-from torch_ros.transfer.feed import Progress, Supply
+from torch_ros.transfer.feed import Arrivals, Following, Judge, Progress, Supply
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.reading import Reading
 
@@ -80,6 +82,13 @@ class Supplier(Protocol):
         """Note that what was decided could not be read. Whether to make the call once more."""
 
 
+class Judges(Protocol):
+    """How one rank judges the sources of one replicate, over all seats and tries."""
+
+    def of(self, claimed: ClaimedSources, source: Source) -> Callable[[Following, Arrivals], Judge]:
+        """Makes the judge of that source, for each pass in which it is the only one."""
+
+
 class Feature:
     """Told of what happens to the shard that it is attached to. Each method does nothing here.
 
@@ -120,6 +129,10 @@ class Feature:
 
     def supplier(self, spec: Spec, deadline: Deadline) -> Supplier | None:
         """A replicate begins. A way of the feature's own to what it reads; None: it has none."""
+        return None
+
+    def judges(self) -> Judges | None:
+        """A replicate begins. How its sources are judged; None: they are not."""
         return None
 
     def overwrites(self) -> None:

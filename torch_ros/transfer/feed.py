@@ -4,11 +4,11 @@ A relay is a source that is still filling itself. `connect` waits until it begin
 it has the next blocks, and `Progress` tells this rank's own readers how far this rank is.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.transport import Transfer
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
-from torch_ros.transfer.pace import Landings, Pace
 from torch_ros.transfer.peers import Peers, PeerState
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.stall import SourceWait
@@ -40,6 +39,9 @@ class Arrivals:
         """Count these blocks."""
         self.done[blocks] = True
         self.bytes_read += bytes_read
+
+    def hush(self) -> None:
+        """Pass nothing on before all of it is there: readers go elsewhere."""
 
     def tell_rate(self, bytes_per_s: float) -> None:
         """Tell readers how fast bytes land here; 0: not known."""
@@ -70,7 +72,6 @@ class Progress(Arrivals):
         self._tell()
 
     def hush(self) -> None:
-        """Pass nothing on before all of it is there: readers go elsewhere."""
         self._is_hushed = True
         self._mailbox.void()
 
@@ -128,16 +129,7 @@ class FeedSource:
     is_there: Callable[[], bool]  # asks the store whether the source is still there
     has_other: Callable[[float], bool]  # asks whom to read from, if it is mute for so long
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
-    pace: Pace | None = None  # of a near source, if it can be judged
-    fell_behind: Callable[[float], None] = lambda _: None  # told its rate then
-
-    def compare(self, landings: Landings, ask: Callable[[], float]) -> None:
-        """After a window of landings: say if it was slow beside the relay's own, which is asked."""
-        if (pace := self.pace) is None or self.is_full:
-            return
-        told = ask() if landings.last < math.inf else math.inf
-        if pace.is_slower(landings.last, told):
-            self.fell_behind(pace.rate)
+    judge: Callable[["Following", Arrivals], "Judge"] | None = None  # where it is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +208,42 @@ def _certified(
     if state.word.mark != mark or not state.manifest or state.manifest.depth == "off":
         return state
     return replace(state, word=peers.word(state, deadline, look))
+
+
+class Portion(Protocol):
+    """Bytes that are read together."""
+
+    @property
+    def needs(self) -> Mapping[int, int]:
+        """How many blocks each rank of the source has to have."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Judge:
+    """Told how a read goes from its only source. Each method does nothing here.
+
+    One that finds too little coming from it raises what `ClaimedSources.leave` does.
+    """
+
+    def begins(self, batches: Sequence[Portion]) -> None:
+        """These are to be read, in this order."""
+
+    def looks(self) -> None:
+        """Something is on its way."""
+
+    def resumes(self) -> None:
+        """Nothing was on its way, since the source had no more."""
+
+    def lands(self, size_bytes: int) -> None:
+        """Some bytes have landed, and do not count yet."""
+
+    def counts(self, size_bytes: int) -> None:
+        """So many bytes count now."""
+
+    def landed(self, batch: Portion) -> None:
+        """All that landed together counts now, if its batch is whole; `batch` was the last."""
 
 
 class Following:

@@ -5,10 +5,8 @@ The steps are those of docs/PROTOCOL.md#reading.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -19,8 +17,7 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
-from torch_ros.transfer.feed import Arrivals, Following, Supply
-from torch_ros.transfer.pace import Landings
+from torch_ros.transfer.feed import Arrivals, Following, Judge, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
@@ -204,17 +201,16 @@ class ReadPass(Watcher):
         in_flight = min(FLIGHT * TRANSFER_BYTES, sum(tensor.nbytes for tensor in phase.memory))
         limit_s = SILENCE_S + in_flight / SLOW_BYTES_PER_S
         self._sources = [Following(peers, each, progress, deadline, limit_s) for each in supplies]
-        self._landed = self._shown = 0
-        is_measured = len(supplies) == 1 and not self._sources[0].is_near
-        self._landings = Landings(time.monotonic()) if is_measured else None
-        self._unseen: deque[Batch] = deque()  # that the source was not seen to have yet
+        self._judge = Judge()
+        if len(supplies) == 1 and (judge := supplies[0].feed.source.judge) is not None:
+            self._judge = judge(self._sources[0], progress)
+        else:
+            progress.tell_rate(0)
         self._batch_of: dict[Transfer, Batch] = {}
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
-        if self._landings is None:
-            self._progress.tell_rate(0)
-        self._unseen.extend(batches)
+        self._judge.begins(batches)
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
         waiting: list[Batch] = []
@@ -248,11 +244,7 @@ class ReadPass(Watcher):
         return self._sources[batch.supply].has(batch.needs)
 
     def landed(self, transfers: Sequence[Transfer]) -> None:
-        now_s, size_bytes = time.monotonic(), sum(each.size_bytes for each in transfers)
-        landed = self._landings is not None and self._landings.land(now_s, size_bytes)
-        measured = self._landings if landed else None  # a window has ended
-        if measured is not None:  # told before the end, which tells that there is no rate any more
-            self._progress.tell_rate(measured.told)
+        self._judge.lands(sum(each.size_bytes for each in transfers))
         ended: list[Batch] = []
         for batch in (self._batch_of[transfer] for transfer in transfers):
             self._sources[batch.supply].silence.reset()
@@ -261,21 +253,18 @@ class ReadPass(Watcher):
                 ended.append(batch)
         for supply in sorted({batch.supply for batch in ended}):
             self._end([batch for batch in ended if batch.supply == supply])
-        if measured is not None:
-            source, needs = self._sources[0], self._batch_of[transfers[-1]].needs
-            source.feed.source.compare(measured, partial(source.rate, needs))
+        self._judge.landed(self._batch_of[transfers[-1]])
 
     def blocked(self) -> None:
         """Wait for the relays: the next blocks are not there yet."""
         for source in self._sources:
             if not source.feed.source.is_full:
                 source.wait_for_more()
-        if self._landings is not None:
-            self._landings.resume(time.monotonic())
+        self._judge.resumes()
 
     def still(self, flying: Sequence[Transfer]) -> None:
-        if flying and self._landings is not None:
-            self._landings.look(time.monotonic())
+        if flying:
+            self._judge.looks()
         waited_for = {self._batch_of[transfer].supply for transfer in flying}
         for number, source in enumerate(self._sources):
             if number in waited_for:
@@ -300,18 +289,7 @@ class ReadPass(Watcher):
         self._progress.add(self._phase.blocks[blocks], bytes_read)
         self._progress.note_ways(landed)
         self._counted(bytes_read)
-        self._landed += bytes_read
-        self._keep_pace()
-
-    def _keep_pace(self) -> None:
-        """Compare what has landed with what the source got meanwhile, if that is a near relay."""
-        source = self._sources[0]
-        if len(self._sources) > 1 or (pace := source.feed.source.pace) is None:
-            return
-        while self._unseen and source.has(self._unseen[0].needs):
-            self._shown += self._unseen.popleft().size_bytes
-        if pace.is_behind(time.monotonic(), self._landed, self._shown):
-            source.feed.source.fell_behind(pace.rate)
+        self._judge.counts(bytes_read)
 
     def _read_staged(self, batch: Batch) -> list[Transfer]:
         source = self._sources[batch.supply]

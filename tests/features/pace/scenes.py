@@ -14,9 +14,10 @@ from replicas import Process
 from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, replicate
 
 from torch_ros.costs import NIXL_COSTS
+from torch_ros.features.pace import rates
 from torch_ros.protocol import claimed
 from torch_ros.protocol import keys as k
-from torch_ros.transfer import pace, reading
+from torch_ros.transfer import reading
 
 
 def _chain(scene: Scene, names: tuple[str, ...], lasting: tuple[str, ...], read, **options) -> None:
@@ -74,7 +75,7 @@ def _judged(seconds: float = 0.5):
     limits = {"PACE_S": seconds, "PACE_BYTES": 90, "CAUGHT_UP_BYTES": 32}
     with ExitStack() as stack:
         for name, value in limits.items():
-            stack.enter_context(patch.object(pace, name, value))
+            stack.enter_context(patch.object(rates, name, value))
         yield
 
 
@@ -82,9 +83,9 @@ def _judged(seconds: float = 0.5):
 def _compared():
     """No process copies from another: those that land slowly are found by that alone."""
     limits = {
-        (pace, "PACE_S"): 1e9,
-        (pace, "LANDINGS"): 2,
-        (pace, "WINDOW_BYTES"): 1,
+        (rates, "PACE_S"): 1e9,
+        (rates, "LANDINGS"): 2,
+        (rates, "WINDOW_BYTES"): 1,
         (wires, "LOOK_S"): 0.02,
         (wires._Peer, "costs"): NIXL_COSTS,
         (reading, "STEPS_FLIGHT"): 1,

@@ -6,16 +6,16 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import torch_ros
 from torch_ros.costs import NIXL_COSTS
-from torch_ros.transfer import pace, reading
-from torch_ros.transfer.feed import FeedSource
-from torch_ros.transfer.mailbox import Mailbox
-from torch_ros.transfer.pace import (
+from torch_ros.features.pace import rates
+from torch_ros.features.pace.judging import PacedRead
+from torch_ros.features.pace.rates import (
     CAUGHT_UP_BYTES,
     LANDINGS,
     PACE_BYTES,
@@ -24,6 +24,9 @@ from torch_ros.transfer.pace import (
     Landings,
     Pace,
 )
+from torch_ros.transfer import reading
+from torch_ros.transfer.feed import Arrivals, FeedSource
+from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 
 GB = 1 << 30
@@ -62,7 +65,7 @@ def test_a_full_source_is_compared_with_the_rate_of_another():
     second = Pace(first.rate)
     assert looks(second, (0, 0, 9 * GB), (PACE_S, GB // 4, 9 * GB)) == [False, True]
     assert looks(Pace(), (0, 0, 9 * GB), (PACE_S, GB // 4, 9 * GB)) == [False, False]
-    assert pace.PACE_SHARE == 3
+    assert rates.PACE_SHARE == 3
 
 
 MB = 1 << 20
@@ -128,7 +131,7 @@ def test_who_finds_all_landed_at_the_first_look_is_too_fast_to_be_measured():
 
 
 def test_who_lands_less_than_a_quarter_twice_is_slower():
-    assert pace.RATE_SHARE == 4
+    assert rates.RATE_SHARE == 4
     judge = Pace()
     assert [judge.is_slower(2.4, 10.0), judge.is_slower(2.6, 10.0)] == [False, False]
     assert [judge.is_slower(2.4, 10.0), judge.is_slower(2.4, 10.0)] == [False, True]
@@ -149,17 +152,29 @@ def test_who_is_too_fast_to_be_measured_is_not_slower():
 
 
 def test_a_near_relay_is_asked_for_its_rate_once_a_window_and_nobody_else_is():
-    landings, asked, left = Landings(), [], []
-    landings.last = 2.4
-    source = FeedSource("r", 1, False, *[lambda *_: True] * 3, pace=Pace(), fell_behind=left.append)
+    pace, asked, left = Pace(), [], []
+    source = FeedSource("r", 1, False, *[lambda *_: True] * 3)
+    relay = SimpleNamespace(
+        is_near=False,
+        feed=SimpleNamespace(source=source),
+        rate=lambda _: asked.append(1) or 10.0,
+    )
+    full = SimpleNamespace(
+        is_near=False, feed=SimpleNamespace(source=replace(source, is_full=True))
+    )
+
+    def window(pace, following, last=2.4):
+        read = PacedRead(pace, lambda rate, _: left.append(rate), following, Arrivals(1))
+        read.landings.last = last
+        read.compare([0])
+
     for _ in range(2):
-        source.compare(landings, lambda: asked.append(1) or 10.0)
+        window(pace, relay)
     assert (asked, left) == ([1, 1], [10.0])
-    for other in (replace(source, is_full=True), replace(source, pace=None)):
-        other.compare(landings, lambda: pytest.fail("it is asked"))
-    landings.last = math.inf
-    source.compare(landings, lambda: pytest.fail("it is asked"))
-    assert left == [10.0]
+    window(pace, full)
+    window(None, relay)
+    window(pace, relay, math.inf)
+    assert (asked, left) == ([1, 1], [10.0])
 
 
 def test_a_clock_that_stands_still_makes_no_rate_of_nothing():

@@ -1,15 +1,15 @@
-"""A slow reader passes nothing on (docs/protocol/pace.md). Pure.
+"""A slow reader passes nothing on (docs/protocol/pace.md). Pure."""
 
-It is a leaf then, which may read from everybody, since nobody reads from it.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from torch_ros.protocol import legible
+from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible, sources
 from torch_ros.protocol.records import Call, Holding, Reader, VersionRef
 from torch_ros.protocol.seat import (
+    Leaves,
     Seat,
     call_now,
     calls_of,
@@ -17,21 +17,42 @@ from torch_ros.protocol.seat import (
     holding_put,
     version_read,
 )
+from torch_ros.protocol.sources import EVER, Source, is_relaying, suspects
 from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import Put, Txn, View
 
 
-def is_leaf(seat: Seat, call: Call) -> bool:
-    """Whether no rank is read from in this call, so that all may read from younger relays too.
-
-    Some of several ranks that stepped aside in the middle may be read from still.
-    """
-    return call.pace == "rests" or (call.pace == "slow" and seat.world_size == 1)
+def is_aside(call: Call) -> bool:
+    """Whether its group relays nothing in it any more, or has not begun to."""
+    return call.pace != ""
 
 
-def is_relaying(holding: Holding) -> bool:
-    """Whether others may read the part that is there."""
-    return holding.state == "filling" and holding.is_relay
+def rests(call: Call) -> bool:
+    """Whether its group relays nothing in it from the beginning."""
+    return call.pace == "rests"
+
+
+class SlowOnes(Leaves):
+    """The groups that have stepped aside, in the call in which they did and in the one after it."""
+
+    def is_leaf(self, seat: Seat, call: Call) -> bool:
+        """Some of several ranks that stepped aside in the middle may be read from still."""
+        return rests(call) or (call.pace == "slow" and seat.world_size == 1)
+
+    def begun(self, view: View, seat: Seat, call: Call) -> Call:
+        assert call.ref is not None
+        pace: Literal["", "rests"] = "rests" if _shall_rest(view, seat, call.ref) else ""
+        return msgspec.structs.replace(call, pace=pace)
+
+    def ended(self, view: View, seat: Seat, call: Call) -> Txn | None:
+        if not rests(call):
+            return None
+        assert call.ref is not None
+        if _may_rest(view, seat, call.ref):
+            return None
+        own = Holding.at(view, seat.holding(call.ref))
+        assert own is not None
+        return _put(view, seat, msgspec.structs.replace(call, pace=""), own, is_relay=True)
 
 
 def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step[Call]:
@@ -52,7 +73,7 @@ def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step
         return Done(call)
     slow = msgspec.structs.replace(call_now(view, seat, call), pace="slow")
     txn = _put(view, seat, slow, own, is_relay=False)
-    if is_leaf(seat, slow):  # also if it stays with its source: newcomers find that free then
+    if seat.leaves.is_leaf(seat, slow):  # newcomers find its source free, also if it stays there
         reader = Reader(call.number, is_leaf=True).encode()  # of a near one: no other is judged
         there = [(key, entry.lease_id) for key in reads if (entry := view.get(key)) is not None]
         guards = (view.unchanged(key) for key, _ in there)
@@ -61,7 +82,40 @@ def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step
     return Act(txn, lambda _: slow)
 
 
-def shall(view: View, seat: Seat, ref: VersionRef) -> bool:
+def another(
+    view: View, seat: Seat, call: Call, source: Source, tried: Mapping[str, int]
+) -> Step[str]:
+    """Where a near source is that is better than `source`, of which this rank gets too little.
+
+    For a relay it comes before `source`, as if that were lost, so the order of births holds; for a
+    leaf it is read less. "": there is none. Nobody goes far away for speed.
+    """
+    ref = version_read(view, seat, call)
+    before = sources.born_before(view, seat, call)
+    is_leaf = before == EVER
+    lost = {*tried, seat.inst if is_leaf else source.inst}
+    suspected = suspects(view, seat.keys)
+    near = {
+        inst: found
+        for inst, found in sources.candidates_of(view, seat, ref, before, lost).items()
+        if not (found.distance or tried.get(inst) or inst in suspected)
+    }
+    if is_leaf:
+        best = sources.leaf_place(near, suspected) if near else ""
+    else:
+        older = {
+            inst: found
+            for inst, found in near.items()
+            if found.holding.state == "full" or found.entry.create_rev < source.born
+        }
+        older.pop(source.inst, None)
+        best = sources.best_of(older, suspected) if older else ""
+    if best in ("", source.inst):
+        return Done("")
+    return Done(k.place(near[best].holding.datacenter, best))
+
+
+def _shall_rest(view: View, seat: Seat, ref: VersionRef) -> bool:
     """Whether the group is to rest: it stepped aside the last time, and is not the first here."""
     reads = (
         call for call in reversed(calls_of(view, seat)) if call.kind == "replicate" and call.ref
@@ -70,21 +124,13 @@ def shall(view: View, seat: Seat, ref: VersionRef) -> bool:
     return last is not None and last.pace == "slow" and bool(_near(view, seat, ref))
 
 
-def may(view: View, seat: Seat, ref: VersionRef) -> bool:
+def _may_rest(view: View, seat: Seat, ref: VersionRef) -> bool:
     """Whether it may go on resting, now that all older holdings are seen.
 
     Not if it has to be the seed, nor if most of those that fill here would pass nothing on.
     """
     relays, others = _filling(view, seat, ref)
     return bool(_near(view, seat, ref)) and others <= max(1, relays)
-
-
-def ended(view: View, seat: Seat, call: Call) -> Txn:
-    """It relays after all."""
-    assert call.ref is not None
-    own = Holding.at(view, seat.holding(call.ref))
-    assert own is not None
-    return _put(view, seat, msgspec.structs.replace(call, pace=""), own, is_relay=True)
 
 
 def _put(view: View, seat: Seat, call: Call, own: Holding, *, is_relay: bool) -> Txn:
