@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_ros.errors import BackendError, TorchRosError
+from torch_ros.features.pace.rules import SlowOnes
 from torch_ros.protocol import calls, membership, sources, unpublish
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.applicant import Applicant
@@ -46,7 +47,8 @@ TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 MODEL = Keys("m")
 OWN, REF, V = "r@1", VersionRef("run", 1, "u", 1), VersionRecord("u", "L")
 SHARD = ShardRecord("h", 1, b"card")
-CALL = Call(1, "replicate", Asked("replicate", 1), 0, REF, ["t@1"])
+RESTS = {"pace": msgspec.Raw(b'"rests"')}
+CALL = Call(1, "replicate", Asked("replicate", 1), 0, REF, ["t@1"], more=RESTS)
 KEPT = Kept(REF, 1, "L", is_original=True)
 CHECK = Asked("update", "latest").check
 FAILED = Call(2, "update", CHECK, outcome=Outcome(Failure("UsageError", ["x"], 0)))
@@ -82,7 +84,7 @@ OTHERS = {
     MODEL.ready(OWN, 1, 7): Ready("L"),
 }
 EVERY = (*MINE.items(), *WELL.items(), *OTHERS.items())
-SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0)
+SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0, leaves=SlowOnes())
 WHO = Applicant(
     MODEL, "n", 0, 1, SHARD, None, "default", False, lease_id=9, nonce="2", fresh_run="fresh"
 )

@@ -747,7 +747,7 @@ class Checks:
                 # A rank that forgot what it held says that it unpublished it.
                 is_same = known == said and (old.ref == call.ref or known.failure is not None)
                 demand(is_same, f"I3: {start} ended {old}, then {call}")
-            if call.manifest and (old, call.outcome) == (None, None):
+            if call.must and (old, call.outcome) == (None, None):
                 quiet_s = self.world.now_s - self.held_s
                 is_quiet = quiet_s >= TTLS * TTL_S
                 demand(is_quiet, f"I16: {start} reads a bucket after {quiet_s:.1f} s")

@@ -62,6 +62,7 @@ class Store:
         spot=False,
         retain=(),
         drain_s=60,
+        knows=(),
     ):
         place = Applicant(
             keys=self.keys,
@@ -76,6 +77,7 @@ class Store:
             shard=ShardRecord("host", rank, b"card"),
             ttl_s=ttl_s,
             drain_s=drain_s,
+            knows=frozenset(knows),
         )
         kv = connect(self.endpoint, timeout_s=5)
         group = Group.join(kv, place, Deadline("open", timeout_s))
@@ -164,6 +166,26 @@ def unpublish(group, ref, timeout_s=5):
     copy = lambda name: ShardRecord("host", group.seat.rank, name.encode())
     body = lambda call: call.unpublish(ref, copy)
     group.make(GroupTask("unpublish", asked, Deadline(f"{asked}", timeout_s), body))
+
+
+def extended_replicate(group, *, more=(), must=()):
+    """A replicate that has these names of features in its record; nobody claims a source of it."""
+    empty = msgspec.Raw(b"0")
+
+    def rule(view, seat, call):
+        names = {"more": dict.fromkeys(more, empty), "must": dict.fromkeys(must, empty)}
+        return calls.replicate(
+            view, seat, msgspec.structs.replace(call, **names), Spec(), is_relay=True
+        )
+
+    def body(call):
+        call.decide_and_claim(rule)
+        if call.decided.sources:
+            ClaimedSources(call).read(lambda _: None)
+        finish(call, "L")
+        return call.decided
+
+    return group.make(GroupTask("replicate", Asked("replicate", "latest"), Deadline("r", 5), body))
 
 
 def listing(group):
@@ -1036,3 +1058,21 @@ def test_a_rank_that_closes_while_its_peers_come_back_tells_them(store):
     first.close()
     until(lambda: second.state == "gone")
     assert "rank 0 closed its handle" in second.ledger.standing.reason
+
+
+def test_a_rank_ignores_what_it_does_not_know_of_a_call_unless_it_must_know_it(store):
+    trainer = store.join("t")
+    publish(trainer, 1)
+    [one_, other] = store.replica("r", 2, knows=["mine"])
+    made = at_once(*(partial(extended_replicate, each, more=["new"]) for each in (one_, other)))
+    assert [(call.must, [*call.more], len(call.sources)) for call in made] == [({}, ["new"], 1)] * 2
+    unpublish_both = (partial(unpublish, each, each.ledger.held.ref) for each in (one_, other))
+    assert at_once(*unpublish_both) == [None, None]
+    made = at_once(*(partial(extended_replicate, each, must=["mine"]) for each in (one_, other)))
+    assert [([*call.must], call.sources) for call in made] == [(["mine"], [])] * 2
+    at_once(*(partial(unpublish, each, each.ledger.held.ref) for each in (one_, other)))
+    for error in at_once(
+        *(partial(extended_replicate, each, must=["new"]) for each in (one_, other))
+    ):
+        assert isinstance(error, UsageError)
+        assert "was opened without new=..." in str(error)

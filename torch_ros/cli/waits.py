@@ -17,7 +17,14 @@ from torch_ros.protocol import seen
 from torch_ros.protocol.fleet import Fleet, Held
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
-from torch_ros.protocol.records import Call, GroupRecord, ShardRecord, VersionRecord, VersionRef
+from torch_ros.protocol.records import (
+    Call,
+    GroupRecord,
+    ShardRecord,
+    VersionRecord,
+    VersionRef,
+    extension,
+)
 from torch_ros.protocol.seat import calls_at
 from torch_ros.protocol.sources import suspects
 from torch_ros.store.txn import Ranges, View, under
@@ -228,8 +235,9 @@ def _in_call(there: _Records, inst: str, world_size: int, call: Call) -> _Found:
     what = f"call {call.number}, '{call.asked}'"
     if call.kind == "unpublish":
         return _draining(there, inst, what, call, range(world_size))
-    if call.manifest and call.ref is not None:
-        of = f"version {call.ref.version} from a bucket ({call.manifest})"
+    if call.must and call.ref is not None:
+        [name, *_] = call.must
+        of = f"version {call.ref.version} from a {name} ({extension(call.must, name, str)})"
         return _Found(f"{what}: reads {of}: {_ranks(waited_for)}", ranks=waited_for)
     if call.kind == "replicate" and call.ref is not None:
         return _reading(there, inst, what, call, waited_for)

@@ -12,7 +12,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
-from torch_ros.features.fallback.flow import Fallback, bucket_below, newest_run  # feature fallback
+from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.lending.buffers import lend  # feature lending
 from torch_ros.features.pace.judging import Pacing  # feature pace
 from torch_ros.features.pace.rules import SlowOnes  # feature pace
@@ -248,12 +248,11 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         datacenter=datacenter,
         ttl_s=ttl_s,
         drain_s=drain_s,
-        leaves=SlowOnes(),  # feature pace
     )
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
     # feature fallback {
     below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
-    own = partial(own, find_former_run=below and partial(newest_run, below, deadline))
+    own = partial(own, **asks_for(below, deadline))
     # } fallback
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
     install: Install | None = None
@@ -341,6 +340,7 @@ class _Means:
             reading = Reading(ways, self.staging_bytes, self.costs, pages)
             mailbox, sign = Mailbox(ways, reading.forget), Sign()
             undo.callback(sign.close)
+            applicant = partial(applicant, leaves=SlowOnes())  # feature pace
             own = applicant(replica=name, shard=shard_of(mailbox, install), seen=seen_here(sign))
             group = Group.join(kv, own, deadline)
             undo.callback(group.close)

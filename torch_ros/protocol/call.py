@@ -19,6 +19,7 @@ from torch_ros.errors import (
     SeatLost,
     StoreUnavailable,
     TorchRosError,
+    UsageError,
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls, meeting, sources, unpublish
@@ -120,6 +121,11 @@ class GroupCall(Attempt):
         self.attached: dict[str, Callable[[], Source]] = {}  # with the claim: by place
 
     @property
+    def is_decided(self) -> bool:
+        """Whether this rank knows what the group does in it."""
+        return self._call is not None
+
+    @property
     def decided(self) -> Call:
         assert self._call is not None
         return self._call
@@ -128,11 +134,6 @@ class GroupCall(Attempt):
     def ref(self) -> VersionRef:
         assert self.decided.ref is not None
         return self.decided.ref
-
-    @property
-    def manifest(self) -> str:
-        """Of the version that is read elsewhere; "": it is decided to read from replicas."""
-        return self._call.manifest if self._call is not None else ""
 
     @cached_property
     def fresh_uid(self) -> str:
@@ -206,6 +207,8 @@ class GroupCall(Attempt):
                 self.is_recorded = True
                 self._call = call  # also if it is another one: its end is learned
                 self.brings(call.ref)
+        if met is Meeting.SAME and call.outcome is None:
+            _require_known(self, call)
         match met:
             case Meeting.MISSED:
                 assert call.outcome is not None
@@ -258,7 +261,7 @@ class GroupCall(Attempt):
         """Decide which version, by this rule, and claim a source of it."""
         while not self.has_ended:
             self.decide(calls.replicate_ranges(self.seat), effects)
-            if self.has_ended or self.decided.sources or self.manifest:
+            if self.has_ended or self.decided.sources or self.decided.must:
                 return
             claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
             if claimed is None:  # the version went away in between
@@ -522,6 +525,15 @@ def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
         ledger.told = own.caller if has_failed and call.by != seat.rank else None
     behind = meeting.behind(seen, seat, call.number) if seen and met is not Meeting.SAME else 0
     return met, made.mismatch(call, seat.rank, behind)
+
+
+def _require_known(made: GroupCall, call: Call) -> None:
+    """Raises: UsageError: It was decided by an option that this rank does not have."""
+    if unknown := sorted(call.must.keys() - made.seat.knows):
+        raise UsageError(
+            f"{made.asked}: rank {made.seat.rank} was opened without {unknown[0]}=..., and rank "
+            f"{call.by}, which decided, with it; all ranks must be given the same"
+        )
 
 
 def _raise(error: TorchRosError, *_: object) -> Step[Call]:

@@ -78,6 +78,7 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
         drain_s=who.drain_s,
         prefers=who.prefers,
         leaves=who.leaves,
+        knows=who.knows,
     )
 
 

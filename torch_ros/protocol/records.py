@@ -11,13 +11,15 @@ import shlex
 import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from torch_ros import errors
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.store.txn import View
+
+T = TypeVar("T")
 
 REASON_MAX = 500  # characters; the record is kept for many calls
 NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again
@@ -63,6 +65,28 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def at(cls, view: View, key: str) -> Self | None:
         """Raises: BackendError: As `decode`."""
         return cls.decode(entry.value, key) if (entry := view.get(key)) else None
+
+
+def extension(of: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+    """What a feature has added to a record under this name; None: nothing.
+
+    Raises: BackendError: As `Record.decode`.
+    """
+    if name not in of:
+        return None
+    try:
+        return msgspec.json.decode(of[name], type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BackendError(
+            f"etcd holds a Call record whose part {name!r} this release cannot read ({error}): "
+            f"{bytes(of[name])[:200]!r}; use one release of torch_ros for all processes of a model"
+        ) from error
+
+
+def extended(of: Mapping[str, msgspec.Raw], name: str, value: object) -> dict[str, msgspec.Raw]:
+    """These, and this value under this name; None: without what is there."""
+    others = {other: there for other, there in of.items() if other != name}
+    return others if value is None else others | {name: msgspec.Raw(msgspec.json.encode(value))}
 
 
 class Failure(Record, frozen=True):
@@ -377,8 +401,6 @@ class Call(Record, frozen=True):
     by: Number = 0  # the rank that decided
     ref: VersionRef | None = None  # update: None says "nothing newer"
     sources: list[str] = []  # replicate: whom the group claimed
-    manifest: str = ""  # replicate: in a bucket, of the version that is read from there
-    pace: Literal["", "slow", "rests"] = ""  # replicate: it stepped aside; did so the time before
     copy: str = ""  # unpublish: the instance that takes a copy to host memory first
     is_optional: bool = False  # that copy: if a rank cannot make its part, readers are waited for
     is_forgone: bool = False  # a copy that was needed: a rank could not make its part
@@ -388,6 +410,9 @@ class Call(Record, frozen=True):
     traceparent: Traceparent = ""  # likewise
     part_of: Asked | None = None  # the call of the caller, if it is not what is asked
     continues: bool = False  # not its first part
+    # Of features, by their names. Who does not know a name ends the call for all; or ignores it.
+    must: dict[str, msgspec.Raw] = {}
+    more: dict[str, msgspec.Raw] = {}
 
     @property
     def caller(self) -> Asked:

@@ -60,6 +60,7 @@ class Seat:
     drain_s: float  # how long readers may finish before the source goes on without them
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     leaves: Leaves = NO_LEAVES
+    knows: frozenset[str] = frozenset()  # what a call may ask for in its `must`
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()
 

@@ -222,7 +222,9 @@ class Replication:
     def known_failure(self, error: TorchRosError) -> TorchRosError:
         """Of ranks that fail in several ways by a supplier, the error that ended the call."""
         call = self._call
-        if call is None or not call.manifest or not isinstance(error, BackendError | UsageError):
+        if call is None or not call.is_decided or not call.decided.must:
+            return error
+        if not isinstance(error, BackendError | UsageError):
             return error
         outcome = call.decided.outcome
         return outcome.failure.error() if outcome and outcome.failure else error
@@ -230,7 +232,7 @@ class Replication:
     def is_passed_over(self, error: TorchRosError) -> bool:
         """Whether the call is made once more, for another version than it was decided for."""
         supplier, call = self._target.supplier, self._call
-        if supplier is None or call is None or not call.manifest:
+        if supplier is None or call is None or not call.is_decided:
             return False
         return supplier.is_passed_over(call.decided, error)
 
@@ -280,7 +282,7 @@ class Replication:
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
         with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
-            if call.manifest:
+            if call.decided.must:
                 self._read_from_elsewhere(call, meter)
             else:
                 self._read_from_sources(call, meter)
@@ -289,12 +291,7 @@ class Replication:
 
     def _read_from_elsewhere(self, call: GroupCall, meter: Meter) -> None:
         supplier = self._target.supplier
-        if supplier is None:
-            raise UsageError(
-                f"{call.asked}: rank {call.seat.rank} was opened without bucket=..., and rank "
-                f"{call.decided.by} reads {call.manifest!r} from one; all ranks must be given "
-                "the same"
-            )
+        assert supplier is not None  # this rank knows what the call asks for
         self._shard.word.void()
         self.start(call.ref)
         self.source, self._should_be_fast = supplier.where, False

@@ -3,6 +3,7 @@
 from faults import fault
 from planting import changed
 
+from torch_ros.features.pace import rules
 from torch_ros.protocol.seat import call_now, calls_of
 from torch_ros.store.loops import Done
 
@@ -49,7 +50,7 @@ def _(rule):
 
 fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *_: (99, 0))
 fault("a slow one rests for ever", "_shall_rest", scenario="rests once")(
-    lambda shall: lambda view, seat, ref: any(call.pace for call in calls_of(view, seat))
+    lambda shall: lambda view, seat, ref: any(rules.is_aside(call) for call in calls_of(view, seat))
 )
 fault("who rested is forgotten at once", "_shall_rest", scenario="rests once")(
     lambda _: lambda *_: False

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -19,11 +19,13 @@ from torch_ros.errors import (
 )
 from torch_ros.features.fallback.below import BucketBelow
 from torch_ros.features.fallback.rules import (
+    NAME,
     Quiet,
     Stored,
     fall_back,
     highest,
     is_filled,
+    manifest_of,
     may_fall_back,
 )
 from torch_ros.printable import log_of
@@ -70,6 +72,13 @@ def bucket_below(url: str, model: str) -> BucketBelow | None:
     from torch_ros.features.fallback.stored import FallbackBucket  # noqa: PLC0415  # an extra
 
     return FallbackBucket(url, model)
+
+
+def asks_for(below: BucketBelow | None, deadline: Deadline) -> dict[str, Any]:
+    """The fields of an applicant for a seat that falls back to that bucket."""
+    if below is None:
+        return {}
+    return {"knows": frozenset({NAME}), "find_former_run": partial(newest_run, below, deadline)}
 
 
 class FallingBack:
@@ -210,7 +219,9 @@ class FallingBack:
                 self._standing,
                 call.ref.version,
             )
-        fetch = partial(self._below.contents, call.decided.manifest)
+        manifest = manifest_of(call.decided)
+        assert manifest is not None
+        fetch = partial(self._below.contents, manifest)
         contents = _left_alone(fetch, partial(self._check, call, "the manifest"))
         finish_kernels(registered.cuda_devices)  # those that still use the old content
         meter.expect(total)
@@ -251,12 +262,13 @@ class FallingBack:
         Args:
             decided: The call that failed.
         """
-        if not decided.manifest or not isinstance(error, UnreadableVersion | ManifestMismatch):
+        manifest = manifest_of(decided)
+        if manifest is None or not isinstance(error, UnreadableVersion | ManifestMismatch):
             return False
         if isinstance(error, UnreadableVersion):  # else it has none that fits
             self._failure = error
         self._found = None
-        self._avoided.add(decided.manifest)
+        self._avoided.add(manifest)
         if self._quiet is not None:
             self._quiet.is_over = True  # nobody but this replica held anything
         log.warning("%s; trying the version before it", error)

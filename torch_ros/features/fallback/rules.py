@@ -10,12 +10,20 @@ from torch_ros.protocol.calls import filling
 from torch_ros.protocol.keys import OUTSIDE, parse_version
 from torch_ros.protocol.ledger import Ledger
 from torch_ros.protocol.legible import keyed, nobody
-from torch_ros.protocol.records import Call, RunRecord, VersionRecord, VersionRef
+from torch_ros.protocol.records import (
+    Call,
+    RunRecord,
+    VersionRecord,
+    VersionRef,
+    extended,
+    extension,
+)
 from torch_ros.protocol.seat import Seat, holding_put, recorded
 from torch_ros.protocol.versions import Spec
 from torch_ros.store.loops import Act
 from torch_ros.store.txn import Delete, Put, Range, View
 
+NAME = "bucket"  # of the option, in `Call.must`
 TTLS = 2.0  # at least: whoever holds something, and has lost its seat, is back by then
 GAP_S = 3.0  # beyond a TTL
 
@@ -39,6 +47,11 @@ class Stored(Protocol):
     def at_ms(self) -> int: ...
 
 
+def manifest_of(call: Call) -> str | None:
+    """The key of the manifest of the version that is read from a bucket; None: none is."""
+    return extension(call.must, NAME, str)
+
+
 def may_fall_back(spec: Spec, ledger: Ledger, rank: int) -> bool:
     """Whether a replica may be given a version of a bucket.
 
@@ -57,7 +70,8 @@ def fall_back(view: View, seat: Seat, call: Call, stored: Stored) -> Act[Call]:
     """
     keys, ref = seat.keys, VersionRef(OUTSIDE, stored.version, stored.uid, 0)
     record = VersionRecord(stored.uid, stored.layout, at_ms=stored.at_ms)
-    decided = replace(record.brought_by(call, ref), manifest=stored.manifest)
+    must = extended(call.must, NAME, stored.manifest)
+    decided = replace(record.brought_by(call, ref), must=must)
     key, there = keys.version(OUTSIDE, stored.version), keys.versions(OUTSIDE)
     return recorded(
         view,

@@ -7,7 +7,7 @@ import msgspec
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible, sources
-from torch_ros.protocol.records import Call, Holding, Reader, VersionRef
+from torch_ros.protocol.records import Call, Holding, Reader, VersionRef, extended, extension
 from torch_ros.protocol.seat import (
     Leaves,
     Seat,
@@ -21,15 +21,27 @@ from torch_ros.protocol.sources import EVER, Source, is_relaying, suspects
 from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import Put, Txn, View
 
+NAME = "pace"  # in `Call.more`
+Pace = Literal["slow", "rests"]
+"""The group steps aside in this replicate; it did so in the one before."""
+
+
+def _pace(call: Call) -> Pace | None:
+    return extension(call.more, NAME, Pace)  # type: ignore[arg-type]  # a Literal is a type to msgspec
+
+
+def _paced(call: Call, pace: Pace | None) -> Call:
+    return msgspec.structs.replace(call, more=extended(call.more, NAME, pace))
+
 
 def is_aside(call: Call) -> bool:
     """Whether its group relays nothing in it any more, or has not begun to."""
-    return call.pace != ""
+    return NAME in call.more
 
 
 def rests(call: Call) -> bool:
     """Whether its group relays nothing in it from the beginning."""
-    return call.pace == "rests"
+    return _pace(call) == "rests"
 
 
 class SlowOnes(Leaves):
@@ -37,12 +49,11 @@ class SlowOnes(Leaves):
 
     def is_leaf(self, seat: Seat, call: Call) -> bool:
         """Some of several ranks that stepped aside in the middle may be read from still."""
-        return rests(call) or (call.pace == "slow" and seat.world_size == 1)
+        return rests(call) or (_pace(call) == "slow" and seat.world_size == 1)
 
     def begun(self, view: View, seat: Seat, call: Call) -> Call:
         assert call.ref is not None
-        pace: Literal["", "rests"] = "rests" if _shall_rest(view, seat, call.ref) else ""
-        return msgspec.structs.replace(call, pace=pace)
+        return _paced(call, "rests") if _shall_rest(view, seat, call.ref) else call
 
     def ended(self, view: View, seat: Seat, call: Call) -> Txn | None:
         if not rests(call):
@@ -52,7 +63,7 @@ class SlowOnes(Leaves):
             return None
         own = Holding.at(view, seat.holding(call.ref))
         assert own is not None
-        return _put(view, seat, msgspec.structs.replace(call, pace=""), own, is_relay=True)
+        return _put(view, seat, _paced(call, None), own, is_relay=True)
 
 
 def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step[Call]:
@@ -71,7 +82,7 @@ def step_aside(view: View, seat: Seat, call: Call, reads: Sequence[str]) -> Step
     relays, others = _filling(view, seat, ref)
     if others + 1 > relays - 1:
         return Done(call)
-    slow = msgspec.structs.replace(call_now(view, seat, call), pace="slow")
+    slow = _paced(call_now(view, seat, call), "slow")
     txn = _put(view, seat, slow, own, is_relay=False)
     if seat.leaves.is_leaf(seat, slow):  # newcomers find its source free, also if it stays there
         reader = Reader(call.number, is_leaf=True).encode()  # of a near one: no other is judged
@@ -121,7 +132,7 @@ def _shall_rest(view: View, seat: Seat, ref: VersionRef) -> bool:
         call for call in reversed(calls_of(view, seat)) if call.kind == "replicate" and call.ref
     )
     last = next(reads, None)
-    return last is not None and last.pace == "slow" and bool(_near(view, seat, ref))
+    return last is not None and _pace(last) == "slow" and bool(_near(view, seat, ref))
 
 
 def _may_rest(view: View, seat: Seat, ref: VersionRef) -> bool:
