@@ -22,15 +22,15 @@ from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import Put, Txn, View
 
 NAME = "pace"  # in `Call.more`
-Pace = Literal["slow", "rests"]
+Mode = Literal["slow", "rests"]
 """The group steps aside in this replicate; it did so in the one before."""
 
 
-def _pace(call: Call) -> Pace | None:
-    return extension(call.more, NAME, Pace)  # type: ignore[arg-type]  # a Literal is a type to msgspec
+def _pace(call: Call) -> Mode | None:
+    return extension(call.more, NAME, Mode)  # type: ignore[arg-type]  # a Literal is a type to msgspec
 
 
-def _paced(call: Call, pace: Pace | None) -> Call:
+def _paced(call: Call, pace: Mode | None) -> Call:
     return msgspec.structs.replace(call, more=extended(call.more, NAME, pace))
 
 
