@@ -264,7 +264,7 @@ def test_memory_that_may_only_be_read_is_named_and_nothing_is_written(archived, 
 
 
 def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
-    archived, bucket, monkeypatch
+    archived, bucket, monkeypatch, ctrl_c
 ):
     """Its store stands still: the bytes that it was asked for come when the caller has gone on."""
     archived(7, {"w": torch.ones(1 << 10)})
