@@ -31,7 +31,10 @@ from torch_ros.weights.local import local_chunks
 
 PACKAGE = Path(torch_ros.__file__).parent
 # Where Ctrl-C comes: the store in memory is asked by a thread that no signal reaches.
-STRUCK = tuple(f"{PACKAGE / room}" for room in ("shard", "protocol", "store/run", "store/loops"))
+STRUCK = tuple(
+    f"{PACKAGE / room}"
+    for room in ("face", "features", "shard", "protocol", "store/run", "store/loops")
+)
 BEGUN = 12  # the line by which it has; before, it is as if it had not been made
 QUICK, MANY = 5, int(os.environ.get("INTERRUPTS", "60"))
 SOON_S, TIMEOUT_S = 8.0, 20.0
@@ -253,6 +256,44 @@ def test_who_is_struck_in_open_ends_it_for_its_peer(opened, pool, monkeypatch, c
     name, line[0] = f"pair{line[0]}", 0
     assert opened(name).version is None, "another start has the name"
     assert "was already there" not in caplog.text
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_duplicate_that_is_struck_in_open_ends_nobody(opened, pool, monkeypatch, is_complete):
+    """A process opened a rank that another one has, and waits for that one's end."""
+    join, mine = membership.join, threading.local()
+    waits, waits_too, strikes = threading.Event(), threading.Event(), threading.Event()
+    options = {"world_size": 2, "timeout_s": TIMEOUT_S}
+
+    def struck_join(view, who, nonce):
+        step = join(view, who, nonce)
+        if isinstance(step, Wait):
+            (waits_too if hasattr(mine, "is_duplicate") else waits).set()
+        if hasattr(mine, "is_duplicate"):
+            assert strikes.wait(TIMEOUT_S)
+            raise Struck
+        return step
+
+    def duplicate():
+        mine.is_duplicate = True
+        with pytest.raises(Struck):
+            opened("pair", rank=0, **options)
+        del mine.is_duplicate
+
+    monkeypatch.setattr(membership, "join", struck_join)
+    first = pool.submit(opened, "pair", rank=0, **options)
+    assert waits.wait(TIMEOUT_S)
+    struck = pool.submit(duplicate)
+    assert waits_too.wait(TIMEOUT_S)
+    if not is_complete:
+        strikes.set()
+        struck.result(TIMEOUT_S)
+    handles = [opened("pair", rank=1, **options), first.result(TIMEOUT_S)]
+    strikes.set()
+    struck.result(TIMEOUT_S)
+    for rank, handle in enumerate(handles):
+        handle.register({f"w{rank}": torch.ones(1)})
+    assert list(pool.map(lambda handle: handle.publish(1), handles)) == [True, True]
 
 
 def moments(lines: int, count: int) -> list[int]:

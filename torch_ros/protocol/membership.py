@@ -447,27 +447,35 @@ def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None
 
 
 def call_off_ranges(who: Applicant) -> tuple[Range, ...]:
-    return (one(who.group), who.keys.decisions_of(who.replica), who.keys.holdings())
+    keys = who.keys
+    places = (keys.shards_of(who.replica), keys.decisions_of(who.replica))
+    return (one(who.group), *places, keys.holdings())
 
 
 def call_off(view: View, who: Applicant, failure: Failure, note_lease_id: int) -> Step[None]:
     """This rank ends by an error of its own before it has its seat: let no peer wait for it.
 
     Args:
-        who: With the nonce of the group that it has joined, or was about to make.
+        who: With the nonce of the group that it has joined, or was about to make. Its place there
+            may be another process's: then nobody waits for this one.
     """
     group = GroupRecord.at(view, who.group)
     if group is None or group.refusal is not None or group.left is not None or who.left_behind:
         return Done(None)
-    if group.is_complete and group.nonce == who.nonce:  # peers have returned
+    own = who.keys.shard(k.instance(who.replica, group.nonce), who.rank)
+    taken = view.get(own)
+    if taken is not None and taken.lease_id != who.lease_id:
+        return Done(None)
+    if group.is_complete and taken is not None:  # peers have returned
         seat = seat_of(who, Joined(group, 0, is_complete=True))
         return leave(view, seat, note_lease_id)
-    if group.nonce != who.nonce and not _is_open_to(group, who):
+    if group.is_complete or (group.nonce != who.nonce and not _is_open_to(group, who)):
         return Done(None)
     refused = msgspec.structs.replace(group, refusal=failure)
     put = Put(who.group, refused.encode(), note_lease_id)
     seen = Delete(who.keys.seen_of(who.replica))
-    return Act(Txn((view.unchanged(who.group),), (put, seen)), lambda _: None)
+    guards = (view.unchanged(who.group), view.unchanged(own))
+    return Act(Txn(guards, (put, seen)), lambda _: None)
 
 
 def watch_over(view: View, seat: Seat) -> Step[SeatLost | None]:
