@@ -156,14 +156,15 @@ def test_a_copy_that_the_own_limit_leaves_no_room_for_is_an_error_that_names_it(
     assert trainer.publish_copy(1, tensors)
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-def test_a_retained_version_that_the_own_limit_leaves_no_room_for_is_dropped(
-    trainer, monkeypatch, caplog, is_checked
-):
+def test_a_limit_of_the_process_alone_is_no_room_of_its_host(tmp_path):
+    """Memory that it keeps mapped for its next copy counts against the limit, and is room."""
+    with room_left(ROOM_BYTES):
+        assert available_bytes(tmp_path) == math.inf
+
+
+def test_a_retained_version_that_the_own_limit_leaves_no_room_for_is_dropped(trainer, caplog):
     trainer.register(large())
     trainer.publish(1)
-    if not is_checked:
-        monkeypatch.setattr(host_copies, "available_bytes", lambda: math.inf)
     with room_left(ROOM_BYTES):
         trainer.unpublish()
     assert "may be lost, it cannot be copied: a copy" in caplog.text

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from torch_ros.allocation import allocating, limited
+from torch_ros.allocation import allocating
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.p2p import life
@@ -105,9 +105,8 @@ def _require_room(size_bytes: int, ranks: int) -> None:
     needed = size_bytes * ranks
     there = available_bytes()
     if needed > there:
-        by = f": {limits}" if (limits := limited()) else ""
         raise MemoryError(
-            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free{by}"
+            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free"
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ros import allocation
 from torch_ros.p2p import cgroups
 
 UNLIMITED = 1 << 60  # cgroup v1 writes no limit as the largest number of whole pages
@@ -34,13 +33,14 @@ NAMES: Mapping[cgroups.Version, Names] = {"v1": V1, "v2": V2}
 def available_bytes(root: Path = cgroups.ROOT) -> float:
     """Memory that is free, or that the kernel would free, on this host and in each group.
 
-    Swap is no room. No more than this process's own limits leave. Infinite where nothing is told.
+    Swap is no room. Infinite where nothing is told. A limit of this process alone (ulimit) does not
+    count: an allocation beyond it is an error, and nobody is killed.
     """
     read = cgroups.reader(root)
     found = [1024 * _figures(read("proc/meminfo")).get("MemAvailable:", math.inf)]
     for version, folder in cgroups.own("memory", read):
         found.append(left_in(NAMES[version], lambda name, folder=folder: read(f"{folder}/{name}")))  # type: ignore[misc]
-    return min([*found, *(left for _, left in allocation.limits())])
+    return min(found)
 
 
 def ranks_here(world_size: int) -> int:
