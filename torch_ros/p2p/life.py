@@ -120,12 +120,15 @@ def _shown_page(sign: str) -> object:
 
 
 def _has_closed(pid: int, sign: str) -> bool:
-    """Whether this process has the file mapped no more; False if it cannot be seen."""
+    """Whether this process has the file mapped no more; False if it cannot be seen.
+
+    One that is ending may have no memory any more, before it has ended.
+    """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return False
-    return f"/memfd:{_SIGN} {sign} (deleted)\n" not in maps
+    return maps != "" and f"/memfd:{_SIGN} {sign} (deleted)\n" not in maps
 
 
 def _is_frozen(pid: int) -> bool:
