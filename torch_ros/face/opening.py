@@ -207,7 +207,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             not if the environment has TORCH_ROS_PROGRESS=0.
         policy: Chooses the version that `update` and `follow` go to, if they are asked for a
             relative one: the object's method `choose(available, held)` does (`UpdatePolicy`). The
-            same on all ranks. None: the newest.
+            same on all ranks. Where it has nothing to choose from, `update` returns False and asks
+            no bucket, also while nothing is held: begin with a `replicate`. None: the newest.
         seeding: How a newer version comes into a datacenter that does not have it. "foreground":
             an `update` reads it, however slow the link is, with nothing held meanwhile. "host":
             `update` has it fetched into host memory, in the background and by one replica of the
