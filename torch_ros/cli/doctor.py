@@ -11,10 +11,10 @@ from typing import Literal
 
 from torch_ros import environment
 from torch_ros.cli import waiting
+from torch_ros.cli.health import EtcdHealth, MemberHealth
 from torch_ros.cli.ls import size
 from torch_ros.cli.waits import Blamed
 from torch_ros.printable import some
-from torch_ros.store.health import EtcdHealth, MemberHealth
 
 Level = Literal["ok", "warn", "FAIL"]
 HERE = "this shell"

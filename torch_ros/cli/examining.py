@@ -12,6 +12,7 @@ import msgspec
 
 from torch_ros.cli import asking
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
+from torch_ros.cli.health import EtcdHealth, health
 from torch_ros.cli.waits import Blamed
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
@@ -24,7 +25,6 @@ from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import ShardRecord
 from torch_ros.protocol.schema import require_own
 from torch_ros.store.endpoint import connect, located
-from torch_ros.store.health import EtcdHealth, health
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Read, View, one
 from torch_ros.transfer.card import Card
