@@ -182,7 +182,7 @@ class FallingBack:
     def _look_at_store(self, call: GroupCall, quiet: Quiet) -> None:
         """While a bucket is listed: time goes on for as long as the store answers."""
         self._check(call, "the list")
-        if quiet.is_due(time.monotonic()):
+        if quiet.must_ask(time.monotonic()):
             seat = call.seat
             rule = lambda view: Done(quiet.has_lasted(view, seat, time.monotonic()))  # noqa: E731
             _glance(call, whole(spec_ranges(seat.keys)), rule)

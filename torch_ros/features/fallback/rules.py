@@ -152,7 +152,7 @@ class Quiet:
         """Whether nobody held anything at the last answer."""
         return self._rev > 0
 
-    def is_due(self, now_s: float) -> bool:
+    def must_ask(self, now_s: float) -> bool:
         """Whether the store has to be asked again, for the time to go on."""
         return not self._rev or now_s - self._seen_s >= self._ttl_s
 
@@ -164,4 +164,4 @@ class Quiet:
         """Whether an answer might be the last."""
         if self._held_s is not None:
             return self.outlasts_the_dead(now_s)
-        return self.is_due(now_s) or now_s - self._since_s >= self._lasts_s
+        return self.must_ask(now_s) or now_s - self._since_s >= self._lasts_s
