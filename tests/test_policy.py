@@ -141,7 +141,7 @@ def test_a_call_that_waits_hears_of_the_next_one_that_is_chosen(opened, trained)
 
 
 def test_a_version_that_goes_before_it_is_read_is_not_replaced(opened, trained, monkeypatch):
-    """What was not chosen is not read: the update says so, and the next one asks again."""
+    """Another version is not read: the update says so, and the next one asks again."""
     trainers, _ = trained
     rollout = opened("r", policy=even())
     read = following.replicate

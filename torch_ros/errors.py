@@ -427,7 +427,7 @@ class CallAborted(PeerError):
 
 
 class CutOff(CallAborted):
-    """That rank is cut off from etcd and did not wait for it, as `store_wait_s` allows."""
+    """The rank is cut off from etcd and did not wait for it, as `store_wait_s` allows."""
 
     def __init__(self, replica: str, call: int, rank: int, /) -> None:
         super().__init__(replica, call, rank, "it is cut off from etcd, and does not wait")

@@ -84,7 +84,7 @@ def imported(path):
 
 
 def allowed_in(folder):
-    """What the files of a folder may import. A feature knows the core, and no other feature."""
+    """The imports that a folder may have. A feature knows the core, and no other feature."""
     if folder.startswith("features/"):
         return {folder, *FEATURE, *GROUND}
     return {folder, *ARROWS[folder], *GROUND}

@@ -18,7 +18,7 @@ PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 
 def names(package: Path) -> Iterator[str]:
-    """Of files, and of public classes, functions and methods."""
+    """The names of files, and of classes, functions and methods."""
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in sorted(package.rglob("*.py")):
         yield path.stem

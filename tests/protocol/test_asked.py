@@ -1,4 +1,4 @@
-"""What ranks ask is compared as a value; people read it as words."""
+"""Calls are compared as values; people read them as words."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""What a replica can do without, a folder each. The core knows none of them, and none another."""
+"""Parts that a replica can do without, a folder each. The core knows none, and none another."""

@@ -69,7 +69,7 @@ class Policy:
             )
 
     def to_read(self, asked: Spec, chosen: VersionRef | None) -> Sequence[Spec]:
-        """What is read when `chosen` was; each of these if the one before is there no more."""
+        """The reads when `chosen` was; each of these if the one before is there no more."""
         return (replace(asked, floor=chosen),)
 
 
@@ -97,7 +97,7 @@ class UpdatePolicy(Protocol):
 
 
 class Chosen(Policy):
-    """What a policy of the user's own chooses."""
+    """The choice of a policy of the user's own."""
 
     is_asked_first = True
 

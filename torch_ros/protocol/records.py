@@ -68,7 +68,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def extension(of: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
-    """What a feature has added to a record under this name; None: nothing.
+    """The value that a feature has added to a record under this name; None: nothing.
 
     Raises: BackendError: As `Record.decode`.
     """
@@ -224,7 +224,7 @@ class Ready(Record, frozen=True):
 
 
 def in_words(version: object) -> str:
-    """What a caller gave as a version."""
+    """The version as a caller gave it."""
     try:
         words = f"{version}"
     except ValueError:
@@ -410,7 +410,8 @@ class Call(Record, frozen=True):
     traceparent: Traceparent = ""  # likewise
     part_of: Asked | None = None  # the call of the caller, if it is not what is asked
     continues: bool = False  # not its first part
-    # Of features, by their names. Who does not know a name ends the call for all; or ignores it.
+    # Values of features, by name. One that a rank does not know ends the call for all, or is passed
+    # over: it stands in `must`, or in `more`.
     must: dict[str, msgspec.Raw] = {}
     more: dict[str, msgspec.Raw] = {}
 

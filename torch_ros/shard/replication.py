@@ -220,7 +220,7 @@ class Replication:
         self._call: GroupCall | None = None
 
     def known_failure(self, error: TorchRosError) -> TorchRosError:
-        """Of ranks that fail in several ways by a supplier, the error that ended the call."""
+        """The error that ended the call, of ranks that fail in several ways by a supplier."""
         call = self._call
         if call is None or not call.is_decided or not call.decided.must:
             return error

@@ -102,7 +102,7 @@ class Feature:
         """The owner has registered tensors anew."""
 
     def gives_up(self) -> None:
-        """What is held is given up, or let go of, and nothing is read into it."""
+        """The held version is given up, or let go of, and nothing is read into it."""
 
     def hides(self) -> None:
         """The word is cleared: no content is shown from now on."""

@@ -1,4 +1,4 @@
-"""What a publisher makes of one copy beside it: a delta that leads to it from the one before."""
+"""A delta that a publisher makes beside a copy: it leads to that from the one before."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the handles of a model have of a bucket when no process holds anything."""
+"""A bucket as the handles of a model see it when no process holds anything."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PacedSources:
 
 
 class Slowness:
-    """What a rank has done about slowness among the sources that its group has claimed."""
+    """The steps of a rank against slowness among the sources that its group has claimed."""
 
     def __init__(self, claimed: ClaimedSources) -> None:
         self.claimed = claimed

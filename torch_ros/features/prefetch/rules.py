@@ -23,7 +23,7 @@ class Original(NamedTuple):
 
 
 def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Step[Original | None]:
-    """What an update would go to, and its oldest publisher among the oldest holdings here.
+    """The next version of an update, and its oldest publisher among the oldest holdings here.
 
     None: nothing is newer, or nobody among them has published it.
 
