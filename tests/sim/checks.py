@@ -111,6 +111,8 @@ class Checks:
     def seated(self, process: Process) -> None:
         """Look over the shoulder of its calls, and of what it reads from."""
         group = process.handle._shard.group
+        # A second start of the name may have got the seat before the first one sat down.
+        self.starts[group.seat.inst] = process.start
         make = group.make
 
         def spied_make(task):
