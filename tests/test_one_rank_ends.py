@@ -6,6 +6,7 @@ call. INTERRUPTS=1000 tries that many moments of each call.
 
 import linecache
 import os
+import re
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ STRUCK = tuple(
     f"{PACKAGE / room}"
     for room in ("face", "features", "shard", "protocol", "store/run", "store/loops")
 )
+STORES = re.compile(r"[\w.]+ = \w+")
 BEGUN = 12  # the line by which it has; before, it is as if it had not been made
 QUICK, MANY = 5, int(os.environ.get("INTERRUPTS", "60"))
 SOON_S, TIMEOUT_S = 8.0, 20.0
@@ -44,10 +46,13 @@ class Struck(BaseException):
     """In place of KeyboardInterrupt, which pytest takes for its own."""
 
 
-def leaves_a_block(frame) -> bool:
-    """Whether it is at the ends of a `with`, between which and its lock no signal is looked at."""
-    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-    return source.startswith(("with ", "try:"))
+def sees_no_signal(frame) -> bool:
+    """Whether Python raises nothing at this line: it looks at signals at calls and ends of loops.
+
+    So not at the ends of a `with`, nor where a plain value is stored, as in a `finally`.
+    """
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return source.startswith(("with ", "try:")) or STORES.fullmatch(source) is not None
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def struck_at(line: int) -> Iterator[list[int]]:
             return None
         if event == "line":
             count[0] += 1
-            if count[0] >= line > 0 and not leaves_a_block(frame):
+            if count[0] >= line > 0 and not sees_no_signal(frame):
                 sys.settrace(None)
                 raise Struck
         return trace

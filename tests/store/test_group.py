@@ -36,7 +36,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect
-from torch_ros.store.loops import Done
+from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import Delete, Put, Read, Txn, one, under
 
 
@@ -781,6 +781,27 @@ def test_a_group_that_is_not_complete_says_who_is_missing(store):
     assert isinstance(error, DeadlineExceeded)
     assert "has ranks [1] of 3" in str(error)
     assert store.there("shards/") == []
+
+
+def test_a_rank_that_looks_only_when_its_peer_has_closed_again_is_told_so(store, monkeypatch):
+    """Else it would start over, and wait for a peer that has been there already."""
+    join, waits, looks = membership.join, threading.Event(), threading.Event()
+
+    def slow_join(view, who, nonce):
+        step = join(view, who, nonce)
+        if isinstance(step, Wait) and who.rank == 1:
+            waits.set()
+            assert looks.wait(10)
+        return step
+
+    monkeypatch.setattr(membership, "join", slow_join)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(store.join, "r", 1, 2)
+        assert waits.wait(10)
+        store.join("r", 0, 2).close()
+        looks.set()
+        with pytest.raises(SeatLost, match="rank 0 closed its handle"):
+            slow.result(15)
 
 
 def test_a_rank_that_was_started_twice_waits_for_the_first_to_go(store):

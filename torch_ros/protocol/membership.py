@@ -191,15 +191,17 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         return Done(None)
     if group.refusal is not None:
         raise group.refusal.error()
-    if group.left is not None:
-        if who.left_behind:
-            require_own(group, who)
-        return Done(None)
-    if group.world_size != who.world_size:
-        return _refuse(view, who, group)
     inst = k.instance(who.replica, nonce)
     seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
     taken = view.get(own)
+    if group.left is not None:
+        if who.left_behind:
+            require_own(group, who)
+        if taken is not None and taken.lease_id == who.lease_id:  # it was complete in between
+            raise Fenced(who.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
+        return Done(None)
+    if group.world_size != who.world_size:
+        return _refuse(view, who, group)
     if taken is not None and taken.lease_id != who.lease_id:
         holder = ShardRecord.decode(taken.value, own)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
