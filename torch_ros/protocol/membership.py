@@ -195,11 +195,8 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
     taken = view.get(own)
     if group.left is not None:
-        if who.left_behind:
-            require_own(group, who)
-        if taken is not None and taken.lease_id == who.lease_id:  # it was complete in between
-            raise Fenced(who.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
-        return Done(None)
+        was_there = taken is not None and taken.lease_id == who.lease_id
+        return _look_again(group, who, was_there=was_there)
     if group.world_size != who.world_size:
         return _refuse(view, who, group)
     if taken is not None and taken.lease_id != who.lease_id:
@@ -220,6 +217,15 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         may_be_strange = "." in group.nonce and not who.shard.is_back
         return Wait(reason, (one(who.group), *((seats,) if may_be_strange else ())))
     return _completed(view, who, group, shards, joined)
+
+
+def _look_again(group: GroupRecord, who: Applicant, *, was_there: bool) -> Step[None]:
+    """For another group, since this one was left; unless this rank was one of it when it was."""
+    if who.left_behind:
+        require_own(group, who)
+    if was_there:
+        raise Fenced(who.replica, f"rank {group.left} {CLOSED}", is_orderly=True)
+    return Done(None)
 
 
 def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
