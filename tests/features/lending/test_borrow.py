@@ -291,6 +291,18 @@ def test_nothing_is_read_into_a_copy_that_is_lent(opened, borrower):
     assert torch.equal(got["w"], torch.full((1000,), 2.0))
 
 
+def test_who_says_what_it_uses_borrows_within_an_install_only(opened, lender):
+    lender.publish_copy(1, {"w": torch.ones(4)})
+    engine = opened("engine", installs=True)
+    with pytest.raises(UsageError, match="within `with handle.installing"), engine.borrow(1):
+        pass
+    with engine.installing(1):
+        with pytest.raises(VersionNotFound), engine.borrow(0):
+            pass
+        with engine.borrow(1) as borrowed:
+            assert borrowed.version == 1
+
+
 def test_a_version_that_is_no_version_is_refused(borrower):
     with pytest.raises(UsageError):
         borrower.borrow("newest").__enter__()

@@ -119,6 +119,8 @@ def borrowing(shard: Shard, version: int | str, timeout_s: float | None) -> Iter
 def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:
     spec = Spec.parse(version)
     shard.require_usable()
+    shard.read_begins(deadline)
+    shard.read_ends(None, deadline)  # a loan that is refused leaves nothing half read
     while True:
         offer = _available(shard, spec, deadline)
         refusals = list[NotSupported | LoanRefused]()
