@@ -219,7 +219,7 @@ def test_a_policy_decides_whether_to_skip(opened, trained):
 
 
 def test_the_example_does_what_it_says(capsys):
-    path = Path(__file__).parents[1] / "examples/even_versions.py"
+    path = Path(__file__).parents[2] / "examples/even_versions.py"
     runpy.run_path(str(path), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(", ")[0] for line in lines] == [
