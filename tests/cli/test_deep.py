@@ -292,6 +292,7 @@ def test_a_process_that_waits_is_told_and_one_that_is_stopped_is_a_question_mark
     """
     model = "m-" + uuid.uuid4().hex[:8]
     options = {"model": model, "transport": "ucx-tcp", "timeout_s": 100}
+    options["ttl_s"] = 100  # they are stopped for longer than the usual one
     environment = {"TORCH_ROS_ENDPOINT": etcd_endpoint}
     source, waits, stopped = (
         Actor(started, name, environment, relay=name != "waits", **options)
