@@ -66,7 +66,7 @@ class Start:
     run: str | None = None
     spot: bool = False
     retain: tuple = ()
-    bucket: str | None = None
+    bucket: str | tuple[str | None, ...] | None = None  # of all ranks, or of each
     datacenter: str = "default"
     drain_s: float = 60.0
     linger_s: float = 0.0
@@ -265,7 +265,7 @@ class Process:
                 rank=self.rank,
                 world_size=start.size,
                 run=start.run,
-                bucket=start.bucket,
+                bucket=start.bucket[self.rank] if isinstance(start.bucket, tuple) else start.bucket,
                 retain=start.retain,
                 datacenter=start.datacenter,
                 spot=start.spot,

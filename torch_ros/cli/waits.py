@@ -25,7 +25,7 @@ from torch_ros.protocol.records import (
     VersionRef,
     extension,
 )
-from torch_ros.protocol.seat import calls_at
+from torch_ros.protocol.seat import decisions_at
 from torch_ros.protocol.sources import suspects
 from torch_ros.store.txn import Ranges, View, under
 
@@ -156,7 +156,7 @@ class _Records:
         return {rank: shard for _, rank, shard, _ in readable(found, k.parse_rank, ShardRecord)}
 
     def calls(self, inst: str) -> Sequence[Call]:
-        return calls_at(self.view, self.keys.decisions(inst))
+        return decisions_at(self.view, self.keys.decisions(inst)).calls
 
     def ready(self, inst: str, number: int) -> set[int]:
         there = self.view.within(self.keys.readies(inst, number))

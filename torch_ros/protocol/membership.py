@@ -30,7 +30,7 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.retention import Wish
 from torch_ros.protocol.runs import choose_run, restored_run
-from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, calls_at, claims_of, own_group
+from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, claims_of, decisions_at, own_group
 from torch_ros.protocol.versions import is_passed, run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
@@ -386,7 +386,9 @@ def _adopt(
             kept = Kept.of(ready, outcome.said)
         calls = [*calls, ready][-CALLS_KEPT:]
     if calls:
-        ops.append(Put(who.keys.decisions(inst), Decisions(calls).encode(), entry.lease_id))
+        are_all = len(calls) < CALLS_KEPT
+        known = Decisions(tuple(calls), forgotten_below=0 if are_all else calls[0].number)
+        ops.append(Put(who.keys.decisions(inst), known.encode(), entry.lease_id))
     if kept is None:
         return ops, guards
     ref = kept.ref
@@ -552,6 +554,8 @@ def records_of(view: View, keys: Keys, inst: str) -> list[str]:
     """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
     holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]
-    is_open = (call for call in calls_at(view, keys.decisions(inst)) if call.outcome is None)
+    is_open = (
+        call for call in decisions_at(view, keys.decisions(inst)).calls if call.outcome is None
+    )
     claims = (claim for call in is_open for claim in claims_of(keys, call, inst))
     return [*holdings, *claims, keys.install(inst)]

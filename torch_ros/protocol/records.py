@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
@@ -432,7 +432,21 @@ class Call(Record, frozen=True):
 class Decisions(Record, frozen=True):
     """`decisions/<inst>`: the group's last calls."""
 
-    calls: list[Call] = []
+    calls: tuple[Call, ...] = ()
+    forgotten_below: Number = 0  # calls of lower numbers were made, but for those that are here
+
+    def with_calls(self, calls: Iterable[Call]) -> Decisions:
+        return Decisions(tuple(calls), self.forgotten_below)
+
+    def with_call(self, call: Call) -> Decisions:
+        """With this one written last, in place of what was known of it."""
+        others = (each for each in self.calls if each.number != call.number)
+        return self.with_calls((*others, call))
+
+    def cut(self, kept: int) -> Decisions:
+        """The calls that were written last: one that stayed open for long may be an old one."""
+        forgotten = (call.number + 1 for call in self.calls[:-kept])
+        return Decisions(self.calls[-kept:], max(self.forgotten_below, *forgotten, 0))
 
 
 class Kept(Record, frozen=True):

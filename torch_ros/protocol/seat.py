@@ -12,6 +12,7 @@ from torch_ros.store.txn import Delete, Entry, Guard, Op, Put, Range, Txn, View,
 
 CALLS_KEPT = 64  # a rank that is further behind its peers than this is lost
 KNOWN_KEPT = 8  # where all ranks know how those before ended: for people
+NONE_YET = Decisions()
 CLOSED = "closed its handle"  # an orderly end
 
 
@@ -99,11 +100,12 @@ class Seat:
     def taken_back(self, view: View, call: Call) -> Txn:
         """Undo a decision to replicate that no rank has acted on."""
         assert call.ref is not None
-        calls = [c for c in calls_of(view, self) if c.number != call.number]
+        decisions = decisions_at(view, self.decisions)
+        left = decisions.with_calls(c for c in decisions.calls if c.number != call.number)
         return Txn(
             (view.unchanged(self.group), view.unchanged(self.decisions)),
             (
-                Put(self.decisions, Decisions(calls).encode(), own_group(view, self).lease_id),
+                Put(self.decisions, left.encode(), own_group(view, self).lease_id),
                 Delete(one(self.holding(call.ref))),
             ),
         )
@@ -152,13 +154,13 @@ def version_read(view: View, seat: Seat, call: Call) -> VersionRef:
 
 
 def calls_of(view: View, seat: Seat) -> tuple[Call, ...]:
-    return calls_at(view, seat.decisions)
+    return decisions_at(view, seat.decisions).calls
 
 
-def calls_at(view: View, decisions: str) -> tuple[Call, ...]:
-    """The calls in the record of that key, which may be another incarnation's."""
-    entry = view.get(decisions)
-    return _calls(entry.value, decisions) if entry else ()
+def decisions_at(view: View, key: str) -> Decisions:
+    """The record of that key, which may be another incarnation's; an empty one: it has none."""
+    entry = view.get(key)
+    return _decoded(entry.value, key) if entry else NONE_YET
 
 
 def claims_of(keys: Keys, call: Call, inst: str) -> list[str]:
@@ -171,17 +173,17 @@ def claims_of(keys: Keys, call: Call, inst: str) -> list[str]:
 
 
 @lru_cache(16)  # a call looks some five times at a record whose 64 calls take 0.1 ms to decode
-def _calls(value: bytes, key: str) -> tuple[Call, ...]:
-    return tuple(Decisions.decode(value, key).calls)
+def _decoded(value: bytes, key: str) -> Decisions:
+    return Decisions.decode(value, key)
 
 
 def group_txn(
     view: View, seat: Seat, call: Call, guards: tuple[Guard, ...] = (), ops: tuple[Op, ...] = ()
 ) -> Txn:
     """A transaction that writes `call` and everything that comes with it, or nothing (I3)."""
-    calls = [c for c in calls_of(view, seat) if c.number != call.number] + [call]
+    decisions = decisions_at(view, seat.decisions).with_call(call)
     kept = KNOWN_KEPT if call.was_made_by_all else CALLS_KEPT
-    record = Put(seat.decisions, Decisions(calls[-kept:]).encode(), own_group(view, seat).lease_id)
+    record = Put(seat.decisions, decisions.cut(kept).encode(), own_group(view, seat).lease_id)
     own = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     return Txn((*own, *guards), (record, *ops))
 
@@ -198,16 +200,14 @@ def recall(view: View, seat: Seat, number: int) -> Call | None:
     Raises:
         SeatLost: It was made, and is forgotten: it must not be decided again (I3).
     """
-    numbers = {call.number for call in calls_of(view, seat)}
-    # Those written last are kept: one that stayed open for long may be older than what is not.
-    is_behind = number < max(numbers, default=0) - CALLS_KEPT // 2
-    if number not in numbers and len(numbers) == CALLS_KEPT and is_behind:
+    call = find(view, seat, number)
+    if call is None and number < decisions_at(view, seat.decisions).forgotten_below:
         raise forgotten(seat, number)
-    return find(view, seat, number)
+    return call
 
 
 def forgotten(seat: Seat, number: int) -> Fenced:
-    reason = f"call {number} is older than the {CALLS_KEPT} calls that the group remembers"
+    reason = f"call {number} is older than the calls that the group remembers"
     return Fenced(seat.replica, reason)
 
 

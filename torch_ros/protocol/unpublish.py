@@ -12,7 +12,6 @@ from torch_ros.protocol.calls import conclude
 from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import (
     Call,
-    Decisions,
     Holding,
     Kept,
     Outcome,
@@ -25,7 +24,7 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.retention import GivenUp, Keeping, keeping, keeping_ranges
 from torch_ros.protocol.seat import (
     Seat,
-    calls_of,
+    decisions_at,
     find,
     group_txn,
     holding_put,
@@ -225,7 +224,7 @@ def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
         Put(version, kept.record(VersionRecord.at(view, version), seat.replica).encode()),
-        Put(seat.decisions, Decisions([*calls_of(view, seat)]).encode(), anchor),
+        Put(seat.decisions, decisions_at(view, seat.decisions).encode(), anchor),
     ]
     run = keys.run(ref.run)
     if view.get(run) is None:

@@ -279,3 +279,10 @@ fault(
         lambda view, keys, ref: behind(view, keys, msgspec.structs.replace(ref, run="another"))
     )
 )
+
+
+fault(
+    "a rank goes on in a call that asks for what it was not given",
+    "_require_known",
+    scenario="a bucket of one rank",
+)(lambda _: lambda made, call: None)

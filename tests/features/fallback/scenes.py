@@ -11,7 +11,7 @@ from farewell import LINGER_S, SOON_S
 from replicas import TTL_S, Process
 from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
 
-from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError
+from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.features.fallback.rules import TTLS
 
 
@@ -521,6 +521,27 @@ def nothing_to_archive(scene: Scene) -> None:
     scene.play()
 
 
+def given_to_one_rank(scene: Scene) -> None:
+    """I6: what one rank must do and another one cannot ends the call for both, by name."""
+    _with_bucket(scene).archive(98, 70)
+
+    def read(me: Process) -> None:
+        started_s = scene.now_s
+        try:
+            me.handle.replicate(timeout_s=10 * TTL_S)
+        except UsageError as error:
+            demand("was opened without bucket=..." in str(error), f"I6: it raises {error}")
+        else:
+            demand(False, "I6: the ranks read, and one of them has no bucket")
+        demand(scene.now_s - started_s < 5 * TTL_S, "I6: it waited for what cannot come")
+        demand(me.handle.version is None, "I9: it holds what the group has not read")
+        scene.reach(str(me))
+        scene.until(*map(str, scene.processes))
+
+    scene.start("r", read, size=2, bucket=(URL, None))
+    scene.play()
+
+
 SCENES |= {
     "cold start": cold_start,
     "decided at once": decided_at_once,
@@ -539,4 +560,5 @@ SCENES |= {
     "opens beside a bucket's": opens_beside,
     "goes back": goes_back,
     "nothing to archive": nothing_to_archive,
+    "a bucket of one rank": given_to_one_rank,
 }
