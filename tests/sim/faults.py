@@ -43,6 +43,7 @@ from torch_ros.protocol import (
 from torch_ros.protocol import call as call_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
+from torch_ros.protocol.life import CallLife
 from torch_ros.protocol.meeting import Meeting
 from torch_ros.shard import (
     following,
@@ -1584,7 +1585,8 @@ def _(must_copy):
 def _(must_copy):
     def faulty(self):
         if self.unfinished is not None:
-            self.unfinished.was_ready = True
+            is_unwaited = self.unfinished.life is CallLife.UNWAITED
+            self.unfinished.life = CallLife.READY_UNWAITED if is_unwaited else CallLife.READY
         return must_copy(self)
 
     return faulty
@@ -1600,7 +1602,7 @@ def _(goes_on_without):
         made = self.calls_made
         is_done = goes_on_without(self, call)
         if is_done:
-            self.calls_made, call.is_recorded = made, False
+            self.calls_made, call.life = made, CallLife.NEW
         return is_done
 
     return faulty
@@ -1849,7 +1851,7 @@ def _(found):
         try:
             found(self, call)
         except call_module.Missed:
-            self.is_recorded, self._ledger.calls_made = False, self.number - 1
+            self.life, self._ledger.calls_made = CallLife.PASSED, self.number - 1
             raise
 
     return faulty

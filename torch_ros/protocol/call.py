@@ -26,6 +26,7 @@ from torch_ros.protocol import calls, meeting, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt
+from torch_ros.protocol.life import WAS_READY, CallEvent
 from torch_ros.protocol.meeting import Meeting
 from torch_ros.protocol.records import (
     Asked,
@@ -198,13 +199,13 @@ class GroupCall(Attempt):
         ledger, (met, error) = self._ledger, _meeting(self, call)
         match met:
             case Meeting.TO_MAKE:
-                self.is_recorded = False  # even if it was, before this rank lost its seat
+                self.become(CallEvent.MET_ANOTHER)
                 raise Missed(call)
             case Meeting.AHEAD:
-                self.is_late, self.is_recorded = True, False
+                self.become(CallEvent.MET_ANOTHER)
                 raise error
             case _:
-                self.is_recorded = True
+                self.become(CallEvent.COUNTED)
                 self._call = call  # also if it is another one: its end is learned
                 self.brings(call.ref)
         if met is Meeting.SAME and call.outcome is None:
@@ -365,7 +366,8 @@ class GroupCall(Attempt):
         return self._await_outcome(self.deadline, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
-        seat, call, within = self.seat, self.decided, _named(self, deadline)
+        seat, call = self.seat, self.decided
+        within = dataclasses.replace(deadline, hint=partial(_missing, self))
         rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
         ended = settle(self.asked, calls.outcome_ranges(seat, call), rule, first)
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
@@ -402,7 +404,7 @@ class GroupCall(Attempt):
             if isinstance(result, Outcome):
                 if ahead and self.seen is not None and all(map(self.seen.has, ahead)):
                     self._ledger.keep_sight(seat, self.seen)
-                self.is_recorded = True
+                self.become(CallEvent.COUNTED)
                 self._call = self._call or replace(self.fresh(self.at_ms), ref=ref)
                 self._finish(result)
                 return
@@ -423,19 +425,19 @@ class GroupCall(Attempt):
             return
         self._failure = self.failure_of(error)
         # Nobody can have completed it without this rank, and peers that still make it should know.
-        is_done_with = self.kind != "unpublish" and not self.was_ready
+        is_done_with = self.kind != "unpublish" and self.life not in WAS_READY
         if not self.has_ended and is_done_with and self._ledger.gave_up(self):
             return
         if not self.has_ended and isinstance(error, SeatLost):
             # Peers may have made this call, and may end it well: the number is used up, and its
             # end is learned before the next call.
-            self.is_recorded = True
+            self.become(CallEvent.COUNTED)
         try:
             if not self.has_ended and not isinstance(error, SeatLost):
                 self._abort(error)
         except TorchRosError as also:
             # Perhaps the store has a decision whose reply was lost: the number is used up.
-            self.is_recorded = True
+            self.become(CallEvent.COUNTED)
             log.warning("%s: could not tell the other ranks: %s", self.asked, also)
         if self._call is not None:
             clean_up(self.seating, calls.own_records(self.seat, self._call, self.read_from))
@@ -451,17 +453,17 @@ class GroupCall(Attempt):
             CallMismatch: The group has made another call under this number: its readers would take
                 this rank's bytes for that one's.
         """
-        assert not self.has_ended
         seat = self.seat
         if self._call is not None and self._call.asked != self.asked:
             raise self.mismatch(self._call)
         if self._call is None or self._call.ref is None:
             ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
             self._call = replace(self.fresh(self.at_ms), ref=ref, published_ms=self.at_ms)
+        self.become(CallEvent.SHOWN)
         self.value, self.may_hold = value, Kept.of(self._call, end.said)
         outcome = replace(end, is_source=True, at_ms=wall_ms())
         self.ready = replace(self._call, by=0, outcome=outcome, sources=[])
-        self._failure, self.is_recorded = self.abandoned, True
+        self._failure = self.abandoned
 
     def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
         assert self._failure is not None
@@ -475,7 +477,7 @@ class GroupCall(Attempt):
         rule = partial(calls.abort, seat=self.seat, made=self.fresh(wall_ms()), failure=failure)
         steps = settle(self.asked, self.seat.own, rule)
         self._call = self.seating.run(steps, deadline, self.patience)
-        self.is_recorded: bool = True
+        self.become(CallEvent.COUNTED)
         assert self._call.outcome is not None
         self._learn(self._call.outcome)
         return self._call.outcome
@@ -485,7 +487,8 @@ class GroupCall(Attempt):
         self._ledger.learn(call, outcome, self.seat)
         if outcome.failure is None:
             self._ledger.ended_with(self.value, outcome)
-        self.has_ended, self.may_hold, self.said = True, None, outcome.said
+        self.become(CallEvent.ENDS)
+        self.said = outcome.said
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._learn(outcome)
@@ -608,11 +611,6 @@ def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:
             log.warning("records of a call that failed stay until the next one: %s", error)
         else:
             ledger.left_over = ()
-
-
-def _named(call: GroupCall, deadline: Deadline) -> Deadline:
-    """The deadline, whose reason names the ranks that are missing."""
-    return dataclasses.replace(deadline, hint=partial(_missing, call))
 
 
 def _missing(call: GroupCall, _: object) -> str:

@@ -16,6 +16,7 @@ from torch_ros.protocol import calls
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
 from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.life import IS_UNWAITED, CallLife
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Asked, Begun, Kind
 from torch_ros.protocol.seating import Seating
@@ -53,7 +54,7 @@ class GroupTask(Generic[T]):
 class Group(Seating):
     """A kept seat, and the calls that are made from it.
 
-    Life cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
+    CallLife cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
     order), `close`. Calls are made one at a time; everything else may come from any thread. A call
     in the middle of which the seat was lost is made again from the next, under its number.
     """
@@ -111,7 +112,7 @@ class Group(Seating):
             except Missed:
                 raise
             except BaseException as error:
-                if call is not None and not call.is_late:
+                if call is not None and call.life is not CallLife.PASSED:
                     call.give_up(error)
                 elif call is None:
                     self.pass_over(kind, asked, deadline)
@@ -145,7 +146,7 @@ class Group(Seating):
         """Learn how a call ended that etcd's absence left open, as the peers have long known."""
         if (call := self.ledger.unfinished) is not None:
             self.await_seat(deadline, patience)
-            seat, session = self.seat, self.session
+            seat, session, was_shown = self.seat, self.session, call.life in IS_UNWAITED
             try:
                 call.patience = patience
                 outcome = call.end(seat, session, deadline)
@@ -153,7 +154,7 @@ class Group(Seating):
                 self.fence(lost, session)
                 raise
             self.ledger.unfinished = None
-            if call.ready is not None and outcome.failure is not None:
+            if was_shown and outcome.failure is not None:
                 reason = outcome.failure.error()
                 log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
         clean_up(self)

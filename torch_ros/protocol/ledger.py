@@ -19,6 +19,15 @@ import msgspec
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, CutOff, Fenced, SeatLost
 from torch_ros.protocol.keys import OUTSIDE
+from torch_ros.protocol.life import (
+    IS_UNWAITED,
+    MAY_HOLD,
+    NUMBER_IS_FREE,
+    WAS_READY,
+    CallEvent,
+    CallLife,
+    after,
+)
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
     Asked,
@@ -67,21 +76,31 @@ class Attempt(ABC):
 
     def __init__(self, seat: Seat, number: int, kind: Kind, asked: Asked) -> None:
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
+        self.life = CallLife.NEW
         self.is_begun = False  # from a seat; peers may know of it
-        self.is_recorded = False  # the number is used up
-        self.is_late: bool = False  # peers wait in a later call, which this is not to end
-        self.has_ended: bool = False  # its outcome is known
-        self.was_ready: bool = False  # so it may have ended well
-        self.ready: Call | None = None  # a publication that was not waited for, as it would end
+        self.ready: Call | None = None
+        """A publication that was not waited for, as it would end. None: `life` is not unwaited."""
         self.may_hold: Kept | None = None
-        """The version that the group may hold because of this call, for all that is known."""
-        self.value: str = ""  # what this rank said
+        """The version that the group may hold because of this call. None: `life` says of none."""
+        self.value: str = ""  # what this rank said, or would have: since it was ready, or unwaited
         self.patience: Patience | None = None  # with an etcd that fails
+
+    def become(self, event: CallEvent) -> None:
+        """Lead the life that `event` leads to; what that does not know of is forgotten."""
+        self.life = after(self.life, event)
+        if self.life not in MAY_HOLD:
+            self.may_hold = None
+        if self.life not in IS_UNWAITED:
+            self.ready = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.life is CallLife.ENDED
 
     def brings(self, ref: VersionRef | None) -> None:
         """Note what it is decided to bring; not, then, what an earlier decision would have."""
         if self.may_hold and ref != self.may_hold.ref:
-            self.may_hold, self.was_ready = None, False
+            self.become(CallEvent.CHANGED)
 
     def may_end_well(self, call: Call, value: str, layout: str) -> None:
         """Note that from here on it may, also by a peer, without this rank hearing of it.
@@ -89,8 +108,8 @@ class Attempt(ABC):
         Args:
             layout: The layout that the ranks have every element of; "": this rank does not know.
         """
-        self.may_hold = Kept.of(call, layout)
-        self.value, self.was_ready = value, True
+        self.become(CallEvent.SAID)
+        self.may_hold, self.value = Kept.of(call, layout), value
 
     @property
     def abandoned(self) -> Failure:
@@ -271,7 +290,7 @@ class Ledger:
     def made(self, call: Attempt | None) -> None:
         """Note that the call under way has returned, or was not begun."""
         with self.lock:
-            if call is not None and call.is_recorded:
+            if call is not None and call.life not in NUMBER_IS_FREE:
                 self.calls_made = max(self.calls_made, call.number)
                 if not call.has_ended:
                     self.unfinished = call
@@ -312,11 +331,9 @@ class Ledger:
         """The call is not waited for; False: this rank has its seat again, and makes it there."""
         with self.lock:
             if self.standing.state == "seated":
-                call.ready = None
-                if not call.was_ready:
-                    call.may_hold, call.is_recorded = None, False
+                call.become(CallEvent.SEATED)
                 return False
-            if call.ready is None:
+            if call.life not in IS_UNWAITED:
                 self._note_given_up(call)
                 return True
             if self.unfinished is not None and self.unfinished.kind != "unpublish":
@@ -336,7 +353,7 @@ class Ledger:
             return True
 
     def _note_given_up(self, call: Attempt) -> None:
-        call.is_recorded = call.has_ended = True
+        call.become(CallEvent.CUT_OFF)
         if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
             return
         self._end_without(call)
@@ -386,7 +403,7 @@ class Ledger:
             kept, unfinished = self.holds, self.unfinished
             if self.standing.state != "away" or kept is None or self.seat.spot:
                 return None
-            was_shown = unfinished is not None and unfinished.was_ready
+            was_shown = unfinished is not None and unfinished.life in WAS_READY
             if self.held is None and not (was_shown and kept.layout):
                 return None  # nobody was told of it, or it may be a part
             if self._retained is not None:
