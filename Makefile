@@ -17,6 +17,9 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 # constraints.txt.
 ROWS ?= 3.11:2.13.0 3.11:lowest
 
+# Some images set it; then each of the hundreds of processes of a test run compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
