@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 
 ANSWER_S = 300.0  # for one answer of a child
 END_S = 10.0

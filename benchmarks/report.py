@@ -16,7 +16,7 @@ from typing import Any, Literal
 from urllib.request import urlopen
 
 import torch_ros
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 
 Unit = Literal["GB/s", "ms", "s", "s/GiB", "MiB", "times", "%"]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.local import etcd as local
 from torch_ros.protocol.keys import Keys
-from torch_ros.store import local
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Txn
 

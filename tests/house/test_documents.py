@@ -19,7 +19,7 @@ import torch_ros.metrics
 import torch_ros.store
 from torch_ros import environment, errors
 from torch_ros.cli import main
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))

@@ -17,8 +17,9 @@ GROUND = {
     "release",
 }
 ARROWS = {  # folder -> what it may import besides itself, the ground and the standard library
-    "store": {"msgspec"},
-    "store/distributed": {"store", "torch"},
+    "local": set(),
+    "store": {"local", "msgspec"},
+    "store/distributed": {"local", "store", "torch"},
     "protocol": {"store", "msgspec"},
     "weights": {"torch", "numpy", "msgspec"},
     "p2p": {"numpy", "msgspec"},

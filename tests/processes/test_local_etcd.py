@@ -20,14 +20,14 @@ from kit import until
 
 import torch_ros
 from torch_ros.errors import StoreUnavailable, UsageError
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn, under
 
 pytestmark = pytest.mark.timeout(90)
 
 ROOT = pathlib.Path(torch_ros.__file__).parents[1]
-ENSURE = "from torch_ros.store import local; print(local.ensure(), flush=True)"
+ENSURE = "from torch_ros.local import etcd as local; print(local.ensure(), flush=True)"
 
 
 def processes(directory):

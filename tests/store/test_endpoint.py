@@ -10,7 +10,7 @@ import pytest
 
 import puppets
 from torch_ros.errors import StoreUnavailable, UsageError
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Put, Read, Txn, under
 

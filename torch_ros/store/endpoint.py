@@ -7,8 +7,9 @@ from urllib.parse import parse_qsl
 
 from torch_ros import environment
 from torch_ros.errors import REFUSED, StoreUnavailable, UsageError
+from torch_ros.local import etcd as local
 from torch_ros.printable import log_of
-from torch_ros.store import local, memory
+from torch_ros.store import memory
 from torch_ros.store.credentials import Tls, User
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.kv import KV

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from torch_ros import environment
 from torch_ros.errors import StoreUnavailable, UsageError
-from torch_ros.store import local
+from torch_ros.local import etcd as local
 from torch_ros.store.distributed.rendezvous import url_of
 from torch_ros.store.distributed.store import EtcdStore
 

@@ -1,0 +1,1 @@
+"""An etcd of this user's on this host. Knows nothing of what stands in it."""
