@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch_ros.features.lending.borrowing import Borrowed  # feature lending
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
+    from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
     from torch_ros.p2p.huge_pages import HugePageReport
-    from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
     from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.protocol.records import Install
     from torch_ros.shard.finding import Contents
@@ -73,17 +73,17 @@ _HOMES = {  # imported at their first use
     "Contents": "torch_ros.shard.finding",
     "Costs": "torch_ros.costs",
     "DrainReport": "torch_ros.shard.report",
-    "Fleet": "torch_ros.protocol.fleet",
+    "Fleet": "torch_ros.fleet.fleet",
     "Float8": "torch_ros.features.transforms.casting",  # feature transforms
-    "Held": "torch_ros.protocol.fleet",
+    "Held": "torch_ros.fleet.fleet",
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "Install": "torch_ros.protocol.records",
     "Installed": "torch_ros.features.installs.waiting",  # feature installs
     "MadeTensor": "torch_ros.weights.transforms",
     "PublishReport": "torch_ros.shard.report",
-    "Published": "torch_ros.protocol.fleet",
+    "Published": "torch_ros.fleet.fleet",
     "ReadReport": "torch_ros.shard.report",
-    "Replica": "torch_ros.protocol.fleet",
+    "Replica": "torch_ros.fleet.fleet",
     "Report": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.face.handle",
     "Stream": "torch_ros.features.streams.stream",  # feature streams

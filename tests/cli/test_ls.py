@@ -15,7 +15,7 @@ from crowd import Crowd
 
 import torch_ros
 from torch_ros.cli import asking, ls, main, output
-from torch_ros.protocol.fleet import Fleet, Held, Published, Replica
+from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import SchemaRecord, VersionRef
 from torch_ros.store.endpoint import connect

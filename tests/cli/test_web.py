@@ -24,7 +24,7 @@ from puppets.servers import free_port
 from torch_ros.cli import asking, lines, main, telling, web
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import StoreUnavailable
-from torch_ros.protocol.fleet import Fleet
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SchemaRecord
 from torch_ros.store.endpoint import connect

@@ -25,9 +25,9 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.fleet import seen as seen_
 from torch_ros.protocol import calls, membership, versions
 from torch_ros.protocol import keys as keys_module
-from torch_ros.protocol import seen as seen_
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources

@@ -11,8 +11,8 @@ from sim import play, table
 from world import EVENTS
 
 from torch_ros.errors import VersionNotFound
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.protocol import legible
-from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.versions import Spec, listing, resolve
 from torch_ros.store.loops import Wait

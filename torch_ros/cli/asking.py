@@ -10,10 +10,10 @@ from torch_ros.cli import waits
 from torch_ros.cli.waits import Blamed, Why, wait_ranges
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, UsageError
+from torch_ros.fleet import seen
+from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.p2p.life import Life, State, look
 from torch_ros.printable import some
-from torch_ros.protocol import seen
-from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import (
     EVERY_MODEL,
     Keys,

@@ -16,10 +16,10 @@ from torch_ros.cli.health import EtcdHealth, health
 from torch_ros.cli.waits import Blamed
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
+from torch_ros.fleet import seen
 from torch_ros.p2p import rdma, trial
 from torch_ros.p2p.ucx import has_gpu
 from torch_ros.printable import some
-from torch_ros.protocol import seen
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
 from torch_ros.protocol.legible import readable
 from torch_ros.protocol.records import ShardRecord

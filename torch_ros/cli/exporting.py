@@ -7,7 +7,7 @@ from functools import partial
 from torch_ros.cli import asking
 from torch_ros.cli.ending import told_to_end
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
-from torch_ros.protocol.fleet import Fleet
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.store.kv import KV
 
 SCRAPE_S = 4.0  # for one answer of etcd: Prometheus waits for ten seconds

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ros.protocol.fleet import Fleet
+from torch_ros.fleet.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)

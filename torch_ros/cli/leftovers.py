@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ros.errors import BackendError
+from torch_ros.fleet import seen
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import seen
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import nobody
 from torch_ros.protocol.records import GroupRecord, RunRecord, SeenRecord, VersionRecord

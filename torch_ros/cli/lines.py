@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ros.cli.headway import Headway
-from torch_ros.protocol.fleet import Fleet, Held, Replica
+from torch_ros.fleet.fleet import Fleet, Held, Replica
 from torch_ros.protocol.records import VersionRef
 
 
@@ -79,7 +79,8 @@ def _line(
     rest = [each for each in there if each.state != "filling"]
     holds = rest[0] if rest else None
     shown = holds or fills
-    active = replica.install.active if replica.install else None
+    active: VersionRef | None = None
+    active = replica.install.active if replica.install else None  # feature installs
     return Line(
         replica=replica.name,
         holds=holds.ref if holds else None,

@@ -6,8 +6,8 @@ from typing import Protocol
 from torch_ros.cli import headway
 from torch_ros.cli.headway import Headway
 from torch_ros.deadline import wall_ms
+from torch_ros.fleet.fleet import Fleet, Held
 from torch_ros.printable import some
-from torch_ros.protocol.fleet import Fleet, Held
 
 
 class Differs(Protocol):

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from torch_ros.cli import headway, ls
 from torch_ros.cli.lines import Line, Spread
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.printable import some
-from torch_ros.protocol.fleet import Fleet
 from torch_ros.protocol.records import VersionRef
 
 SPREAD_WIDTH = 40

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ros.cli import lines
-from torch_ros.protocol.fleet import Fleet, Published
+from torch_ros.fleet.fleet import Fleet, Published
 from torch_ros.protocol.records import VersionRef
 
 VERSIONS_MAX = 32  # the newest, beside those that somebody has

@@ -22,8 +22,8 @@ from torch_ros.cli.headway import Headway, Look
 from torch_ros.cli.lines import Line
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.printable import printable
-from torch_ros.protocol.fleet import Fleet
 from torch_ros.store.kv import KV
 
 BAD, WARNS = {"gone", "refused", "not offered"}, {"draining", "joining", "left", "lingering"}

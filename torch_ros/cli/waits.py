@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded, SourceLost
+from torch_ros.fleet import seen
+from torch_ros.fleet.fleet import Fleet, Held
 from torch_ros.printable import some
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import seen
-from torch_ros.protocol.fleet import Fleet, Held
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
@@ -345,11 +345,13 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
         has = f"{verb} version {held.ref.version}" if held else "has no version"
         asks = f"{has}, makes no call, and has not asked for {ref.version}"
         return _Found(asks, ranks=everyone)
+    # feature installs {
     for replica in fleet.replicas.values():
         using = replica.install
         if replica.name != name and using is not None and using.active != ref:
             text = f"has version {ref.version}; {replica.name} does not use it yet"
             return _Found(text, onto=replica.name)
+    # } installs
     if version is not None:
         return _Found(f"has version {held.ref.version}, and waits for nobody", "nothing")
     return _up_to_date(there, name, held.ref, everyone)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch_ros.cli.asking import ANSWER_S
 from torch_ros.errors import BackendError, ClosedError
-from torch_ros.protocol.fleet import Fleet, fleet_ranges
+from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.keys import Keys
 from torch_ros.store.kv import KV
 from torch_ros.store.txn import Follow, Read, View, whole

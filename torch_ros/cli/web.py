@@ -34,7 +34,7 @@ from torch_ros.cli import asking, telling
 from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError, UsageError
-from torch_ros.protocol.fleet import Fleet
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.store.kv import KV
 
 PORT = 8265

@@ -22,8 +22,8 @@ from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature 
 from torch_ros.features.prefetch.flow import Prefetching  # feature prefetch
 from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
+from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.p2p.huge_pages import HugePageReport
-from torch_ros.protocol.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Asked, Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication

@@ -16,13 +16,16 @@ from prometheus_client.registry import Collector
 
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
-from torch_ros.protocol.fleet import Fleet, Held, Replica
-from torch_ros.protocol.records import Install, VersionRef
+from torch_ros.fleet.fleet import Fleet, Held, Replica
+from torch_ros.protocol.records import (
+    Install,  # feature installs
+    VersionRef,
+)
 
 _Samples = dict[tuple[str, ...], float]  # by the labels' values
 
 PREFIX = "torch_ros_fleet_"
-INSTALLS = ("active", "trying", "rejected", "none")
+INSTALLS = ("active", "trying", "rejected", "none")  # feature installs
 
 Ask = Callable[[], Mapping[str, Fleet | BackendError]]
 """The fleets by their models, or why one cannot be read."""
@@ -66,6 +69,7 @@ def _streams(fleet: Fleet) -> float:
     return sum(len(each.streamers) for each in fleet.held)
 
 
+# feature installs {
 def _installs(fleet: Fleet) -> Mapping[str, int]:
     installs = (each.install for each in fleet.replicas.values())
     return Counter(_standing(install) for install in installs if install is not None)
@@ -78,6 +82,9 @@ def _standing(install: Install) -> str:
     if install.rejected:
         return "rejected"
     return "active" if install.active else "none"
+
+
+# } installs
 
 
 FIGURES = (
@@ -95,6 +102,7 @@ FIGURES = (
         "state",
         _states(Held),
     ),
+    # feature installs {
     _Figure(
         "installs",
         "Replicas that feed an engine, by what that does with its last version.",
@@ -102,6 +110,7 @@ FIGURES = (
         "state",
         INSTALLS,
     ),
+    # } installs
     _Figure(
         "versions",
         "Versions that can be read.",

@@ -25,7 +25,6 @@ from torch_ros.features.installs import rules
 from torch_ros.features.installs.intake import Intake
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
-from torch_ros.protocol.fleet import installs_of
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
@@ -120,7 +119,7 @@ class Installs:
         keys = shard.group.seat.keys
         deadline = shard.deadline("installs", timeout_s)
         there = shard.group.ask(
-            (keys.installs(),), lambda view: Done(installs_of(view, keys)), deadline
+            (keys.installs(),), lambda view: Done(rules.installs_of(view, keys)), deadline
         )
         self.note(there)
         return there

@@ -10,14 +10,15 @@ from typing import Literal
 
 import msgspec
 
-from torch_ros.errors import InstallRejected, SeatLost, UsageError, VersionNotFound
+from torch_ros.errors import BackendError, InstallRejected, SeatLost, UsageError, VersionNotFound
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.calls import conclude, outcome_of
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.legible import keyed, readable
+from torch_ros.protocol.legible import keyed, readable, say
 from torch_ros.protocol.records import (
     Call,
     Failure,
+    GroupRecord,
     Install,
     Outcome,
     Rejection,
@@ -161,6 +162,32 @@ def reject(view: View, seat: Seat, attempt: int, rejection: Rejection | None) ->
 
 
 # The records of all
+
+
+def installs_of(view: View, keys: Keys) -> dict[str, Install]:
+    """The replicas that say which version they use. A record that cannot be read says nothing.
+
+    One without a lease was put by hand. It counts if the view shows the group that it is of.
+    """
+    found: dict[str, tuple[int, Install]] = {}
+    for key, inst, entry in keyed(view.within(keys.installs()), k.parse_install):
+        if not entry.lease_id and not _is_living(view, keys, inst):
+            continue
+        try:
+            install = Install.decode(entry.value, key)
+        except BackendError as error:
+            say(key, str(error.__cause__))
+            install = Install()
+        replica = k.replica_of(inst)
+        if replica not in found or found[replica][0] < entry.create_rev:  # of two, the later start
+            found[replica] = (entry.create_rev, install)
+    return {replica: install for replica, (_, install) in found.items()}
+
+
+def _is_living(view: View, keys: Keys, inst: str) -> bool:
+    group = keys.group(k.replica_of(inst))
+    found = readable(view.seen(one(group)), k.parse_group, GroupRecord)
+    return any(inst == k.instance(name, record.nonce) for _, name, record, _ in found)
 
 
 def put_by_hand(view: View, keys: Keys) -> frozenset[str]:

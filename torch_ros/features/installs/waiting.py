@@ -14,7 +14,6 @@ from torch_ros.errors import (
 from torch_ros.features.installs import rules
 from torch_ros.features.installs.installing import Installs
 from torch_ros.printable import log_of
-from torch_ros.protocol.fleet import installs_of
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import View, one
 
@@ -76,7 +75,7 @@ class Waiting:
         if (by_hand := rules.put_by_hand(view, self._keys)) != self._by_hand:
             return Done(by_hand)
         self._goal = self._goal.known(view)
-        there = installs_of(view, self._keys)
+        there = rules.installs_of(view, self._keys)
         self._installs.note(there)
         counted = self._installs.heard_of() if self._named is None else self._named
         gone_s = TTLS * self._group.applicant.ttl_s

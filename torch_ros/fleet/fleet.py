@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch_ros.errors import BackendError
+from torch_ros.features.installs.rules import installs_of  # feature installs
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.legible import keyed, readable, say
+from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     GroupRecord,
     Holding,
-    Install,
+    Install,  # feature installs
     VersionRecord,
     VersionRef,
 )
@@ -39,7 +39,7 @@ def fleet_ranges(keys: Keys) -> Ranges:
         keys.groups(),
         keys.holdings(),
         keys.readers(),
-        keys.installs(),
+        keys.installs(),  # feature installs
         keys.suspects(),
     )
 
@@ -118,7 +118,7 @@ class Replica:
     run: str
     world_size: int
     retain: tuple[str, ...] = ()
-    install: Install | None = None
+    install: Install | None = None  # feature installs
     is_suspected: bool = False
 
 
@@ -270,7 +270,8 @@ def _kind(inst: str, holding: Holding) -> Kind:
 
 
 def _replicas(view: View, records: _Records, keys: Keys, held: Sequence[Held]) -> list[Replica]:
-    installs, suspected = installs_of(view, keys), suspects(view, keys)
+    installs = installs_of(view, keys)  # feature installs
+    suspected = suspects(view, keys)
     replicas = {
         each.replica: Replica(
             name=each.replica,
@@ -295,7 +296,7 @@ def _replicas(view: View, records: _Records, keys: Keys, held: Sequence[Held]) -
             run=group.run,
             world_size=group.world_size,
             retain=tuple(group.retain),
-            install=installs.get(name),
+            install=installs.get(name),  # feature installs
             is_suspected=inst in suspected,
         )
     return sorted(replicas.values(), key=lambda replica: replica.name)
@@ -307,29 +308,3 @@ def _standing(group: GroupRecord) -> Literal["joining", "complete", "refused", "
     if group.refusal is not None:
         return "refused"
     return "complete" if group.is_complete else "joining"
-
-
-def installs_of(view: View, keys: Keys) -> dict[str, Install]:
-    """The replicas that say which version they use. A record that cannot be read says nothing.
-
-    One without a lease was put by hand. It counts if the view shows the group that it is of.
-    """
-    found: dict[str, tuple[int, Install]] = {}
-    for key, inst, entry in keyed(view.within(keys.installs()), k.parse_install):
-        if not entry.lease_id and not _is_living(view, keys, inst):
-            continue
-        try:
-            install = Install.decode(entry.value, key)
-        except BackendError as error:
-            say(key, str(error.__cause__))
-            install = Install()
-        replica = k.replica_of(inst)
-        if replica not in found or found[replica][0] < entry.create_rev:  # of two, the later start
-            found[replica] = (entry.create_rev, install)
-    return {replica: install for replica, (_, install) in found.items()}
-
-
-def _is_living(view: View, keys: Keys, inst: str) -> bool:
-    group = keys.group(k.replica_of(inst))
-    found = readable(view.seen(one(group)), k.parse_group, GroupRecord)
-    return any(inst == k.instance(name, record.nonce) for _, name, record, _ in found)
