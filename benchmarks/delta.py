@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from torch_ros.weights.delta import (
+from torch_ros.codec.delta import (
     Delta,
     Piece,
     apply,

@@ -22,6 +22,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "store/distributed": {"local", "store", "torch"},
     "protocol": {"store", "msgspec"},
     "weights": {"torch", "numpy", "msgspec"},
+    "codec": {"weights", "torch", "numpy"},
     "p2p": {"numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
@@ -38,7 +39,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "torch",
     },
     "checkpoints": {"public", "weights", "torch"},
-    "bucket": {"checkpoints", "public", "weights", "torch", "numpy", "msgspec"},
+    "bucket": {"checkpoints", "codec", "public", "weights", "torch", "numpy", "msgspec"},
     "fleet": {"features", "protocol", "store"},
     "metrics": {"bucket", "fleet", "protocol", "shard"},
     "cli": {
@@ -59,7 +60,18 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "integrations/vllm": {"public", "integrations", "torch"},
 }
 ON_THE_GROUND = {"errors", "printable", "numpy"}  # what the ground's modules may import
-FEATURE = {"store", "protocol", "weights", "p2p", "transfer", "shard", "torch", "numpy", "msgspec"}
+FEATURE = {
+    "store",
+    "protocol",
+    "weights",
+    "codec",
+    "p2p",
+    "transfer",
+    "shard",
+    "torch",
+    "numpy",
+    "msgspec",
+}
 ROOT = {
     "__init__",
     "__main__",

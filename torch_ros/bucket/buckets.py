@@ -24,9 +24,9 @@ from torch_ros.bucket.files import (
 )
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import fill
+from torch_ros.codec.delta import Delta
 from torch_ros.errors import UnreadableVersion, UsageError, VersionNotFound
 from torch_ros.printable import log_of
-from torch_ros.weights.delta import Delta
 
 log: logging.Logger = log_of(__name__)
 

@@ -25,8 +25,7 @@ from torch_ros.bucket.files import (
 from torch_ros.bucket.objects import ObjectStore
 from torch_ros.bucket.reading import WINDOW_BYTES, landed
 from torch_ros.checkpoints.framing import NAMES
-from torch_ros.errors import CorruptDelta
-from torch_ros.weights.delta import (
+from torch_ros.codec.delta import (
     Changed,
     Delta,
     Piece,
@@ -37,6 +36,7 @@ from torch_ros.weights.delta import (
     pieces,
     words,
 )
+from torch_ros.errors import CorruptDelta
 from torch_ros.weights.digest import change_digest, combine
 from torch_ros.weights.local import WORDS, build, local_chunks
 from torch_ros.weights.manifest import Depth, dtype_name, dtype_named

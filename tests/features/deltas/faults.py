@@ -5,10 +5,10 @@ import math
 import numpy as np
 from faults import fault
 
+from torch_ros.codec import delta
 from torch_ros.errors import CorruptWeights
 from torch_ros.protocol import records
 from torch_ros.shard import base
-from torch_ros.weights import delta
 
 
 @fault(

@@ -18,6 +18,7 @@ from replicas import Process
 from scenes import Scene
 from world import few_change
 
+from torch_ros.codec.delta import Delta
 from torch_ros.features.deltas import reading as delta_reading
 from torch_ros.features.deltas.table import (
     NAME,
@@ -30,7 +31,6 @@ from torch_ros.features.deltas.table import (
 )
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.delta import Delta
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
 RING_BYTES = 1 << 16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from torch_ros.codec.delta import pieces
 from torch_ros.costs import HOST_COSTS, TCP_COSTS
 from torch_ros.features.deltas.rules import DeltaWork, are_faster, full_s, reaches, wait_s
-from torch_ros.weights.delta import pieces
 from torch_ros.weights.digest import chunk_digests, first_unproven, totals
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 

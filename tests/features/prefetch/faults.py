@@ -2,7 +2,7 @@
 
 from faults import fault
 
-from torch_ros.weights import delta
+from torch_ros.codec import delta
 
 
 @fault(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from torch_ros.allocation import allocating
+from torch_ros.codec.delta import Changed, compare, encode
 from torch_ros.features.deltas.table import (
     TABLE_BYTES,
     DeltaEntry,
@@ -28,7 +29,6 @@ from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.side_room import padded
-from torch_ros.weights.delta import Changed, compare, encode
 
 log: logging.Logger = log_of(__name__)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from torch_ros.codec.delta import Delta, Piece, apply, pieces
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta
@@ -30,7 +31,6 @@ from torch_ros.transfer.feed import TORN_S, Supply
 from torch_ros.transfer.registered import Registered
 from torch_ros.transfer.side_room import SideRead, SideRoom, SourceSpan
 from torch_ros.transfer.stall import SourceWait
-from torch_ros.weights.delta import Delta, Piece, apply, pieces
 
 log: logging.Logger = log_of(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch_ros.codec.delta import Piece
 from torch_ros.costs import Costs
-from torch_ros.weights.delta import Piece
 
 MARGIN = 0.6  # deltas are taken where they win clearly: a guess is easily wrong by a half
 STAGED_SHARE = 0.25  # of the target's bytes: more is not staged

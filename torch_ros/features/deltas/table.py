@@ -15,10 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.errors import CorruptDelta
-from torch_ros.transfer.side_room import ALIGNMENT_BYTES, padded
-from torch_ros.weights.columns import Ints
-from torch_ros.weights.delta import (
+from torch_ros.codec.delta import (
     GAPS,
     SEGMENT,
     VALUES,
@@ -28,6 +25,9 @@ from torch_ros.weights.delta import (
     between,
     require_index,
 )
+from torch_ros.errors import CorruptDelta
+from torch_ros.transfer.side_room import ALIGNMENT_BYTES, padded
+from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import OBJECT, Layout, item_bytes
 
 NAME = "deltas"  # of the table's place in a manifest

@@ -10,9 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torch_ros.errors import CorruptDelta, ManifestMismatch, NotSupported, UsageError
-from torch_ros.weights import delta as module
-from torch_ros.weights.delta import (
+from torch_ros.codec import delta as module
+from torch_ros.codec.delta import (
     SEGMENT,
     Delta,
     apply,
@@ -22,6 +21,7 @@ from torch_ros.weights.delta import (
     pieces,
     words,
 )
+from torch_ros.errors import CorruptDelta, ManifestMismatch, NotSupported, UsageError
 from torch_ros.weights.digest import chunk_digests, combine, digest, totals
 from torch_ros.weights.local import WORDS, LocalChunk, LocalTensor, build, local_chunks
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
