@@ -211,8 +211,8 @@ PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
 WORDS_MAX = {
     ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
-    ROOT / "docs" / "PROTOCOL.md": 7700,
-    **dict.fromkeys(PROTOCOL_PAGES, 1050),
+    ROOT / "docs" / "PROTOCOL.md": 7400,
+    **dict.fromkeys(PROTOCOL_PAGES, 1000),
 }
 
 
