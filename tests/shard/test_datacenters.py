@@ -68,10 +68,10 @@ def test_who_fills_is_asked_before_somebody_far(opened, looks, monkeypatch):
     reader, seed = opened("reader", "east"), opened("z", "east")
     fetch, shards = Replication._fetch, Manifests.shards
 
-    def lost(self, inst, deadline):
+    def lost(self, inst, *args):
         if replica_of(inst) == "z":
             raise SourceLost("z", "it shows nothing", 0, 0)
-        return shards(self, inst, deadline)
+        return shards(self, inst, *args)
 
     def fetched(self, *args):
         reader.contents(1)
@@ -90,12 +90,12 @@ def test_each_holder_is_asked_again_also_one_whose_ranks_differ(opened, looks, m
     opened("b", "east").replicate(1)
     shards, fails = Manifests.shards, {"b": 2, "a": 1}
 
-    def differ(self, inst, deadline):
+    def differ(self, inst, *args):
         name = replica_of(inst)
         if fails[name]:
             fails[name] -= 1
             raise ManifestMismatch("version 1", "one layout", "two", "wait for its ranks")
-        return shards(self, inst, deadline)
+        return shards(self, inst, *args)
 
     monkeypatch.setattr(Manifests, "shards", differ)
     assert list(opened("reader", "east").contents(1).tensors) == ["w"]

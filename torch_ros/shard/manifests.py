@@ -42,10 +42,7 @@ class Manifests:
         Raises:
             SourceLost: One of them is gone.
         """
-        shards = self.shards(inst, deadline)
-        if len(shards) < world_size:
-            reason = f"{len(shards)} of its {world_size} processes are alive"
-            raise SourceLost(replica_of(inst), reason, 0, 0)
+        shards = self.shards(inst, deadline, world_size)
         return self._shown(shards, replica_of(inst), deadline)
 
     def own(self, deadline: Deadline) -> list[Manifest]:
@@ -137,10 +134,21 @@ class Manifests:
                 raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
         return manifests
 
-    def shards(self, inst: str, deadline: Deadline) -> list[ShardRecord]:
-        """The records of the ranks of replica `inst`, rank by rank."""
+    def shards(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[ShardRecord]:
+        """The records of the ranks of replica `inst`, rank by rank.
+
+        Args:
+            world_size: How many there are at least.
+
+        Raises:
+            SourceLost: One of them is gone.
+        """
         within = self._group.seat.keys.shards(inst)
-        return self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
+        found = self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
+        if len(found) < world_size:
+            reason = f"{len(found)} of its {world_size} processes are alive"
+            raise SourceLost(replica_of(inst), reason, 0, 0)
+        return found
 
     def _own_shards(self, deadline: Deadline) -> list[ShardRecord]:
         seat = self._group.seat

@@ -176,10 +176,7 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
         SourceLost: It has gone on, or is gone.
     """
     model, ref, holding, replica = shard.model, offer.ref, offer.holdings[inst], replica_of(inst)
-    records = shard.manifests.shards(inst, deadline)
-    if len(records) < holding.world_size:
-        reason = f"{len(records)} of its {holding.world_size} processes are alive"
-        raise SourceLost(replica, reason, 0, 0)
+    records = shard.manifests.shards(inst, deadline, holding.world_size)
     what = f"borrowing version {ref.version} from replica {replica!r}"
     with ExitStack() as undo:
         loans = list[Loan]()
