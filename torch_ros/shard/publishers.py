@@ -14,7 +14,7 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.keys import replica_of
 from torch_ros.protocol.originals import elder, elder_ranges
 from torch_ros.protocol.sources import Source
-from torch_ros.shard.verification import published, summed
+from torch_ros.shard.verification import digests_of, published
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.weights.digest import first_difference
 from torch_ros.weights.manifest import Logical, Manifest, logical, require_same
@@ -81,11 +81,9 @@ def _tensors(manifests: list[Manifest]) -> Logical:
 
 
 def _digests(manifests: list[Manifest]) -> Digests:
-    """The digests of whole tensors; none, if a rank has none, or of another depth."""
-    if manifests[0].depth == "off":
-        return Digests()
+    """The digests of whole tensors, as far as these ranks tell."""
     try:
-        return summed(manifests) or Digests()
+        return digests_of(manifests)
     except NotSupported:  # overlapping parts: their digests do not add up
         return Digests()
 

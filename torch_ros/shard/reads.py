@@ -20,10 +20,10 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, Tensors, first_changed
-from torch_ros.shard.verification import require_content
+from torch_ros.shard.verification import require_content, summed
 from torch_ros.transfer.named import Named
 from torch_ros.transfer.registered import LocalState, finish_kernels
-from torch_ros.weights.digest import first_difference, totals
+from torch_ros.weights.digest import first_difference
 from torch_ros.weights.manifest import Layout
 
 log: logging.Logger = log_of(__name__)
@@ -149,9 +149,7 @@ class Serving:
         version, known = self._brought.ref.version, self._brought.digests
         if not known.totals:
             return
-        manifests = self._shard.manifests.own(self._deadline)
-        layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
-        found = totals(layouts, chunks, depth=known.depth)
+        found = summed(self._shard.manifests.own(self._deadline), known.depth)
         if (fqn := first_difference(found, known.totals)) is not None:
             raise ContentChanged(version, fqn)
 

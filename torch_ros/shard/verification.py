@@ -73,28 +73,27 @@ class Verification:
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
         """The version's digests, as far as this source knows them."""
         self._manifests = manifests = [manifest for _, manifest in feed.manifests]
-        depth = manifests[0].depth if manifests else "off"
-        own_depth = self._shard.settings.depth
-        if depth == "off" or own_depth == "off":
-            if own_depth != "off":
-                log.warning("%s has no digests; the bytes read from it are not verified", inst)
-            # Passed on all the same, for readers that verify.
-            known = next((m for m in manifests if m.totals), None)
-            return Digests(known.depth, (), known.totals) if known else Digests()
-        if manifests[0].totals:
-            return Digests(depth, (), manifests[0].totals)
-        found = summed(manifests)
-        if found is None:
-            log.warning("not all ranks of %s have digests of one depth; it is not verified", inst)
-        return found or Digests()
+        depth = self._shard.settings.depth
+        if depth != "off" and manifests[0].depth != "off":
+            found = digests_of(manifests)
+            if found.depth == "off":
+                log.warning(
+                    "not all ranks of %s have digests of one depth; it is not verified", inst
+                )
+            return found
+        if depth != "off":
+            log.warning("%s has no digests; the bytes read from it are not verified", inst)
+        # Passed on all the same, for readers that verify.
+        known = next((m for m in manifests if m.totals), None)
+        return Digests(known.depth, (), known.totals) if known else Digests()
 
     @property
     def known(self) -> Digests:
         """The version's digests, if the first source knew them, also where nobody verifies."""
-        if self._expected.totals or not self._manifests or self._manifests[0].depth == "off":
-            return self._expected
-        with suppress(NotSupported):  # overlapping parts: their digests do not add up
-            return summed(self._manifests) or self._expected
+        if not self._expected.totals and self._manifests:
+            with suppress(NotSupported):  # overlapping parts: their digests do not add up
+                found = digests_of(self._manifests)
+                return found if found.depth != "off" else self._expected
         return self._expected
 
     # Bytes
@@ -192,10 +191,23 @@ def published(shard: Shard, ref: VersionRef, deadline: Deadline) -> str:
     return shard.group.ask((one(key),), rule, deadline)
 
 
-def summed(manifests: Sequence[Manifest]) -> Digests | None:
-    """The digests of a version, from those of its chunks; None: some are not there."""
-    depth = manifests[0].depth
+def digests_of(manifests: Sequence[Manifest]) -> Digests:
+    """The digests of a version's whole tensors, by what the ranks of one source show.
+
+    None, if that does not tell: a rank has no digests, or such of another depth.
+
+    Raises: NotSupported: Parts overlap, so that their digests do not add up.
+    """
+    depth, known = manifests[0].depth, manifests[0].totals
+    if depth == "off":
+        return Digests()
+    if known:
+        return Digests(depth, (), known)
     if any(m.depth != depth or len(m.digests) != len(m.layout.chunks) for m in manifests):
-        return None
-    layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
-    return Digests(depth, (), totals(layouts, chunks, depth=depth))
+        return Digests()
+    return Digests(depth, (), summed(manifests, depth))
+
+
+def summed(manifests: Sequence[Manifest], depth: Depth) -> dict[str, int]:
+    """The digests of whole tensors, of those of all chunks, which are of this depth."""
+    return totals([m.layout for m in manifests], [m.digests for m in manifests], depth=depth)

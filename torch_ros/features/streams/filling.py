@@ -39,7 +39,7 @@ from torch_ros.shard.beside import Bell, Dropped
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.tally import tallies
-from torch_ros.shard.verification import summed
+from torch_ros.shard.verification import digests_of
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
@@ -393,13 +393,8 @@ class Filling:
         return [(fqn, contents[fqn]) for fqn in self.wanted.fqns]
 
     def _digests_of(self, feed: Feed) -> Digests:
-        manifests = [manifest for _, manifest in feed.manifests]
-        if manifests[0].depth == "off":
-            return Digests()
-        if manifests[0].totals:
-            return Digests(manifests[0].depth, (), manifests[0].totals)
         try:
-            return summed(manifests) or Digests()
+            return digests_of([manifest for _, manifest in feed.manifests])
         except NotSupported:  # overlapping parts: their digests do not add up
             if self._shard.settings.depth != "off":
                 raise
