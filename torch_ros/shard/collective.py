@@ -121,7 +121,7 @@ def end_for_all(
         ledger.caller = None
 
 
-def refuse(shard: Shard, asked: Asked, error: BaseException) -> None:
+def end_for_peers(shard: Shard, asked: Asked, error: BaseException) -> None:
     """End `asked` for the peers, of which this rank makes no part."""
     end_for_all(shard, asked, error, shard.group.ledger.calls_made + 1)
 

@@ -32,7 +32,7 @@ from torch_ros.protocol.policy import NEWEST, Policy
 from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef, mark
 from torch_ros.shard.base import Base
 from torch_ros.shard.beginnings import Beginning, Beginnings
-from torch_ros.shard.collective import refuse
+from torch_ros.shard.collective import end_for_peers
 from torch_ros.shard.contract import conclude
 from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
@@ -387,7 +387,7 @@ class Shard:
         if one.state == "begun":
             log.warning("%s", error)
             one.state, one.failure = "over", error
-            refuse(self, one.asked, error)
+            end_for_peers(self, one.asked, error)
 
     # The end
 

@@ -28,7 +28,7 @@ from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
-from torch_ros.shard.collective import checked, collectively, refuse
+from torch_ros.shard.collective import checked, collectively, end_for_peers
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, looking_ahead, settle
@@ -328,7 +328,7 @@ class Installing:
             is_first = found is None or (found == mine and found.rank == self._rank)
             if refuses and is_first and not shard.is_alone:
                 with suppress(ClosedError):
-                    shard.busy(partial(refuse, shard, self._end, error), is_member=False)
+                    shard.busy(partial(end_for_peers, shard, self._end, error), is_member=False)
         self._close()
         if raises and found and found.rank != self._rank and isinstance(error, TorchRosError):
             version = found.ref.version

@@ -38,7 +38,7 @@ from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Asked, Outcome, VersionRef
 from torch_ros.protocol.seat import recorded
 from torch_ros.shard.beside import Bell
-from torch_ros.shard.collective import collectively, refuse
+from torch_ros.shard.collective import collectively, end_for_peers
 from torch_ros.shard.core import Shard
 from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.shard.seams import Feature
@@ -235,7 +235,7 @@ class Forerunner(Feature):
         except (BackendError, MemoryError, OSError, RuntimeError) as error:
             self._let_go()
             # Its peers are in that call, or will be, and would wait until it seems stuck.
-            shard.busy(partial(refuse, shard, asked, error), is_member=False)
+            shard.busy(partial(end_for_peers, shard, asked, error), is_member=False)
             raise
         self._began_s = self._moved_s = time.monotonic()
         self._has_all = False
