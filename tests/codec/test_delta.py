@@ -1,7 +1,11 @@
-"""Deltas against torch's own comparison and slicing, bit for bit, and what is refused."""
+"""Deltas against torch's own comparison and slicing, bit for bit, and what is refused.
+
+TORCH_ROS_FUZZ=n tries n times as many chains.
+"""
 
 import itertools
 import math
+import os
 import zlib
 
 import numpy as np
@@ -25,6 +29,8 @@ from torch_ros.errors import CorruptDelta, ManifestMismatch, NotSupported, Usage
 from torch_ros.weights.digest import chunk_digests, combine, digest, totals
 from torch_ros.weights.local import WORDS, LocalChunk, LocalTensor, build, local_chunks
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord, dtype_name
+
+TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 
 
 def all_dtypes():
@@ -218,8 +224,8 @@ def test_so_it_does_over_several_segments(seed, dtype):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("tenth", range(10))
-def test_100_000_deltas_do(tenth):
+@pytest.mark.parametrize("tenth", range(TIMES))
+def test_ten_thousand_deltas_do(tenth):
     """Each chain is some five deltas, as ranks and boxes are several, too."""
 
     @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
