@@ -36,10 +36,8 @@ from torch_ros.store.txn import Range, Ranges, View, one
 
 log: logging.Logger = log_of(__name__)
 
-LOOK_S = 1.0  # between two looks while a replica is missing
 LOOK_MAX_S = 1.5  # for which one look counts: a store that does not answer tells nobody's absence
 THERE = -1.0
-TTLS = 2  # for which a replica is missing, before it is gone
 
 
 class Installs:
