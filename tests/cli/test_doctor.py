@@ -17,12 +17,11 @@ import torch
 from pyetcd import etcdrpc as rpc
 
 from puppets import Actor
-from torch_ros.cli import doctor, main
+from torch_ros.cli import doctor, main, trial
 from torch_ros.cli.doctor import Examined, Facts, Surroundings, findings
 from torch_ros.cli.examining import WAYS
 from torch_ros.cli.health import EtcdHealth, MemberHealth, health, within_s
 from torch_ros.cli.waits import Blamed
-from torch_ros.p2p import trial
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import Holding, SchemaRecord
 from torch_ros.store.endpoint import connect

@@ -53,6 +53,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "store",
         "transfer",
         "msgspec",
+        "numpy",
         "rich",
     },
     "dcp": {"face", "features", "shard", "transfer", "weights", "torch"},

@@ -22,11 +22,11 @@ import torch
 
 import torch_ros
 from torch_ros.errors import CallAborted, SeatLost, TorchRosError
+from torch_ros.features.reading.reads import Given
 from torch_ros.protocol import membership
 from torch_ros.protocol.seating import _Taking
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
 from torch_ros.shard.core import Shard
-from torch_ros.shard.reads import Given
 from torch_ros.store.loops import Wait
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks

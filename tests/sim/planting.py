@@ -18,8 +18,11 @@ from unittest.mock import patch
 FOLDERS = (
     "bucket",
     "cli",
+    "codec",
     "face",
     "features",
+    "fleet",
+    "local",
     "p2p",
     "protocol",
     "shard",

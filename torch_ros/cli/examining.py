@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from torch_ros.cli import asking
+from torch_ros.cli import asking, trial
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.health import EtcdHealth, health
 from torch_ros.cli.waits import Blamed
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
 from torch_ros.fleet import seen
-from torch_ros.p2p import rdma, trial
+from torch_ros.p2p import rdma
 from torch_ros.p2p.ucx import has_gpu
 from torch_ros.printable import some
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of

@@ -20,6 +20,7 @@ from torch_ros.features.installs.installing import Installing, Installs  # featu
 from torch_ros.features.installs.waiting import Installed, Waiting  # feature installs
 from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature lending
 from torch_ros.features.prefetch.flow import Prefetching  # feature prefetch
+from torch_ros.features.reading.reads import Reads  # feature reading
 from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
@@ -34,7 +35,6 @@ from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.publishing import Content, publish
-from torch_ros.shard.reads import Reads
 from torch_ros.shard.report import ReadReport, Report
 from torch_ros.store.loops import Done
 from torch_ros.transfer.copy_buffers import Copying
@@ -76,7 +76,7 @@ class ShardHandle:
         """For torch_ros.dcp; no stable interface."""
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
-        self._reads = Reads(shard)
+        self._reads = Reads(shard)  # feature reading
         self._streams = Streams(shard)  # feature streams
         self._installs = Installs(shard)  # feature installs
         self._prefetching = Prefetching(shard)  # feature prefetch
@@ -609,6 +609,7 @@ class ShardHandle:
         request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
         return newer_versions(self._shard, request, ask)
 
+    # feature reading {
     def read(
         self,
         version: int | str,
@@ -680,6 +681,8 @@ class ShardHandle:
         compared.
         """
         return self._reads.serve(timeout_s)
+
+    # } reading
 
     # feature streams {
     def stream(
@@ -875,6 +878,7 @@ class ShardHandle:
 
     # Looking around
 
+    # feature reading {
     def contents(
         self, version: int | str = "latest", *, timeout_s: float | None = None
     ) -> Contents:
@@ -892,6 +896,8 @@ class ShardHandle:
         Cost: 2 requests to etcd, and one read of each of a holder's manifests that is new.
         """
         return self._reads.contents(version, timeout_s)
+
+    # } reading
 
     def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
         """The available versions, and the names of the replicas that hold each of them whole.

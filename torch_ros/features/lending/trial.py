@@ -1,4 +1,4 @@
-"""Whether this process may borrow from another one of this host: a part of `p2p.trial`."""
+"""Whether this process may borrow from another one of this host: a part of `cli.trial`."""
 
 from torch_ros.features.lending.memory import LentMemory, Loan, NotLent
 from torch_ros.p2p.voucher import Neighbour

@@ -116,7 +116,7 @@ def _is_mapped(stranger: Neighbour, address: int) -> bool:
 @contextlib.contextmanager
 def _stranger(*more: str) -> Iterator[Mapping[str, Any]]:
     """A process that shows memory until the block ends."""
-    command = [sys.executable, "-m", "torch_ros.p2p.trial", *more]
+    command = [sys.executable, "-m", "torch_ros.cli.trial", *more]
     with subprocess.Popen(  # noqa: S603  # this very program
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:

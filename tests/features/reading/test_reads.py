@@ -19,8 +19,8 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.features.reading.reads import Given
 from torch_ros.shard.checkpoint import LoadRequest
-from torch_ros.shard.reads import Given
 from torch_ros.shard.verification import Verification
 
 only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ContentChanged, UsageError
+from torch_ros.features.reading import serving
 from torch_ros.printable import log_of
-from torch_ros.protocol import serving
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Asked, Outcome, VersionRef
