@@ -121,10 +121,11 @@ def at_once(*calls):
 
 
 def finish(call, layout, *whole, summing_up=lambda: None):
-    with call.ending():
-        if said := call.finish(layout):
-            summing_up()
-            call.complete(Outcome(said="+".join(sorted(set(said.values())))), *whole)
+    def sum_up(said):
+        summing_up()
+        call.complete(Outcome(said="+".join(sorted(set(said.values())))), *whole)
+
+    call.finish(layout, sum_up)
 
 
 def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
@@ -679,7 +680,7 @@ def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
         call.decide_to_read(Spec.parse("latest"), is_relay=True)
         may_hold.append(call.may_hold)
         if len(may_hold) == 1:
-            call.finish("L")
+            call.finish("L", lambda _: None)
             may_hold.append(call.may_hold)
             store.kv.commit(Txn(ops=(Delete(one(call.seat.group)),)), timeout_s=5)
             until(lambda: rollout.state == "seated" and rollout.seat.inst != before)

@@ -55,6 +55,8 @@ Effects = Callable[[View, Seat, Call], Step[Call]]
 """The effects that a decision writes besides itself."""
 MakeCopy = Callable[[Call], ShardRecord]
 """Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
+SumUp = Callable[[Mapping[int, str]], None]
+"""Ends a call by what every rank has said."""
 Sight = tuple[Seat, View]
 """The view that was read from that seat before a call, for its decision."""
 log: logging.Logger = log_of(__name__)
@@ -274,7 +276,7 @@ class GroupCall(Attempt):
             return
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
         """This rank finishes within, and completes if it is the last.
 
         A rank whose reply was lost may sum up beside the last one. Its error counts only if the
@@ -299,26 +301,28 @@ class GroupCall(Attempt):
                 raise
             self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
 
-    def finish(self, value: str, *, is_unproven: bool = False) -> Mapping[int, str] | None:
-        """This rank is ready, and says `value`. Returns when all are.
+    def finish(self, value: str, sum_up: SumUp, *, is_unproven: bool = False) -> None:
+        """This rank is ready, and says `value`. Returns when all are, and the call has ended.
+
+        At once, if it has ended already: well, while this rank had no seat.
 
         Args:
+            sum_up: Of the rank that is ready last: sums up what every rank said, which may take
+                time and may fail, and calls `complete`. By then `is_unproven` is known.
             is_unproven: It was made of what was there: see `Ready`.
-
-        Returns:
-            To the rank that is ready last, what every rank said: it sums that up, which may take
-            time and may fail, and calls `complete`; `is_unproven` is known. None: the call has
-            ended.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        found = self._say(Ready(value, is_unproven))
-        if isinstance(found, Said):
-            self.is_unproven = found.is_unproven
-            return found.by_rank
-        self._finish(found)
-        return None
+        with self._ending():
+            if self.has_ended:
+                return
+            found = self._say(Ready(value, is_unproven))
+            if isinstance(found, Said):
+                self.is_unproven = found.is_unproven
+                sum_up(found.by_rank)
+            else:
+                self._finish(found)
 
     def complete(self, end: Outcome, terms: SourceTerms = SERVED, ahead: Ranges = ()) -> None:
         """End the call, of which this rank knows that all are ready.

@@ -223,9 +223,7 @@ def agree(
         answer = check()
         keys, run = call.seat.keys, call.seat.run
         call.decide((keys.versions(run), keys.holdings(run)), effects)
-        with call.ending():
-            if not call.has_ended and (said := call.finish(answer)):
-                call.complete(Outcome(said=unanimous(said.values())))
+        call.finish(answer, lambda said: call.complete(Outcome(said=unanimous(said.values()))))
         return call.said
 
     def unseated(_: GroupCall) -> str:

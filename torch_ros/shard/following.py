@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -263,11 +263,13 @@ class _Search:
 
         def ask(call: GroupCall) -> bool:
             call.decide((), recorded)
-            with call.ending():
-                is_told = lookout is not None and lookout.is_told()
-                if not call.has_ended and (said := call.finish(STOPPED if is_told else "")):
-                    end = Outcome(said=max(said.values()))
-                    call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
+
+            def sum_up(said: Mapping[int, str]) -> None:
+                end = Outcome(said=max(said.values()))
+                call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
+
+            is_told = lookout is not None and lookout.is_told()
+            call.finish(STOPPED if is_told else "", sum_up)
             self._see(call)
             return call.said != STOPPED
 

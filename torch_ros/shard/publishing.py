@@ -55,11 +55,13 @@ def publish(
         watch.lap("decide")
         _offer(shard, content, call, registered, is_offered=True)
         watch.lap("digest")
-        with call.ending():
-            if not call.has_ended and (said := call.finish(registered.sharding.digest)):
-                end = shard.manifests.together(registered, said, deadline)
-                require_equal(shard, call, end.said, deadline)
-                call.complete(end)
+
+        def sum_up(said: Mapping[int, str]) -> None:
+            end = shard.manifests.together(registered, said, deadline)
+            require_equal(shard, call, end.said, deadline)
+            call.complete(end)
+
+        call.finish(registered.sharding.digest, sum_up)
         if call.ref.uid != call.fresh_uid:
             shard.word.serve(call.mark, registered.buffer)
         watch.lap("commit")

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -411,12 +411,13 @@ class Replication:
         watch.lap("read")
         if verification.digest(registered):
             watch.lap("digest")
-        with call.ending():
-            answer = registered.sharding.digest
-            if said := call.finish(answer, is_unproven=progress.is_unproven):
-                end = verification.end_of(registered, said, self._terms)
-                verification.verify(self.source, is_unproven=call.is_unproven)
-                call.complete(end, self._terms)
+
+        def sum_up(said: Mapping[int, str]) -> None:
+            end = verification.end_of(registered, said, self._terms)
+            verification.verify(self.source, is_unproven=call.is_unproven)
+            call.complete(end, self._terms)
+
+        call.finish(registered.sharding.digest, sum_up, is_unproven=progress.is_unproven)
         progress.prove()
         watch.lap("commit")
 

@@ -274,10 +274,9 @@ class Installing:
         call.decide((), partial(rules.leave, ref=ref))
         if call.ref != ref:
             raise UsageError(f"{self._end}: the ranks have read {call.ref} and {ref}")
-        with call.ending():
-            if not call.has_ended and call.finish(""):
-                rule = partial(rules.end, seat=seat, call=call.decided, attempt=self._attempt)
-                call.conclude((*seat.own, one(seat.keys.install(seat.inst))), rule)
+        rule = partial(rules.end, seat=seat, call=call.decided, attempt=self._attempt)
+        ranges = (*seat.own, one(seat.keys.install(seat.inst)))
+        call.finish("", lambda _: call.conclude(ranges, rule))
         return ref
 
     def _content(self) -> VersionRef:

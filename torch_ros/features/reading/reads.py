@@ -1,7 +1,7 @@
 """Versions that a handle reads without becoming a source of them, until it is told to `serve`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,15 +109,17 @@ class Serving:
         """Go on only if all ranks have the same version, with the digests that it has."""
         ref = self._prove()
         call.decide((), recorded)
-        with call.ending():
-            if not call.has_ended and (said := call.finish(f"{ref.run}/{ref.version}/{ref.uid}")):
-                if not unanimous(said.values()):
-                    raise UsageError(
-                        f"serve: the ranks have read different versions: {said}; make the same "
-                        "reads on all ranks"
-                    )
-                self._compare()
-                call.complete(Outcome())
+
+        def sum_up(said: Mapping[int, str]) -> None:
+            if not unanimous(said.values()):
+                raise UsageError(
+                    f"serve: the ranks have read different versions: {said}; make the same "
+                    "reads on all ranks"
+                )
+            self._compare()
+            call.complete(Outcome())
+
+        call.finish(f"{ref.run}/{ref.version}/{ref.uid}", sum_up)
 
     def _prove(self) -> VersionRef:
         """Digest this rank's memory, and compare it with what landed there, if that is known."""
@@ -165,10 +167,12 @@ class Serving:
             return ref.version
         shard.tensors.offered()
         shard.word.serve(call.mark)
-        with call.ending():
-            if said := call.finish(registered.sharding.digest):
-                end = shard.manifests.together(registered, said, self._deadline)
-                require_content(shard, ref, brought.wanted, end, self._deadline)
-                call.complete(end)
+
+        def sum_up(said: Mapping[int, str]) -> None:
+            end = shard.manifests.together(registered, said, self._deadline)
+            require_content(shard, ref, brought.wanted, end, self._deadline)
+            call.complete(end)
+
+        call.finish(registered.sharding.digest, sum_up)
         log.info("serving version %d of %r", ref.version, shard.model)
         return ref.version
