@@ -1,5 +1,6 @@
 """`handle.reports`: what this rank did, how long each part took, and which way the bytes came."""
 
+import logging
 import threading
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from torch_ros import DrainReport, PublishReport, ReadReport
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import TorchRosError
+from torch_ros.shard import publishing
 from torch_ros.shard.replication import Replication
 from torch_ros.shard.report import REPORTS_KEPT, Reports
+from torch_ros.store.txn import Delete, Txn, one
 
 
 def published(handle, version, size=1000):
@@ -43,6 +46,25 @@ def test_each_call_leaves_a_report(opened):
         assert began_ms <= each.began_ms <= wall_ms()
     for each in (one, read):  # nothing is left out: all but what it takes to ask the clock
         assert 0 <= each.elapsed_s - sum(each.stages_s.values()) < 0.01
+
+
+def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, caplog):
+    trainer = opened("trainer")
+    group, offer, lost = trainer._shard.group, publishing._offer, []
+
+    def lose(*args, **options):
+        offer(*args, **options)
+        if not lost:
+            gone = Txn(ops=(Delete(one(group.seat.group)),))
+            lost.append(group.kv.commit(gone, timeout_s=5))
+
+    monkeypatch.setattr(publishing, "_offer", lose)
+    with caplog.at_level(logging.DEBUG, logger="torch_ros"):
+        published(trainer, 1)
+    assert trainer.reports[-1].turns == {"lost seat": 1}
+    assert "publish 1 (call 1) begins again: lost seat: its group record is gone" in caplog.text
+    trainer.unpublish()
+    assert trainer.reports[-1].turns == {}
 
 
 def test_the_ways_of_all_bytes_that_were_read_are_told(opened):

@@ -198,7 +198,7 @@ class Checks:
             world.saw("attached to what lingers")
         elif "+" in source.inst:
             world.saw("attached to a copy")
-        if call.reroutes:
+        if call.turns.get("lost source"):
             world.saw("re-routed")
         processes = [world.process_of(shard) for shard in source.shards]
         start = processes[0].start

@@ -2,8 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -27,7 +26,7 @@ from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt
 from torch_ros.protocol.life import WAS_READY, CallEvent
-from torch_ros.protocol.meeting import Meeting
+from torch_ros.protocol.meeting import Meeting, Missed
 from torch_ros.protocol.records import (
     Asked,
     Call,
@@ -82,17 +81,6 @@ class Passing:
 ALONE = Passing()
 
 
-class Missed(Exception):
-    """In the place of this rank's call the group has an unpublish, which changes what it holds.
-
-    This rank has learned its end; or has to make it too, if it has not ended.
-    """
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self.call = call
-
-
 class GroupCall(Attempt):
     """One rank's part in one call of its group."""
 
@@ -108,8 +96,7 @@ class GroupCall(Attempt):
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
-        # How often a source was lost; whether a rank has said that its part is unproven.
-        self.reroutes, self.is_unproven, self._refuses = 0, False, False
+        self.is_unproven, self._refuses = False, False  # a rank has said so of its part
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
@@ -267,39 +254,14 @@ class GroupCall(Attempt):
             if self.has_ended or self.decided.sources or self.decided.must:
                 return
             claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
-            if claimed is None:  # the version went away in between
+            if claimed is None:
+                self.begins_again("lost race", "the version went away before it was claimed")
                 continue
             self._call, self.attached = claimed.call, dict(claimed.attached)
             self.brings(claimed.call.ref)  # none, if it ended before anything was decided
             if self._call.outcome is not None:
                 self._finish(self._call.outcome)
             return
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """This rank finishes within, and completes if it is the last.
-
-        A rank whose reply was lost may sum up beside the last one. Its error counts only if the
-        call has not ended well meanwhile, after which the last one may have closed.
-        """
-        try:
-            try:
-                yield
-            except (SeatLost, StoreUnavailable):
-                raise
-            except TorchRosError as error:
-                if self.has_ended:
-                    raise
-                outcome = self._abort(error)
-                if outcome.failure == self.failure_of(error):
-                    raise
-                if outcome.failure is not None:
-                    raise outcome.failure.error() from error
-                log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
-        except Fenced:
-            if self.has_ended:
-                raise
-            self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
 
     def finish(self, value: str, sum_up: SumUp, *, is_unproven: bool = False) -> None:
         """This rank is ready, and says `value`. Returns when all are, and the call has ended.
@@ -314,15 +276,38 @@ class GroupCall(Attempt):
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
         """
-        with self._ending():
+        if self.has_ended:
+            return
+        try:
+            try:
+                found = self._say(Ready(value, is_unproven))
+                if isinstance(found, Said):
+                    self.is_unproven = found.is_unproven
+                    sum_up(found.by_rank)
+                else:
+                    self._finish(found)
+            except (SeatLost, StoreUnavailable):
+                raise
+            except TorchRosError as error:
+                self._fail(error)
+        except Fenced:
             if self.has_ended:
-                return
-            found = self._say(Ready(value, is_unproven))
-            if isinstance(found, Said):
-                self.is_unproven = found.is_unproven
-                sum_up(found.by_rank)
-            else:
-                self._finish(found)
+                raise
+            self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
+
+    def _fail(self, error: TorchRosError) -> None:
+        """End the call with this rank's error, unless it has ended well meanwhile.
+
+        A rank whose reply was lost may sum up beside the last one, which may have closed since.
+        """
+        if self.has_ended:
+            raise error
+        outcome = self._abort(error)
+        if outcome.failure == self.failure_of(error):
+            raise error
+        if outcome.failure is not None:
+            raise outcome.failure.error() from error
+        log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
 
     def complete(self, end: Outcome, terms: SourceTerms = SERVED, ahead: Ranges = ()) -> None:
         """End the call, of which this rank knows that all are ready.
@@ -509,12 +494,9 @@ class GroupCall(Attempt):
     ) -> T:
         """Perform a step of the call; with it, read `ahead` for the next one."""
         if ahead:
-            rule = looking_ahead(rule, ahead, self._keep)
+            rule = looking_ahead(rule, ahead, partial(setattr, self, "seen"))
         steps = settle(self.asked, ranges, rule, first)
         return self.seating.run(steps, self.deadline, self.patience)
-
-    def _keep(self, view: View) -> None:
-        self.seen = view
 
 
 def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:

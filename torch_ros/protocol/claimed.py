@@ -77,7 +77,7 @@ class ClaimedSources:
                 else:
                     self.tried[inst_at(place)] += 1
                     places = places or [self._elsewhere(lost)]
-                self.call.reroutes += 1
+                self.call.begins_again("lost source", f"{lost.replica}: {lost.what}")
                 log.warning(
                     "%s: lost %r (%s); going on from %s with what there is",
                     self.call.asked,

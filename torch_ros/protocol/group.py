@@ -14,9 +14,10 @@ from torch_ros.errors import Fenced, SeatLost, TorchRosError
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, Missed, clean_up
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, clean_up
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.life import IS_UNWAITED, CallLife
+from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Asked, Begun, Kind
 from torch_ros.protocol.seating import Seating
@@ -73,65 +74,92 @@ class Group(Seating):
         Raises:
             Missed: The group has unpublished instead; begin anew what this call is a part of.
         """
-        patience = Patience(is_unpublish=task.kind == "unpublish", store_wait_s=task.store_wait_s)
-        while True:
-            try:
-                return self._make_next(task, patience)
-            except Missed as missed:
-                if missed.call.kind == "unpublish":
-                    raise
-                log.warning(
-                    "replica %r: this rank did not make call %d, %r, which has ended; going on",
-                    self.seat.replica,
-                    missed.call.number,
-                    f"{missed.call.asked}",
-                )
-
-    def _make_next(self, task: GroupTask[T], patience: Patience) -> T:
-        kind, asked, deadline = task.kind, task.asked, task.deadline
+        call: GroupCall | None = None
         with self._calling:
-            call: GroupCall | None = None
             try:
                 while True:
+                    call, unseated = self._begun(call, task)
+                    if unseated is not None:
+                        said = unseated(call)
+                        if self.ledger.goes_on_without(call):
+                            return said
+                        call.begins_again("wait", "it has its seat again")
+                        continue
                     try:
-                        self.catch_up(deadline, patience)
-                        self.await_seat(deadline, patience)
-                        if call is None or not call.is_begun:
-                            number = self.ledger.calls_made + 1
-                            call = GroupCall(self, number, kind, asked, deadline)
-                        self.ledger.pending = call.number
-                        return self._make(call, task, patience)
+                        return task.perform(call)
                     except SeatLost as lost:
-                        unseated = None if task.store_wait_s is None else task.unseated
-                        if unseated is None or isinstance(lost, Fenced):
-                            raise
-                        call = call or self._unbegun(kind, asked, deadline)
-                    said = unseated(call)
-                    if self.ledger.goes_on_without(call):
-                        return said
+                        self._seat_lost(call, lost)
+                    except Missed as missed:
+                        self._missed(call, missed)
+                        call = None
             except Missed:
                 raise
             except BaseException as error:
-                if call is not None and call.life is not CallLife.PASSED:
+                if call is None:
+                    self.pass_over(task.kind, task.asked, task.deadline)
+                elif call.life is not CallLife.PASSED:
                     call.give_up(error)
-                elif call is None:
-                    self.pass_over(kind, asked, deadline)
                 raise
             finally:
                 self.ledger.made(call)
 
-    def _make(self, call: GroupCall, task: GroupTask[T], patience: Patience) -> T:
+    def _seat_lost(self, call: GroupCall, lost: SeatLost) -> None:
+        """Take the seat again, to make the call from it. Raises: SeatLost: It is not made again."""
+        self.fence(lost, call.session)
+        if call.has_ended or isinstance(lost, Fenced):
+            raise lost
+        call.begins_again("lost seat", lost.reason)
+
+    def _missed(self, call: GroupCall, missed: Missed) -> None:
+        """Go on with the next number. Raises: Missed: By what the caller's call begins anew."""
+        if missed.call.kind == "unpublish":
+            raise missed
+        log.warning(
+            "replica %r: this rank did not make call %d, %r, which has ended; going on",
+            self.seat.replica,
+            missed.call.number,
+            f"{missed.call.asked}",
+        )
+        self.ledger.made(call)
+
+    def _begun(
+        self, call: GroupCall | None, task: GroupTask[T]
+    ) -> tuple[GroupCall, Callable[[GroupCall], T] | None]:
+        """The call, begun from this rank's seat; or, and what does its part without one.
+
+        Args:
+            call: As it was made before; None: not yet.
+
+        Raises:
+            SeatLost: This rank has none, and nothing does its part without.
+        """
+        patience = Patience(is_unpublish=task.kind == "unpublish", store_wait_s=task.store_wait_s)
+        try:
+            self.catch_up(task.deadline, patience)
+            self.await_seat(task.deadline, patience)
+        except SeatLost as lost:
+            unseated = None if task.store_wait_s is None else task.unseated
+            if unseated is None or isinstance(lost, Fenced):
+                raise
+            return call or self._unbegun(task.kind, task.asked, task.deadline), unseated
+        if call is None or not call.is_begun:
+            number = self.ledger.calls_made + 1
+            call = GroupCall(self, number, task.kind, task.asked, task.deadline)
+        self.ledger.pending = call.number
+        call.patience = patience
+        call.start(self.seat, self.session)
+        call.is_begun = True
+        return call, None
+
+    def from_seat(self, ask: Callable[[], T], deadline: Deadline) -> T:
+        """The answer of `ask`, which needs this rank's seat: again, if that is lost meanwhile."""
         while True:
-            self.await_seat(call.deadline, patience)
-            call.patience = patience
-            call.start(self.seat, self.session)
-            call.is_begun = True
+            self.await_seat(deadline)
+            session = self.session
             try:
-                return task.perform(call)
+                return ask()
             except SeatLost as lost:
-                self.fence(lost, call.session)
-                if call.has_ended or isinstance(lost, Fenced):
-                    raise
+                self.fence(lost, session)
 
     def _unbegun(self, kind: Kind, asked: Asked, deadline: Deadline) -> GroupCall:
         number = self.ledger.number_unbegun(kind, asked)

@@ -7,6 +7,7 @@ starts no thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,16 +19,10 @@ import msgspec
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, CutOff, Fenced, SeatLost
+from torch_ros.printable import log_of
+from torch_ros.protocol import life
 from torch_ros.protocol.keys import OUTSIDE
-from torch_ros.protocol.life import (
-    IS_UNWAITED,
-    MAY_HOLD,
-    NUMBER_IS_FREE,
-    WAS_READY,
-    CallEvent,
-    CallLife,
-    after,
-)
+from torch_ros.protocol.life import CallEvent, CallLife
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
     Asked,
@@ -47,6 +42,9 @@ from torch_ros.protocol.versions import Spec
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, View
 
+log: logging.Logger = log_of(__name__)
+
+Turn = Literal["lost seat", "lost source", "lost race", "wait"]
 SeatState = Literal["seated", "away", "gone"]
 ANSWERS_KEPT = 8  # a group that saves and loads a few state dicts in turn looks once at each
 
@@ -84,13 +82,19 @@ class Attempt(ABC):
         """The version that the group may hold because of this call. None: `life` says of none."""
         self.value: str = ""  # what this rank said, or would have: since it was ready, or unwaited
         self.patience: Patience | None = None  # with an etcd that fails
+        self.turns: dict[str, int] = {}  # how often it began again, by reason
+
+    def begins_again(self, why: Turn, what: str) -> None:
+        """Note that it does, or the read that it makes."""
+        self.turns[why] = self.turns.get(why, 0) + 1
+        log.debug("%s (call %d) begins again: %s: %s", self.asked, self.number, why, what)
 
     def become(self, event: CallEvent) -> None:
         """Lead the life that `event` leads to; what that does not know of is forgotten."""
-        self.life = after(self.life, event)
-        if self.life not in MAY_HOLD:
+        self.life = life.after(self.life, event)
+        if self.life not in life.MAY_HOLD:
             self.may_hold = None
-        if self.life not in IS_UNWAITED:
+        if self.life not in life.IS_UNWAITED:
             self.ready = None
 
     @property
@@ -290,7 +294,7 @@ class Ledger:
     def made(self, call: Attempt | None) -> None:
         """Note that the call under way has returned, or was not begun."""
         with self.lock:
-            if call is not None and call.life not in NUMBER_IS_FREE:
+            if call is not None and call.life not in life.NUMBER_IS_FREE:
                 self.calls_made = max(self.calls_made, call.number)
                 if not call.has_ended:
                     self.unfinished = call
@@ -333,7 +337,7 @@ class Ledger:
             if self.standing.state == "seated":
                 call.become(CallEvent.SEATED)
                 return False
-            if call.life not in IS_UNWAITED:
+            if call.life not in life.IS_UNWAITED:
                 self._note_given_up(call)
                 return True
             if self.unfinished is not None and self.unfinished.kind != "unpublish":
@@ -403,7 +407,7 @@ class Ledger:
             kept, unfinished = self.holds, self.unfinished
             if self.standing.state != "away" or kept is None or self.seat.spot:
                 return None
-            was_shown = unfinished is not None and unfinished.life in WAS_READY
+            was_shown = unfinished is not None and unfinished.life in life.WAS_READY
             if self.held is None and not (was_shown and kept.layout):
                 return None  # nobody was told of it, or it may be a part
             if self._retained is not None:

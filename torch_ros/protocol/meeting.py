@@ -26,6 +26,17 @@ class Meeting(Enum):
     OTHER = "none of these: it raises, which ends the call for all"
 
 
+class Missed(Exception):
+    """In the place of this rank's call the group has an unpublish, which changes what it holds.
+
+    This rank has learned its end; or has to make it too, if it has not ended.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.call = call
+
+
 def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
     """Whether the call that `own` meets is part of one that this rank has left out.
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.printable import log_of
-from torch_ros.protocol.call import CLEAN_UP_S, Missed
+from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.meeting import gone_on
+from torch_ros.protocol.meeting import Missed, gone_on
 from torch_ros.protocol.records import Asked
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.weights.local import require_memory

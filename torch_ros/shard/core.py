@@ -25,8 +25,9 @@ from torch_ros.errors import (
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
-from torch_ros.protocol.call import ALONE, GroupCall, Missed, Passing
+from torch_ros.protocol.call import ALONE, GroupCall, Passing
 from torch_ros.protocol.group import Group, GroupTask
+from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.policy import NEWEST, Policy
 from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef, mark

@@ -295,15 +295,11 @@ class _Search:
             own_group(view, group.seat)
             return hearing(self._step(view, group.seat, Done), group.seat)
 
-        # Nobody could decide otherwise: one read, nothing written.
-        while True:
-            group.await_seat(deadline)
-            session = group.session
+        def look() -> Next:  # nobody could decide otherwise: one read, nothing written
             self._note_left()
-            try:
-                return group.ask((*group.seat.own, *ranges), rule, deadline)
-            except SeatLost as lost:
-                group.fence(lost, session)
+            return group.ask((*group.seat.own, *ranges), rule, deadline)
+
+        return group.from_seat(look, deadline)
 
     def _note_left(self) -> None:
         """A loop counts how long it waits by itself."""

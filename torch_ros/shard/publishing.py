@@ -84,7 +84,8 @@ def publish(
 
     def report(call: GroupCall, registered: Registered, *, is_offered: bool) -> None:
         figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
-        shard.reports.add(PublishReport(*figures, call.number, watch.began_ms, call.ref.uid))
+        of_call = call.number, watch.began_ms, call.ref.uid, call.turns
+        shard.reports.add(PublishReport(*figures, *of_call))
 
     with tracing.spanned("publish", **shard.observed.labels, version=version):
         return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))

@@ -298,11 +298,11 @@ class Replication:
         self.progress = supplier.fill(call, meter)
 
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
-        claimed, before = ClaimedSources(call), call.reroutes
+        claimed, before = ClaimedSources(call), _lost_sources(call)
         try:
             claimed.read(partial(self._fetch, claimed, meter))
         finally:
-            self._shard.observed.tally.reroutes += call.reroutes - before
+            self._shard.observed.tally.reroutes += _lost_sources(call) - before
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
@@ -427,7 +427,7 @@ class Replication:
         report = ReadReport(
             call.ref.version,
             self.source,
-            call.reroutes,
+            _lost_sources(call),
             progress.target.bytes_total,
             progress.bytes_read,
             watch.elapsed_s,
@@ -437,6 +437,7 @@ class Replication:
             watch.began_ms,
             call.ref.uid,
             *self._via,
+            call.turns,
         )
         self._shard.reports.add(report)
         self._shard.read_ends(call.ref, self._deadline)
@@ -451,3 +452,7 @@ class Replication:
                 speed / 1e9,
             )
         return report
+
+
+def _lost_sources(call: GroupCall) -> int:
+    return call.turns.get("lost source", 0)

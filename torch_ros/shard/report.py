@@ -52,6 +52,9 @@ class ReadReport:
     links: int = 0  # deltas that were applied one after the other
     changed: int = 0  # elements that they had, in this rank's part
     prefetched: bool = False  # `prefetch` had brought them before; `bytes_read` counts them
+    turns: Mapping[str, int] = field(default_factory=dict)
+    """How often it began again, by reason: "lost seat", "lost source", "lost race", "wait" for a
+    seat. The log says so each time, at DEBUG."""
 
     def line(self, model: str) -> str:
         """One line for the log."""
@@ -86,6 +89,7 @@ class PublishReport:
     call: int  # number of the group's call
     began_ms: int  # milliseconds since 1970, by this host's clock
     uid: str = ""  # of the content: the same number published again is another one
+    turns: Mapping[str, int] = field(default_factory=dict)  # as in a ReadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class DrainReport:
     call: int  # number of the group's call
     began_ms: int  # milliseconds since 1970, by this host's clock
     uid: str = ""  # of the content: the same number published again is another one
+    turns: Mapping[str, int] = field(default_factory=dict)  # as in a ReadReport
 
 
 Report = ReadReport | PublishReport | DrainReport
@@ -158,4 +163,5 @@ class Stopwatch:
             call.number,
             self.began_ms,
             held.uid,
+            call.turns,
         )

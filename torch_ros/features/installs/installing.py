@@ -63,20 +63,17 @@ class Installs:
     ) -> Install:
         """Change it, from whatever seat this rank has."""
         group = self.shard.group
-        while True:
-            group.await_seat(deadline)
-            seat, session = group.seat, group.session
+
+        def change() -> Install:
+            seat = group.seat
             own = one(seat.keys.install(seat.inst))
             changing = looking_ahead(partial(rule, seat=seat), (own,), partial(self._see, own))
-            try:
-                found = group.run(
-                    settle(deadline.what, (own, *ranges), changing, self._sight), deadline
-                )
-                group.ledger.learn_install(found, seat)
-            except SeatLost as lost:
-                group.fence(lost, session)
-            else:
-                return found
+            steps = settle(deadline.what, (own, *ranges), changing, self._sight)
+            found = group.run(steps, deadline)
+            group.ledger.learn_install(found, seat)
+            return found
+
+        return group.from_seat(change, deadline)
 
     def _see(self, own: Range, view: View) -> None:
         """Keep the record alone: what else was read may be old when it is asked for again."""
