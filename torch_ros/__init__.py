@@ -17,6 +17,7 @@ from torch_ros.p2p import rdma
 from torch_ros.release import RELEASE
 
 if TYPE_CHECKING:
+    from torch_ros.copies.transforms import MadeTensor, Transform
     from torch_ros.costs import Costs
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
-    from torch_ros.weights.transforms import MadeTensor, Transform
 
 rdma.load_first()
 
@@ -79,7 +79,7 @@ _HOMES = {  # imported at their first use
     "HugePageReport": "torch_ros.p2p.huge_pages",
     "Install": "torch_ros.protocol.records",
     "Installed": "torch_ros.features.installs.waiting",  # feature installs
-    "MadeTensor": "torch_ros.weights.transforms",
+    "MadeTensor": "torch_ros.copies.transforms",
     "PublishReport": "torch_ros.shard.report",
     "Published": "torch_ros.fleet.fleet",
     "ReadReport": "torch_ros.shard.report",
@@ -87,7 +87,7 @@ _HOMES = {  # imported at their first use
     "Report": "torch_ros.shard.report",
     "ShardHandle": "torch_ros.face.handle",
     "Stream": "torch_ros.features.streams.stream",  # feature streams
-    "Transform": "torch_ros.weights.transforms",
+    "Transform": "torch_ros.copies.transforms",
     "UpdatePolicy": "torch_ros.protocol.policy",
     "open": "torch_ros.face.opening",
 }

@@ -8,12 +8,12 @@ import torch
 
 import torch_ros
 from torch_ros import Cast, Float8
+from torch_ros.copies import buffers as copy_buffers
+from torch_ros.copies.buffers import CopyBuffers, Copying
+from torch_ros.copies.ferry import Ferry
+from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import NotSupported
-from torch_ros.transfer import copy_buffers
-from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
-from torch_ros.transfer.ferry import Ferry
 from torch_ros.transfer.registered import LocalState, Registered
-from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
 

@@ -27,7 +27,9 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec", "tqdm"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "features": set(),
+    "copies": {"weights", "p2p", "transfer", "torch"},
     "face": {
+        "copies",
         "features",
         "fleet",
         "store",
@@ -56,7 +58,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "numpy",
         "rich",
     },
-    "dcp": {"face", "features", "shard", "transfer", "weights", "torch"},
+    "dcp": {"copies", "face", "features", "shard", "transfer", "weights", "torch"},
     "integrations": {"bucket", "public", "torch"},
     "integrations/vllm": {"public", "integrations", "torch"},
 }
@@ -66,6 +68,7 @@ FEATURE = {
     "protocol",
     "weights",
     "codec",
+    "copies",
     "p2p",
     "transfer",
     "shard",

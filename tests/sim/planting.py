@@ -19,6 +19,7 @@ FOLDERS = (
     "bucket",
     "cli",
     "codec",
+    "copies",
     "face",
     "features",
     "fleet",

@@ -15,12 +15,12 @@ from random import Random
 import numpy as np
 import torch
 
+from torch_ros.copies.buffers import Copying
 from torch_ros.costs import Costs
 from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
 from torch_ros.face import opening
 from torch_ros.features.deltas.copies import DeltaOptions
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
-from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -383,10 +383,11 @@ class Process:
 
     def _publish_copy(self, task: Task) -> None:
         self.cells[:] = self.expected(task.content)
+        copying = Copying().along(DeltaOptions(self.start.deltas, self.start.delta_bytes))
         request = SaveRequest(
             task.version,
             LocalState(self.tensors, {}, {}),
-            copying=Copying().along(DeltaOptions(self.start.deltas, self.start.delta_bytes)),
+            copier=self.handle.copies.copier(copying),
             timeout_s=task.timeout_s,
         )
         self.handle.checkpoints.save(request)

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from torch_ros.copies.buffers import Copying
+from torch_ros.copies.transforms import Transform
 from torch_ros.dcp.default import check_group, default_handle, require_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos, pickling
 from torch_ros.dcp.outline import Outline, outline
@@ -26,10 +28,8 @@ from torch_ros.face.handle import ShardHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import is_strided, local_chunks
-from torch_ros.weights.transforms import Transform
 
 
 class ROSWriter(StorageWriter):
@@ -158,17 +158,17 @@ class ROSWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        checkpoints = self._handle.checkpoints
+        checkpoints, copying = self._handle.checkpoints, self._copying
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
         from_stager = threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-        in_place = not from_stager and self._copying is None
+        in_place = not from_stager and copying is None
         state = self._collected(planner, may_be_known=in_place)
         checkpoints.save(
             SaveRequest(
                 self._version,
                 state,
-                from_stager=from_stager and self._copying is None,
-                copying=self._copying,
+                from_stager=from_stager and copying is None,
+                copier=self._handle.copies.copier(copying) if copying is not None else None,
                 timeout_s=self._timeout_s,
                 store_wait_s=self._store_wait_s,
                 begun=self._begun,

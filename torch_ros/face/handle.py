@@ -12,6 +12,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torch_ros import arguments
+from torch_ros.copies.buffers import CopyBuffers, Copying
+from torch_ros.copies.transforms import Transform
+from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
@@ -37,11 +40,9 @@ from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.report import ReadReport, Report
 from torch_ros.store.loops import Done
-from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.named import Named, tensors_of
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
-from torch_ros.weights.transforms import Transform
 
 
 class ShardHandle:
@@ -74,6 +75,9 @@ class ShardHandle:
         self.model: str = shard.model
         self.checkpoints: Checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
+        self.copies: CopyBuffers = CopyBuffers(HostBuffers())
+        """For torch_ros.dcp; no stable interface."""
+        shard.observed.staged["buffers"] = lambda: self.copies.size_bytes
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
         self._reads = Reads(shard)  # feature reading
@@ -333,7 +337,11 @@ class ShardHandle:
             copying = copying.along(DeltaOptions.asked(deltas, delta_bytes))  # feature deltas
             state = LocalState(local_chunks(tensors_of(named_tensors)), {}, {})
             return SaveRequest(
-                version, state, copying=copying, timeout_s=timeout_s, store_wait_s=store_wait_s
+                version,
+                state,
+                copier=self.copies.copier(copying),
+                timeout_s=timeout_s,
+                store_wait_s=store_wait_s,
             )
 
         return self.checkpoints.save_made(version, made)

@@ -264,16 +264,16 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     if below is not None:
         shard.attach(Fallback(shard, below))
     # } fallback
-    lend(shard, borrow_bytes)  # feature lending
     # feature seeding {
     ahead = _Ahead(means, place, applicant, chosen, shard)
     forerunner = Forerunner(shard, ahead, seeding_bytes) if seeding == "host" else None
     shard.policy = NearFirst(shard, forerunner)
     # } seeding
-    if policy is not None:
-        shard.policy = Chosen(policy)
+    shard.policy = shard.policy if policy is None else Chosen(policy)
     _serve_figures()
-    return ShardHandle(shard)
+    handle = ShardHandle(shard)
+    lend(handle.copies, shard.transport.agent, borrow_bytes)  # feature lending
+    return handle
 
 
 def _require_free(run: str | None) -> None:

@@ -27,8 +27,7 @@ from torch_ros.shard.tensors import Brought
 from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
-from torch_ros.transfer.attending import Attendant
-from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
+from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState, Registered, memory_of
 from torch_ros.weights.left_out import left_out
@@ -67,14 +66,14 @@ class SaveRequest:
         state: The tensors and objects to publish; or the error that collecting them raised, which
             the save raises on all ranks.
         from_stager: The tensors are a copy that DCP's stager made for this save.
-        copying: Publish a copy made here instead of them.
+        copier: Publish a copy that it makes instead of them.
         begun: The answer of `begin`, where that was called.
     """
 
     version: int
     state: LocalState | BaseException
     from_stager: bool = False
-    copying: Copying | None = None
+    copier: Copier | None = None
     timeout_s: float | None = None
     store_wait_s: float | None = None
     begun: Beginning | None = None
@@ -117,8 +116,6 @@ class LoadRequest:
 class Checkpoints:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._buffers = CopyBuffers(shard.host_buffers)
-        shard.observed.staged["buffers"] = lambda: self._buffers.size_bytes
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property
@@ -185,7 +182,7 @@ class Checkpoints:
         shard, memory = self._shard, self._stager_memory
 
         def begin() -> Callable[[], tuple[bool, set[tuple[int, int]]]]:
-            return _Save(shard, self._buffers, made(), memory).run
+            return _Save(shard, made(), memory).run
 
         asked = Asked.of("save", version)
         is_offered, self._stager_memory = collectively(shard, asked, begin, begun)
@@ -246,28 +243,23 @@ class _Save:
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        buffers: CopyBuffers,
-        request: SaveRequest,
-        stager_memory: set[tuple[int, int]],
+        self, shard: Shard, request: SaveRequest, stager_memory: set[tuple[int, int]]
     ) -> None:
-        self._shard, self._buffers, self._request = shard, buffers, request
+        self._shard, self._request = shard, request
         self._asked = request.asked
         self._deadline = shard.deadline(self._asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: Registered | None = None
         self._attendants: Sequence[Attendant] = ()  # of this copy
-        copying = request.copying
-        self._transforms = copying.transforms if copying is not None else ()
+        self._transforms = request.copier.transforms if request.copier is not None else ()
         self._memory = stager_memory
 
     def run(self) -> tuple[bool, set[tuple[int, int]]]:
         """Whether it is offered now; and where DCP's stager has it."""
         shard, request = self._shard, self._request
         self._registered = None
-        if (copying := request.copying) is not None:
-            attending = (each.attend(copying, request.version) for each in shard.features)
+        if (copier := request.copier) is not None:
+            attending = (each.attend(copier, request.version) for each in shard.features)
             self._attendants = [each for each in attending if each is not None]
         self._give_way()
         content, store_wait_s = Content(self._register, self._more), request.store_wait_s
@@ -315,7 +307,7 @@ class _Save:
         try:
             shard.unpublish(self._deadline, counted=counted)
         except ContractBroken as broken:
-            if self._request.copying is None:
+            if self._request.copier is None:
                 raise
             # The copy was whole before, and what the trainer goes on with is not lost for this.
             log.warning("%s: %s", asked, broken)
@@ -339,20 +331,22 @@ class _Save:
         return self._answer
 
     def _gather(self) -> LocalState:
-        state, copying = self._request.state, self._request.copying
+        state, copier = self._request.state, self._request.copier
         if isinstance(state, BaseException):
             raise state
         if not self._request.from_stager:
             self._shard.tensors.look_at_guarded(state)
-        if copying is None:
+        if copier is None:
             return state
-        return self._buffers.fill(state, copying, self._attendants)
+        return copier.fill(state, self._attendants)
 
     def _register(self) -> Registered:
         self._state = self._state or self._gather()
         if self._registered is None:
-            self._buffers.turn()  # before they are shown: Ctrl-C may come at any moment
-            is_copy = self._request.from_stager or self._request.copying is not None
+            copier = self._request.copier
+            if copier is not None:
+                copier.turn()  # before they are shown: Ctrl-C may come at any moment
+            is_copy = self._request.from_stager or copier is not None
             registered = self._shard.tensors.show(self._state, is_copy=is_copy)
             self._registered = registered
             if registered.buffer is not None:

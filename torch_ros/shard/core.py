@@ -50,7 +50,6 @@ from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import Registered
-from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
@@ -97,7 +96,6 @@ class Shard:
     reports: Reports
     observed: Observed
     policy: Policy  # of its updates
-    host_buffers: HostBuffers  # of copies that are published
     is_closed: bool
     features: list[Feature]  # that are attached
     lock: threading.RLock  # of the call that is under way
@@ -124,7 +122,6 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.host_buffers = HostBuffers()
         self.policy = NEWEST
         self.is_closed = False
         self.lock = threading.RLock()

@@ -17,8 +17,7 @@ from torch_ros.protocol.versions import Spec
 from torch_ros.shard.base import Base
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
-from torch_ros.transfer.attending import Attendant
-from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.feed import Arrivals, Following, Judge, Progress, Supply
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.reading import Reading
@@ -109,7 +108,7 @@ class Feature:
 
     # A copy that is published
 
-    def attend(self, copying: Copying, version: int) -> Attendant | None:
+    def attend(self, copier: Copier, version: int) -> Attendant | None:
         """A save begins that publishes a copy. Who attends is told of the copy until its end."""
         return None
 

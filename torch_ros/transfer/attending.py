@@ -1,10 +1,11 @@
-"""The seam at which others attend a copy, from before it is made until it is published."""
+"""The seam at which copies are made for a save, and others attend them until they are published."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState, Registered
 
 
 class Attendant:
@@ -35,3 +36,21 @@ class Attendant:
 
     def published(self, uid: str, *, is_offered: bool) -> None:
         """The copy is held as this content. Does not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copier:
+    """Makes the copy that a save publishes.
+
+    Args:
+        transforms: What it makes of the tensors. The ranks of a replica compare the `repr` of each.
+        more: Options of features, each in its own class.
+        fill: The copy of a state dict, in memory that no reader uses. Raises a UsageError if there
+            can be none.
+        turn: Readers will be using the copy made last, and nobody the one before.
+    """
+
+    transforms: Sequence[object]
+    more: tuple[object, ...]
+    fill: Callable[[LocalState, Sequence[Attendant]], LocalState]
+    turn: Callable[[], None]

@@ -11,13 +11,13 @@ from checks import are_of, demand
 from replicas import Process
 from scenes import SCENES, Scene
 
+from torch_ros.copies import transforms
+from torch_ros.copies.buffers import Copying
 from torch_ros.errors import LoanBroken, LoanRefused, VersionNotFound
 from torch_ros.features.lending import borrowing
 from torch_ros.features.lending.memory import Loan
 from torch_ros.shard.checkpoint import SaveRequest
-from torch_ros.transfer.copy_buffers import Copying
 from torch_ros.transfer.registered import LocalState
-from torch_ros.weights import transforms
 
 SHARD_BYTES = 8 * 36  # of a lender of one rank
 
@@ -27,9 +27,9 @@ def lend(me: Process, version: int) -> None:
     me.world.contents[version] = version
     me.cells[:] = me.expected(version)
     state = LocalState(me.tensors, {}, {})
-    request = SaveRequest(version, state, copying=Copying(), timeout_s=100)
+    request = SaveRequest(version, state, copier=me.handle.copies.copier(Copying()), timeout_s=100)
     me.handle.checkpoints.save(request)
-    files = [b for t in me.handle.checkpoints._buffers._turns.values() for b in t.buffers]
+    files = [b for t in me.handle.copies._turns.values() for b in t.buffers]
     room = 2 * SHARD_BYTES // me.start.size + me.start.borrow_bytes
     taken = sum(each.lent.content_bytes for each in files)
     demand(taken <= room, f"I11: {me} has {taken} bytes of copies, {room} are allowed")

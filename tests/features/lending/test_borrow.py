@@ -224,7 +224,7 @@ def test_loans_of_small_copies_keep_no_large_buffers(opened, borrower):
 
 
 def buffers_of(lender):
-    [turns] = lender.checkpoints._buffers._turns.values()
+    [turns] = lender.copies._turns.values()
     return turns.buffers
 
 

@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ros import Cast, Chunked, Float8, MadeTensor
+from torch_ros.copies import buffers as copy_buffers
+from torch_ros.copies.buffers import CopyBuffers, Copying
+from torch_ros.copies.transforms import Making, cut
+from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import UsageError
 from torch_ros.features.transforms import casting
-from torch_ros.transfer import copy_buffers
-from torch_ros.transfer.copy_buffers import CopyBuffers, Copying
 from torch_ros.transfer.registered import LocalState
-from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.local import local_chunks
-from torch_ros.weights.transforms import Making, cut
 
 FP8 = torch.float8_e4m3fn
 ALL = ("*",)

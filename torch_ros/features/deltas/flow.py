@@ -11,8 +11,7 @@ from torch_ros.printable import log_of
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.shard.seams import Change, Feature, Staged
-from torch_ros.transfer.attending import Attendant
-from torch_ros.transfer.copy_buffers import Copying
+from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.feed import Progress, Supply
 from torch_ros.transfer.side_room import SideRoom
 
@@ -66,10 +65,10 @@ class Deltas(Feature):
             tally.sums["delta_bytes"] += size_bytes
             tally.sums["delta_s"] += elapsed_s
 
-    def attend(self, copying: Copying, version: int) -> Attendant:
+    def attend(self, copier: Copier, version: int) -> Attendant:
         held, shard = self._shard.held, self._shard
         base = self.copies.base(held.uid if held else None, shard.tensors.registered)
-        options = DeltaOptions.among(copying.more)
+        options = DeltaOptions.among(copier.more)
         return Attending(self.copies, options, base, version, shard.settings.depth)
 
     def hides(self) -> None:

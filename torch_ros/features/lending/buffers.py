@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from torch_ros.copies.buffers import CopyBuffers
+from torch_ros.copies.transforms import Making
+from torch_ros.copies.turns import HostBuffers
 from torch_ros.features.lending.memory import LentMemory
 from torch_ros.printable import log_of
-from torch_ros.shard.core import Shard
 from torch_ros.transfer.registered import Buffer, Registered
 from torch_ros.transfer.staging_buffers import aligned
-from torch_ros.transfer.turns import HostBuffers
 from torch_ros.weights.manifest import Manifest
-from torch_ros.weights.transforms import Making
 
 log: logging.Logger = log_of(__name__)
 
@@ -91,7 +91,7 @@ class Lender(HostBuffers):
             )
 
 
-def lend(shard: Shard, borrow_bytes: int) -> None:
+def lend(copies: CopyBuffers, agent: str, borrow_bytes: int) -> None:
     """Let others borrow copies of this process; 0: none."""
     if borrow_bytes:
-        shard.host_buffers = Lender(shard.transport.agent, borrow_bytes)
+        copies.host = Lender(agent, borrow_bytes)

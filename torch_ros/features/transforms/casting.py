@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from torch_ros import arguments
+from torch_ros.copies.transforms import MadeTensor, Shape, cut, elementwise, part
 from torch_ros.errors import UsageError
-from torch_ros.weights.transforms import MadeTensor, Shape, cut, elementwise, part
 
 
 def _matches(fqn: str, patterns: Sequence[str]) -> bool:

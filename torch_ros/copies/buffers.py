@@ -8,14 +8,14 @@ from typing import Literal, Self
 import torch
 
 from torch_ros import arguments
+from torch_ros.copies.ferry import Ferry
+from torch_ros.copies.transforms import Box, Making, Transform, makings
+from torch_ros.copies.turns import BUFFERS, HostBuffers, Turns
 from torch_ros.errors import UsageError
-from torch_ros.transfer.attending import Attendant
-from torch_ros.transfer.ferry import Ferry
+from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.transfer.staging_buffers import aligned
-from torch_ros.transfer.turns import BUFFERS, HostBuffers, Turns
 from torch_ros.weights.local import LocalChunk, LocalTensor
-from torch_ros.weights.transforms import Box, Making, Transform, makings
 
 HOST_MEMORY = torch.device("cpu")
 PIECE_BYTES = 32 << 20  # made at a time; on a GPU two more of them are on their way to the host
@@ -110,7 +110,15 @@ class CopyBuffers:
 
     def __init__(self, host: HostBuffers) -> None:
         self._turns: dict[torch.device, Turns] = {}
-        self._host = host
+        self.host = host
+
+    def copier(self, copying: Copying) -> Copier:
+        """Makes such a copy, for one save."""
+
+        def fill(state: LocalState, attendants: Sequence[Attendant]) -> LocalState:
+            return self.fill(state, copying, attendants)
+
+        return Copier(copying.transforms, copying.more, fill, self.turn)
 
     @property
     def size_bytes(self) -> int:
@@ -141,7 +149,7 @@ class CopyBuffers:
             parts = ((part.making.tensor.fqn, part.device) for parts in plan for part in parts)
             attendant.begins(parts, state.objects)
         paths, sizes = _paths(state, made), _sizes(plan)
-        if extra := self._host.extra_bytes(made, paths, state.objects):
+        if extra := self.host.extra_bytes(made, paths, state.objects):
             sizes[HOST_MEMORY] = sizes.get(HOST_MEMORY, 0) + extra
         self._make_room(sizes, copying.copy_bytes)
         memory = [chunk.tensor for tensor in state.tensors for chunk in tensor.chunks]
@@ -170,7 +178,7 @@ class CopyBuffers:
                 "to a smaller dtype, or publish in place"
             )
         for device, size in new.items():
-            self._turns[device] = Turns(size, device, self._host)
+            self._turns[device] = Turns(size, device, self.host)
 
 
 def _made(

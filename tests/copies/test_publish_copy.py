@@ -12,9 +12,9 @@ import torch
 
 import torch_ros
 from torch_ros import Cast, Chunked, Float8
+from torch_ros.copies import buffers as copy_buffers
+from torch_ros.copies.turns import Turns
 from torch_ros.errors import CallMismatch, ManifestMismatch, UsageError, VersionConflict
-from torch_ros.transfer import copy_buffers
-from torch_ros.transfer.turns import Turns
 
 
 def test_the_tensors_may_change_as_soon_as_it_returns(opened):
@@ -132,7 +132,7 @@ def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(o
     assert torch.equal(target, torch.full((1000,), 8.0))
 
 
-STRUCK = ("shard/checkpoint.py", "transfer/copy_buffers.py", "transfer/turns.py")
+STRUCK = ("shard/checkpoint.py", "copies/buffers.py", "copies/turns.py")
 
 
 # A generator that Ctrl-C ends where it is let go of says so.

@@ -6,9 +6,9 @@ from contextlib import suppress
 import torch
 
 from torch_ros.allocation import allocating
+from torch_ros.copies.transforms import Making
 from torch_ros.p2p import mapped
 from torch_ros.transfer.registered import Buffer
-from torch_ros.weights.transforms import Making
 
 BUFFERS = 2  # one is filled while readers are still at the other
 

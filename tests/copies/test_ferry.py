@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from torch_ros import Cast, Float8
-from torch_ros.transfer import copy_buffers
-from torch_ros.transfer.copy_buffers import make
-from torch_ros.transfer.ferry import CROSSING_MAX, Ferry
+from torch_ros.copies import buffers as copy_buffers
+from torch_ros.copies.buffers import make
+from torch_ros.copies.ferry import CROSSING_MAX, Ferry
+from torch_ros.copies.transforms import Making
 from torch_ros.weights.local import local_chunks
-from torch_ros.weights.transforms import Making
 
 
 def test_few_pieces_are_under_way_and_all_are_there_in_the_end():
