@@ -59,7 +59,7 @@ def test_every_module_logs_lines_that_no_name_can_break():
 
 def test_commands_write_through_one_door():
     for path in (PACKAGE / "cli").glob("*.py"):
-        if path.name == "output.py":
+        if path.name in {"output.py", "trial.py"}:  # the door; a child that answers its parent
             continue
         for each in ast.walk(ast.parse(path.read_text())):
             if isinstance(each, ast.Call):
