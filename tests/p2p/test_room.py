@@ -61,6 +61,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.long
 def test_a_reader_whose_files_run_out_later_is_told_its_limit(spawn):
     with closing(NixlTransport()) as source:
         full = spawn(FULL, source.connection.hex())
@@ -69,6 +70,7 @@ def test_a_reader_whose_files_run_out_later_is_told_its_limit(spawn):
             assert "raise the limit (ulimit -n" in text
 
 
+@pytest.mark.long
 def test_a_home_that_cannot_be_entered_is_named(etcd_endpoint, tmp_path):
     (tmp_path / "home").symlink_to("home")  # root may enter all others
     command = [sys.executable, "-c", IN_A_LOOP, etcd_endpoint]

@@ -396,10 +396,8 @@ def test_who_waits_for_a_relay_to_begin_misses_it_when_it_dies():
 # Short runs, with bounds
 
 
-@pytest.mark.parametrize(
-    ("seeding", "most_s"),
-    [pytest.param("foreground", 8.5, marks=pytest.mark.long), ("host", 4.0)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("seeding", "most_s"), [("foreground", 8.5), ("host", 4.0)])
 def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
     found = scenarios.updates_12(0, seeding=seeding, etcd=scenarios.WEST)
     assert found["stall_s"] < most_s
