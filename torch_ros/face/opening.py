@@ -164,8 +164,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         spot: This replica may vanish at any time: its copies do not count for `retain`.
         installs: This replica feeds an engine, and says by `installing` which version that uses:
             `wait_installed` waits for it, from now on. The same on all ranks. Whatever reads
-            with this handle, as replicate, update, read, stream and dcp.load do, is a UsageError
-            outside of `installing`.
+            with this handle, as replicate, update, read, stream, borrow and dcp.load do, is a
+            UsageError outside of `installing`.
         timeout_s: Seconds for this call, and the default for the handle's calls.
         ttl_s: Seconds after which a dead process's records vanish from etcd; 2 to 86,400.
         drain_s: How long `unpublish` waits for readers; those that take longer go on from another
