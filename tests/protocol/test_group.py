@@ -29,6 +29,7 @@ from torch_ros.fleet import seen as seen_
 from torch_ros.protocol import calls, membership, versions
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.applicant import Applicant
+from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
@@ -803,6 +804,24 @@ def test_a_rank_that_looks_only_when_its_peer_has_closed_again_is_told_so(store,
         looks.set()
         with pytest.raises(SeatLost, match="rank 0 closed its handle"):
             slow.result(15)
+
+
+def test_an_end_that_was_learned_when_ctrl_c_came_is_not_learned_again(store, monkeypatch):
+    group = store.join("r")
+    call = GroupCall(group, 1, "agree", Asked("replicate"), Deadline("agree", 5))
+    call.start(group.seat, group.session)
+    call._failure, group.ledger.unfinished = call.abandoned, call
+    end = GroupCall.end
+
+    def struck(self, *args):
+        end(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GroupCall, "end", struck)
+    with pytest.raises(KeyboardInterrupt):
+        group.catch_up(Deadline("publish", 5))
+    monkeypatch.undo()
+    assert publish(group, 1).version == 1
 
 
 def test_a_rank_that_was_started_twice_waits_for_the_first_to_go(store):

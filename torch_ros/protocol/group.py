@@ -172,7 +172,9 @@ class Group(Seating):
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how a call ended that etcd's absence left open, as the peers have long known."""
-        if (call := self.ledger.unfinished) is not None:
+        if (call := self.ledger.unfinished) is not None and call.has_ended:
+            self.ledger.unfinished = None  # Ctrl-C came when its end had been learned
+        elif call is not None:
             self.await_seat(deadline, patience)
             seat, session, was_shown = self.seat, self.session, call.life in IS_UNWAITED
             try:
