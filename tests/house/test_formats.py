@@ -13,9 +13,9 @@ FOLDERS = ("protocol", "weights", "p2p", "transfer", "features")  # a bucket's f
 FORMATS = {3: "0e0a9d24f1c77da2"}
 """The digest of all classes that processes write for each other, by the format's number.
 
-Who changes one of them adds a line with the next number, and sets `SCHEMA` to it. A number may get
-another digest only while it is in no release and on no other machine: two builds with one number
-read each other's records as garbage, and with two numbers each says which one it met.
+A change of one of them takes a line with the next number, and `SCHEMA` is set to it. A number may
+get another digest only while it is in no release and on no other machine: two builds with one
+number read each other's records as garbage, and with two numbers each says which one it met.
 """
 
 

@@ -786,7 +786,7 @@ def test_a_group_that_is_not_complete_says_who_is_missing(store):
 
 
 def test_a_rank_that_looks_only_when_its_peer_has_closed_again_is_told_so(store, monkeypatch):
-    """Else it would start over, and wait for a peer that has been there already."""
+    """A rank that starts over instead waits for a peer that has been there already."""
     join, waits, looks = membership.join, threading.Event(), threading.Event()
 
     def slow_join(view, who, nonce):

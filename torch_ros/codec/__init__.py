@@ -1,1 +1,1 @@
-"""What changed between two contents, as arrays. Knows no versions and no places they lie in."""
+"""The changes between two contents, as arrays. Knows no versions and no places they lie in."""

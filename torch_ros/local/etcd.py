@@ -210,7 +210,7 @@ def _is_ours(pid: int, directory: Path) -> bool:
 
 
 def _arguments(pid: int) -> list[str]:
-    """Of a process; none if it is gone, or a zombie."""
+    """The arguments of a process; none if it is gone, or a zombie."""
     try:
         return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     except OSError:

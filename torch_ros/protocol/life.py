@@ -67,7 +67,7 @@ TABLE: tuple[tuple[tuple[CallLife, ...], CallEvent, CallLife | None, str], ...] 
     ((NEW, OPEN, READY, UNWAITED, READY_UNWAITED), CallEvent.ENDS, CallLife.ENDED, AN_END),
 )
 """The lives, the event, the life that it leads to (None: it stays), and what is written in etcd.
-What is not here cannot happen."""
+A pair of life and event that is not here cannot happen."""
 
 _NEXT = {(life, event): to or life for lives, event, to, _ in TABLE for life in lives}
 
