@@ -51,6 +51,21 @@ def test_a_replica_that_has_not_asked_is_named_with_its_process(opened, asked):
     assert found["hops"][0]["replica"] == "rollout"
 
 
+def test_a_trainer_between_two_versions_is_not_blamed(opened, asked):
+    trainer, rollout = opened("trainer"), opened("rollout")
+    published(trainer, 7)
+    rollout.register({"w": torch.empty(4)})
+    rollout.replicate()
+    trainer.unpublish()
+    code, out, _ = asked("why", trainer.model, "trainer")
+    assert code == 0, out
+    assert out.startswith(
+        "trainer: published version 7, the newest, has let go of it, and waits for nobody\n"
+        "  trainer, rank 0: host "
+    )
+    assert asked("why", trainer.model, "rollout")[0] == 0
+
+
 def test_names_that_are_nearly_right_are_told(opened, asked):
     trainer = opened("trainer")
     published(trainer, 7)

@@ -340,6 +340,9 @@ def _at_rest(there: _Records, name: str, calls: Sequence[Call], version: int | N
         return keeping
     if ref is None:
         return _nobody_has(there, name, version)
+    if held is None and there.published(ref).by == name:
+        said = f"published version {ref.version}, the newest, has let go of it"
+        return _Found(f"{said}, and waits for nobody", "nothing", everyone)
     if held is None or held.state != "full" or held.ref.order < ref.order:
         verb = "fills" if held and held.state == "filling" else "has"
         has = f"{verb} version {held.ref.version}" if held else "has no version"
