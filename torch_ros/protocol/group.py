@@ -55,7 +55,7 @@ class GroupTask(Generic[T]):
 class Group(Seating):
     """A kept seat, and the calls that are made from it.
 
-    CallLife cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
+    Life cycle: `Group.join` (all ranks), any number of calls by `make` (all ranks, in the same
     order), `close`. Calls are made one at a time; everything else may come from any thread. A call
     in the middle of which the seat was lost is made again from the next, under its number.
     """
