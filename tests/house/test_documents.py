@@ -34,7 +34,6 @@ RUN = [
     "docs/TUTORIAL.md",  # what is not a program: tests/processes/test_tutorial.py runs those
     pytest.param("docs/API.md", marks=pytest.mark.long),
     pytest.param("docs/DISTRIBUTED.md", marks=pytest.mark.long),
-    pytest.param("docs/INTEGRATIONS.md", marks=pytest.mark.long),
 ]
 
 

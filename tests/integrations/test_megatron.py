@@ -1,6 +1,6 @@
-"""Megatron's parameters under the names of a checkpoint, by the functions of the documents."""
+"""Megatron's parameters under the names of a checkpoint, by the functions of the example."""
 
-import re
+import runpy
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 import torch_ros
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "INTEGRATIONS.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_names.py"
 TP, PP, EXPERTS = 2, 2, 4
 HEADS, GROUPS, SIZE, HIDDEN, INNER = 8, 4, 4, 12, 10
 VOCAB, PADDED = 11, 16  # on the second rank, three of eight rows are real
@@ -19,17 +19,8 @@ LAYERS = 2  # one for each stage
 
 @pytest.fixture(scope="module")
 def shown():
-    """The functions, as the document prints them."""
-    (block,) = (
-        code
-        for code in re.findall(
-            r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL
-        )
-        if "def attention" in code
-    )
-    names = {}
-    exec(block, names)
-    return names
+    """The example's functions."""
+    return runpy.run_path(str(EXAMPLE))
 
 
 def checkpoint():
@@ -164,3 +155,8 @@ def test_nothing_is_copied(shown):
     for name, tensor in named(own, shown, 1).items():
         boxes = tensor.chunks.values() if isinstance(tensor, torch_ros.Chunked) else [tensor]
         assert {box.untyped_storage().data_ptr() for box in boxes} <= memory, name
+
+
+def test_the_example_reads_keys_out_of_fused_memory(capsys, shown):
+    shown["main"]()
+    assert "the keys were read" in capsys.readouterr().out
