@@ -31,7 +31,7 @@ import steady
 import streams
 import tcp
 from harness import ChildFailed, Setup, etcd_at, say
-from report import Report, as_json, machine, page, table, target_table
+from report import Report, as_json, by_part, machine, page, table, target_table
 
 PARTS = {
     "one-to-one": one_to_one,
@@ -65,11 +65,12 @@ def main() -> None:
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "results.json").write_text(as_json(header, report))
-        drawn = plots.draw([row.as_json() for row in report.rows], given.out)
-        (given.out / "README.md").write_text(page(header, report, drawn))
+        plots.draw([row.as_json() for row in report.rows], given.out)
+        (given.out / "README.md").write_text(page(header, report))
         say(f"written to {given.out}")
     else:
-        print(*table(report.rows), "", sep="\n")
+        for rows in by_part(report.rows).values():
+            print(*table(rows), "", sep="\n")
     print(*target_table(report.targets), sep="\n")
 
 

@@ -14,6 +14,7 @@ import resharding
 import steady
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from report import PICTURES
 from style import BLUE, OURS, STYLE, THEIRS
 
 COLOURS = (OURS, "#dd8452", BLUE)
@@ -21,22 +22,20 @@ COLOURS = (OURS, "#dd8452", BLUE)
 Rows = Sequence[Mapping[str, Any]]
 
 
-def draw(rows: Rows, directory: Path) -> dict[str, str]:
-    """Writes the pictures; file names by the part that they show, of those that were measured."""
+def draw(rows: Rows, directory: Path) -> None:
+    """Writes the pictures of those parts that were measured."""
     pictures = {
-        one_to_one.PART: ("one-to-one.svg", _one_to_one),
-        resharding.PART: ("resharding.svg", _resharding),
-        fanout.PART: ("fanout.svg", _fanout),
-        steady.PART: ("steady.svg", _steady),
+        one_to_one.PART: _one_to_one,
+        resharding.PART: _resharding,
+        fanout.PART: _fanout,
+        steady.PART: _steady,
     }
-    drawn = {}
     with mpl.rc_context(STYLE):
-        for part, (name, picture) in pictures.items():
+        for part, picture in pictures.items():
             if shown := [row for row in rows if row["part"] == part]:
                 figure = picture(shown)
-                figure.savefig(directory / name, metadata={"Date": None}, facecolor="white")
-                drawn[part] = name
-    return drawn
+                file = directory / PICTURES[part]
+                figure.savefig(file, metadata={"Date": None}, facecolor="white")
 
 
 def _one_to_one(rows: Rows) -> Figure:

@@ -1,4 +1,7 @@
-"""What was found: rows for programs, a page for people, and whether it is good enough."""
+"""What was found: rows for programs, a page for people, and whether it is good enough.
+
+python benchmarks/report.py    writes the page of docs/benchmarks anew, from its results.json
+"""
 
 import importlib.metadata
 import json
@@ -7,7 +10,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,15 +163,36 @@ def as_json(header: Mapping[str, Any], report: Report) -> str:
     )
 
 
+def from_json(text: str) -> tuple[dict[str, Any], Report]:
+    """What `as_json` has written, so that the page can be written anew."""
+    found, report = json.loads(text), Report()
+    for row in found["rows"]:
+        has_tail = "p99" in row
+        for name in ("median", "p50", "p99"):
+            row.pop(name, None)
+        report.add(Row(**row, has_tail=has_tail))
+    for target in found["targets"]:
+        bound = "at_least" if "at_least" in target else "at_most"
+        report.expect(
+            target["what"], target["measured"], unit=target["unit"], **{bound: target[bound]}
+        )
+    return found["header"], report
+
+
 # For people
 
 
-def page(header: Mapping[str, Any], report: Report, plots: Mapping[str, str]) -> str:
-    """Markdown.
+TO = "\N{EN DASH}"
+PICTURES = {  # by the part that they show
+    "One to one, same layout": "one-to-one.svg",
+    "Resharding": "resharding.svg",
+    "One source, many readers": "fanout.svg",
+    "Steady state": "steady.svg",
+}
 
-    Args:
-        plots: File names, by the part that they show.
-    """
+
+def page(header: Mapping[str, Any], report: Report) -> str:
+    """Markdown."""
     lines = [
         "# Measured",
         "",
@@ -176,22 +200,27 @@ def page(header: Mapping[str, Any], report: Report, plots: Mapping[str, str]) ->
         "",
         _setting(header),
         "",
-        "All of it is from one run between processes on one host, in which the cases of a part",
-        "take turns, round by round. Figures are medians over the rounds; ratios are medians of",
-        "the rounds' ratios. GB/s count the payload, once. [results.json](results.json) has all",
-        "samples.",
+        "All figures are medians of one run on one host, with the smallest and the largest in",
+        "brackets, and the 99th percentile if it is not the largest. The cases of a part take",
+        "turns, and a ratio is the median of the rounds' ratios. GB/s count the payload, once.",
+        "[results.json](results.json) has all samples.",
         "",
         "## Targets",
         "",
         *target_table(report.targets),
     ]
-    parts = list(dict.fromkeys(row.part for row in report.rows))
-    for part in parts:
+    for part, rows in by_part(report.rows).items():
         lines += ["", f"## {part}", ""]
-        if part in plots:
-            lines += [f"![{part}]({plots[part]})", ""]
-        lines += table([row for row in report.rows if row.part == part])
+        if part in PICTURES:
+            lines += [f"![{part}]({PICTURES[part]})", ""]
+        lines += table(rows)
     return "\n".join(lines) + "\n"
+
+
+def by_part(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {
+        part: [r for r in rows if r.part == part] for part in dict.fromkeys(r.part for r in rows)
+    }
 
 
 def _setting(header: Mapping[str, Any]) -> str:
@@ -204,33 +233,85 @@ def _setting(header: Mapping[str, Any]) -> str:
 
 
 def target_table(targets: Sequence[Target]) -> Iterator[str]:
+    """Those of the same thing in one line: "1 tensor; 100 tensors: stream, memory"."""
     yield "| | target | measured | |"
     yield "| --- | ---: | ---: | --- |"
+    alike: dict[str, list[Target]] = {}
     for target in targets:
-        sign = "≥" if target.is_minimum else "≤"
-        wanted = f"{target.wanted:.3g}{_suffix(target.unit)}"
-        measured = _with_unit(target.measured, target.unit)
-        verdict = "met" if target.is_met else "**not met**"
-        yield f"| {target.what} | {sign} {wanted} | {measured} | {verdict} |"
+        alike.setdefault(target.what.rpartition(": ")[2], []).append(target)
+    for what, each in alike.items():
+        cases = "; ".join(one.what.removesuffix(what).removesuffix(": ") for one in each)
+        measured = ", ".join(_with_unit(target.measured, target.unit) for target in each)
+        yield _line(
+            f"{cases}: {what}" if cases else what,
+            [_each(map(_bound, each)), measured, _each(map(_verdict, each))],
+        )
+
+
+def _each(told: Iterable[str]) -> str:
+    """Once, if it is always the same."""
+    each = list(told)
+    return each[0] if len(set(each)) == 1 else ", ".join(each)
+
+
+def _bound(target: Target) -> str:
+    return f"{'≥' if target.is_minimum else '≤'}{target.wanted:.3g}{_suffix(target.unit)}"
+
+
+def _verdict(target: Target) -> str:
+    return "met" if target.is_met else "**not met**"
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Of one part, whose rows have the same parameters or lack some."""
-    names = list(dict.fromkeys(name for row in rows for name in row.params))
-    has_tail = any(row.has_tail for row in rows)
-    has_ratios = any(row.ratios for row in rows)
-    heads = ["", *names, "median", "min - max", *["p99"] * has_tail, *["ratios"] * has_ratios]
-    yield "| " + " | ".join(heads) + " |"
-    yield "| --- " + "| ---: " * (len(heads) - 1 - has_ratios) + "| --- " * has_ratios + "|"
+    """Of one part: a line for each quantity and its ratios, a column for each case if it comes
+    in several."""
+    varying = _varying(rows)
+    if same := _params(rows[0], [name for name in rows[0].params if name not in varying]):
+        yield f"All with {same}:\n"
+    has_columns = len({row.what for row in rows}) < len(rows)
+    lines: dict[str, dict[str, Row]] = {}
     for row in rows:
-        cells = [row.what, *(str(row.params.get(name, "")) for name in names)]
-        cells += [_with_unit(row.median, row.unit)]
-        cells += [f"{_digits(min(row.samples))} - {_digits(max(row.samples))}"]
-        if has_tail:
-            cells += [_with_unit(percentile(row.samples, 0.99), row.unit) if row.has_tail else ""]
-        if has_ratios:
-            cells += [", ".join(f"{_digits(value)} {to}" for to, value in row.ratios.items())]
-        yield "| " + " | ".join(cells) + " |"
+        case = _params(row, varying)
+        aside = f" ({case})" if case and not has_columns else ""
+        line = lines.setdefault(f"{row.what}{aside}, {row.unit}", {})
+        line[case if has_columns else ""] = row
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    yield _line("", columns)
+    yield "| --- |" + " ---: |" * len(columns)
+    for name, line in lines.items():
+        yield _line(name, [_figures(line[column]) if column in line else "" for column in columns])
+        for to in dict.fromkeys(to for row in line.values() for to in row.ratios):
+            ratios = [line[column].ratios.get(to) if column in line else None for column in columns]
+            yield _line(f"... {to}", ["" if each is None else _digits(each) for each in ratios])
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row.params)
+    return [name for name in names if len({str(row.params.get(name)) for row in rows}) > 1]
+
+
+def _params(row: Row, names: Sequence[str]) -> str:
+    given = {name: row.params[name] for name in names if name in row.params}
+    return ", ".join(
+        f"{name} {value}" if isinstance(value, str) else _counted(value, name)
+        for name, value in given.items()
+    )
+
+
+def _counted(value: int, name: str) -> str:
+    return f"{value:,} {name.removesuffix('s') if value == 1 else name}"
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _figures(row: Row) -> str:
+    told, least, most = map(_digits, (row.median, min(row.samples), max(row.samples)))
+    if least == most:
+        return told
+    tail = _digits(percentile(row.samples, 0.99)) if row.has_tail else most
+    return f"{told} ({least}{TO}{most}{'' if tail == most else f', p99 {tail}'})"
 
 
 def _with_unit(value: float, unit: str) -> str:
@@ -247,3 +328,13 @@ def _digits(value: float) -> str:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{min(decimals, 3)}f}"
+
+
+def main(directory: Path) -> None:
+    """Write the page anew."""
+    header, report = from_json((directory / "results.json").read_text())
+    (directory / "README.md").write_text(page(header, report))
+
+
+if __name__ == "__main__":
+    main(Path(__file__).parents[1] / "docs" / "benchmarks")

@@ -206,6 +206,13 @@ def test_the_pictures_are_what_their_script_draws():
     assert sorted(shown) == sorted(drawn)
 
 
+def test_the_figures_are_what_their_run_has_written():
+    docs = ROOT / "docs" / "benchmarks"
+    report = runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
+    found = report["from_json"]((docs / "results.json").read_text())
+    assert report["page"](*found) == (docs / "README.md").read_text()
+
+
 PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
 WORDS_MAX = {
     ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
