@@ -69,18 +69,14 @@ def held_up_beyond(rows: Sequence[Row]) -> float | None:
     return max(found, default=None)
 
 
-FAR_ETCD = (
-    "They read as fast as with etcd beside them, and wait for some twelve round trips of 40 ms to "
-    "it, each of eight GPUs."
-)
+FAR_ETCD = "Each of eight GPUs waits for some twelve round trips of 40 ms to etcd."
 ONE_CHAIN = (
-    "There is one chain, and all come at once. etcd takes 0.07 ms for the look and the decision of "
-    "each, which come before the first claim; from there on each hop passes on a step of 4 MiB, "
-    "which takes 0.17 ms. docs/ARCHITECTURE.md says why it stays a chain."
+    "There is one chain. etcd takes 0.07 ms for the decision of each replica, and each hop 0.17 ms "
+    "to pass on a step. docs/ARCHITECTURE.md says why it stays a chain."
 )
 SLOW_CHAIN = (
-    "In a first version slow ones are found as the chain comes to them, and each that steps aside "
-    "holds up those behind it, beside what the chain takes."
+    "Slow ones are found as the chain comes to them, and each that steps aside holds up those "
+    "behind it."
 )
 
 AIMS = (

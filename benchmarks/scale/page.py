@@ -1,7 +1,8 @@
 """The page docs/scale/README.md, from rows of results.json: nobody edits it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,44 +15,35 @@ Row = Mapping[str, Any]
 ABOUT = """# At scale
 
 `make scale` has written this page: nobody edits it. It shows what this release does among up to
-1,000 replicas, or 10,000, which no machine of ours has. Everything behind `torch_ros.open` runs as
-it is: handles, calls, choice of sources, claims, relays, retries, leases. Clocks, etcd and the
-network are modelled, so times are those of the model and no promise.
+1,000 replicas, or 10,000. Everything behind `torch_ros.open` runs as it is; clocks, etcd and the
+network are [modelled](#the-model), so times are those of the model and no promise.
 
 "x" is of the time in which one NIC carries the version, which is the best that a newcomer can have.
-[How it works](#how-it-works) is at the end, with all that the model leaves out.
 """
 
 HEADS = """\
 Eight of many heads send, each to a chain of its own: a newcomer looks at the eight oldest, and at
-the eight before it. More would not be sooner: eight chains pass a step on to 47 newcomers in a
-millisecond, and etcd lets 15 decide. Where each looks at 16, or at 24, 1,000 newcomers of 48 heads
-are done at 1.068 x instead of 1.071 x, and get 2.3 or 4.7 KiB more from etcd.
+the eight before it. More would not be sooner, since etcd lets 15 newcomers decide in a millisecond.
 """
 
-WORKS = """## How it works
+WORKS = """## The model
 
-- `benchmarks/scale/cluster.py` runs each process of each replica in greenlets, on the scheduler of
-  the simulated tests, without its dice: who can move moves, in order, and then time passes.
-- etcd is one queue. A request takes half a millisecond there and back each, up or down by half,
-  and 1/20,000 s of etcd's time for a write and 1/60,000 s for a read, or to renew a lease, which
-  all replicas do in turn. Another datacenter is 40 ms away. Watches tell as soon as a change is
-  made.
+- `benchmarks/scale/cluster.py` runs the processes on the scheduler of the simulated tests, without
+  its dice: who can move moves, in order, and then time passes.
+- etcd is one queue. A request takes half a millisecond each way, up or down by half, and of etcd's
+  time 1/20,000 s for a write and 1/60,000 s for a read or a renewed lease. Another datacenter is
+  40 ms away.
 - `benchmarks/scale/network.py` shares NICs (25 GB/s each way, 50 GB for each rank, as in the
-  TensorHub paper) and links between datacenters max-min fairly, in ticks of a step.
-  Relays pass on whole steps of 4 MiB, and who waits for a relay asks as seldom as the library
-  does between hosts: after 0.05 ms, and after 2 s of that twice as long each time, 10 ms at most.
-  Who is slow is seen as the library sees it, which looks every 0.26 ms for what has landed.
+  TensorHub paper) and links between datacenters max-min fairly. Relays pass on steps of 4 MiB.
 - A process that dies is missed by its readers 0.1 s later, and by etcd when its lease has ended.
 
-The model leaves out: what connecting takes, the way of a question about a position, kernels' and
-processors' time, incast and congestion, loss, pauses of RDMA's flow control, other traffic, GPUs
-that are busy, digests. A fluid model
-flatters: 1.06 and 1.12 are the same, 4 and 1.1 are not.
+The model leaves out connecting, kernels' and processors' time, congestion, loss, other traffic,
+GPUs that are busy, and digests. A fluid model flatters: 1.06 and 1.12 are the same, 4 and 1.1 are
+not.
 
-The same release and N make the same `results.json`, byte for byte; `make test` runs the scenarios
-with few replicas, and compares. `python benchmarks/scale/scale.py --only burst --rules NAME,...`
-runs rules that are not the library's beside its own; `benchmarks/scale/rules.py` has them.
+The same release and N make the same `results.json`, byte for byte. `python
+benchmarks/scale/scale.py --only burst --rules NAME,...` runs the rules of
+`benchmarks/scale/rules.py` beside the library's.
 """
 
 
@@ -76,18 +68,14 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Bursts\n"
     yield "![When the last one is done, by the number of replicas](last-done.svg)\n"
     yield "![How long each of 1,000 waits](stalls.svg)\n"
-    yield from _table(BURST_HEAD, (_burst_line(row) for row in _rows(rows, "burst")))
-    yield (
-        "Commits, lost races and reads of etcd, and KiB of keys and values from and to it, are "
-        "those of each newcomer.\n"
-    )
+    yield from _without_constants(BURST_HEAD, [_burst_line(row) for row in _rows(rows, "burst")])
+    yield "Commits, lost races, reads and KiB of keys and values of etcd are those of a newcomer.\n"
     yield HEADS
     yield ("![What etcd is asked](requests.svg)\n")
     yield "## Slow ones\n"
     yield (
-        "One in a hundred has a tenth of the rate. In a first version nobody knows which: each is "
-        "found by how fast bytes land at it and at its source; in the next one they pass nothing "
-        "on.\n"
+        "One in a hundred has a tenth of the rate. In a first version nobody knows which; in the "
+        "next one they pass nothing on.\n"
     )
     yield from _table(
         ("N", "first version, healthy ones: median x", "p99 x", "last x",
@@ -104,9 +92,9 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
          for r in _rows(rows, "deaths")),
     )  # fmt: skip
     yield "## More than one datacenter\n"
-    yield "How often a version comes to each of them, in a burst, unless it says otherwise.\n"
+    yield "How often a version comes to each of them, over all seeds.\n"
     yield from _table(
-        ("far replicas", "far datacenters", "over s", "seeds", "mean", "most"), _crossings(rows)
+        ("far replicas", "far datacenters", "over s", "mean", "most"), _merged(_crossings(rows))
     )
     for row in _rows(rows, "held_up"):
         took, copy = _of(row, "unpublish_s", "copy_s")
@@ -138,8 +126,8 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     )  # fmt: skip
     yield from _table(
         ("11: rollouts", "trainers", "mean stall s", "paper s"),
-        ((str(r["params"]["rollouts"]), str(r["params"]["trainers"]), *_of(r, "mean_s"), "1.5")
-         for r in _rows(rows, "figure_11")),
+        _merged((*(str(r["params"][who]) for who in ("rollouts", "trainers")),
+                 *_of(r, "mean_s"), "1.5") for r in _rows(rows, "figure_11")),
     )  # fmt: skip
     twelve = [row["figures"] for row in _rows(rows, "figure_12")]
     if twelve:
@@ -196,7 +184,25 @@ def _crossings(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for (n, far, over_s), values in found.items():
         over = f"{over_s:g}" if over_s else "at once"
         mean = f"{fmean(values):.2f}"
-        yield f"{n:,}", str(far), over, str(len(values)), mean, f"{max(values):.2f}"
+        yield f"{n:,}", str(far), over, mean, f"{max(values):.2f}"
+
+
+def _merged(lines: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Lines in a row that differ in the first column only are one."""
+    for rest, each in groupby(lines, key=lambda line: line[1:]):
+        firsts = [line[0] for line in each]
+        yield (firsts[0] if len(firsts) == 1 else f"{firsts[0]} to {firsts[-1]}"), *rest
+
+
+def _without_constants(head: Sequence[str], lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """A table; columns that have the same in all lines are told above it."""
+    columns = list(zip(*lines, strict=True))
+    same = [at for at, column in enumerate(columns) if len(set(column)) == 1 and len(lines) > 1]
+    left = [at for at in range(len(head)) if at not in same]
+    if same:
+        told = "; ".join(f"{head[at]} {columns[at][0]}" for at in same)
+        yield f"The same in all lines: {told}.\n"
+    yield from _table([head[at] for at in left], ([line[at] for at in left] for line in lines))
 
 
 def _rows(rows: Sequence[Row], what: str) -> list[Row]:
