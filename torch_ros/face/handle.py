@@ -59,12 +59,15 @@ class ShardHandle:
     publish, unpublish, replicate, update, read, serve, the beginning of a stream and both ends of
     installing are calls of the whole group: every rank makes the same ones in the same order, no
     collective is involved, and all get the same answer or the same error. An error on one rank ends
-    the call on all of them. contents, list, fleet, wait, installs and wait_installed are this
-    process's own. Safe to call from several threads, one call at a time. A signal handler that
-    makes one in the middle of another, in the same thread, gets a UsageError.
+    the call on all of them. All other calls are this process's own. Safe to call from several
+    threads, one call at a time. A signal handler that makes one in the middle of another, in the
+    same thread, gets a UsageError.
 
-    A rank that closes its handle ends the replica for its peers: what they still call then is a
-    SeatLost error, except list, wait, unpublish and close.
+    `timeout_s` bounds a call; None: as `open` was told. Beside the errors that stand at each call,
+    DeadlineExceeded says that time was over, StoreUnavailable that etcd did not answer, ClosedError
+    that the handle is closed; and of a call of the group CallAborted that another rank failed,
+    SeatLost that the seat is lost, or that a rank has closed its handle: this ends the replica for
+    its peers, except for list, wait, unpublish and close.
 
     After `fork` the child's copy does nothing and raises `ClosedError`. No handle can be opened in
     a child whose parent had one open at the fork: use spawn, or fork first.
@@ -178,20 +181,18 @@ class ShardHandle:
                 - A module of torch: its parameters, frozen ones too, and its persistent buffers,
                   under the names of its `state_dict()`, tied ones under each of theirs. They are
                   looked up anew when `publish`, `replicate` or `update` begins, in FSDP2's sharded
-                  form. Other tensors by then (`p.data = ...`, `.to()`, `.half()`, `to_empty()`,
-                  `load_state_dict(assign=True)`, a new `nn.Parameter`) are registered in their
-                  place. Buffers that are not persistent, and what `get_extra_state` gives, are left
-                  out.
+                  form; other tensors by then (`p.data = ...`, `.to()`, `to_empty()`,
+                  `load_state_dict(assign=True)`, a new `nn.Parameter`) take their place. What
+                  `get_extra_state` gives is left out.
                 - A function that returns a mapping, called anew at the same moments: for a part of
                   a module (`lambda: {n: p for n, p in model.named_parameters() if
                   p.requires_grad}`), or for names of your own. It is to return the tensors in use,
                   not copies, into which nothing is read, and costs some 10 us a tensor each time.
                 - A mapping of fqns to tensors, any dtype and shape, also 0-d, empty, non-contiguous
-                  or sharing memory. It is looked at anew, too: another tensor under a name, other
-                  memory of one (`p.data = ...`) or another shape (`p.t_()`) is found and registered
-                  again. One that has taken another's place in a module is not. Those of
-                  `state_dict()` are aliases, which keep the old memory when a parameter gets
-                  another one; only `guard` can find that. So pass the module.
+                  or sharing memory. It is looked at anew, too, and other memory or another shape of
+                  a tensor is found. One that has taken another's place in a module is not, nor
+                  what those of `state_dict()`, which are aliases, miss when a parameter gets other
+                  memory; only `guard` can find that. So pass the module.
 
                 A DTensor stands for its local chunk, a `Chunked` for its boxes; any other tensor is
                 the whole. Where ranks differ the lowest one's counts. Not copied, not modified;
@@ -236,10 +237,10 @@ class ShardHandle:
     ) -> bool:
         """Offer the registered tensors as `version`. No bytes move.
 
-        Collective. Returns on each rank once the whole replica is offered. The tensors are read
-        in place: do not write to them or free them until `unpublish` has returned. They are those
-        of `register`, whatever was saved, copied or loaded since; without one, those of the last
-        save or load in place.
+        Collective. Returns on each rank once the whole replica is offered. The tensors are read in
+        place: do not write to them or free them until `unpublish` has returned. They are those of
+        `register`, whatever was saved, copied or loaded since; without one, those of the last save
+        or load in place.
 
         Args:
             version: Not below the newest of the run; gaps are fine.
@@ -257,14 +258,13 @@ class ShardHandle:
         Raises:
             UsageError: Nothing is registered, or only a copy of `publish_copy` is; a version is
                 held; or a guarded optimizer's parameter has left the memory that is registered.
-                Nothing was published.
             VersionConflict: A newer version exists, or another replica has published this one, and
-                its digests are others. Nothing was published.
+                its digests are others.
             ManifestMismatch: Ranks, or another replica that publishes this version, have other
-                tensors; or the ranks together lack a part of one. Nothing was published.
-            DeadlineExceeded, CallAborted: Not all ranks came. Nothing was published.
-            SourceLost: The memory of a peer cannot be read. Nothing was published.
-            SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
+                tensors; or the ranks together lack a part of one.
+            SourceLost: The memory of a peer cannot be read.
+
+        Nothing was published then, nor after a DeadlineExceeded or CallAborted.
 
         Cost: 3 round trips to etcd, 2 after an `unpublish`; with several ranks up to 6 each; no
         copy. The first time, the rank that comes last looks at what its peers have.
@@ -303,8 +303,8 @@ class ShardHandle:
         Args:
             version: As for `publish`.
             named_tensors: As for `register`.
-            transform: The tensors that are published in the place of these: a `torch_ros.Cast`, a
-                `torch_ros.Float8`, or a `torch_ros.Transform` of your own. Among several, the first
+            transform: Makes the tensors that are published in the place of these: `torch_ros.Cast`,
+                `torch_ros.Float8`, or a `torch_ros.Transform` of your own. Of several, the first
                 that makes something of a tensor counts, so that `[Float8(...), Cast(...)]` casts
                 those that are not quantised. None: they are copied as they are.
             to: "cpu": copy tensors of a GPU to host memory, transformed there before, in pieces of
@@ -324,9 +324,8 @@ class ShardHandle:
         Raises:
             As `publish`; and UsageError: The copy does not fit into `copy_bytes`, a transform
                 failed, a shard cuts a block that a transform needs whole, or there can be no
-                `deltas`; ManifestMismatch: The
-                ranks have different transforms; CallMismatch: some have none, and nothing is held.
-                In each case what was held is held still.
+                `deltas`; ManifestMismatch: the ranks have different transforms. What was held is
+                held still. CallMismatch: some have none, and nothing is held.
 
         Cost: As unpublish and publish, and one copy on each rank. If nothing is held, several
         ranks with a transform ask etcd as often as if something were.
@@ -352,9 +351,9 @@ class ShardHandle:
         Collective, as the step is: the optimizers of all ranks step together. `step` raises
         the errors of `unpublish`; then no parameter has changed.
 
-        Which of the optimizer's parameters are the registered tensors is noted. The next `publish`
-        or save raises a UsageError if one of them has other memory by then, and the registered
-        tensor, such as one of `state_dict()`, has not. A warning says so if none of them is.
+        Which of its parameters are the registered tensors is noted: the next `publish` or save
+        raises a UsageError if one of them has other memory by then, and the registered tensor,
+        such as one of `state_dict()`, has not. A warning says so if none of them is.
 
         Returns:
             A hook; its `remove()` ends this.
@@ -382,9 +381,9 @@ class ShardHandle:
         where another such copy is read still, or memory is short, it is.
 
         Raises:
-            DeadlineExceeded: Somebody still reads; the version is not offered any more, and
-                calling again goes on waiting. The tensors must not be written yet.
-            StoreUnavailable: Likewise, before the lease is over.
+            DeadlineExceeded, StoreUnavailable: Somebody still reads, or the lease is not over; the
+                version is not offered any more, and calling again goes on waiting. The tensors must
+                not be written yet.
             ContractBroken: They were written to, by torch's count of writes to a plain tensor that
                 this handle has published, or, with `check_contract`, by its digest. It is
                 unpublished, and withdrawn: nobody takes it from who has it. Where the count is not
@@ -449,8 +448,6 @@ class ShardHandle:
             SourceLost: The source vanished. The tensors' content is undefined; nothing is held.
             BucketError: Nobody has a version, and none of the bucket's can be read; likewise. Or,
                 with `missing_ok`, the bucket does not answer.
-            DeadlineExceeded, CallAborted: Not all ranks came, or one of them failed.
-            SeatLost, StoreUnavailable: The seat is lost; etcd did not answer.
 
         Cost: 5 round trips to etcd, with several ranks up to 8 each; every byte moves once.
         """
@@ -522,13 +519,12 @@ class ShardHandle:
             engine.pause()
             handle.update("latest")
 
-        This process's own question: no collective, no record in etcd, and nobody waits for it. What
-        is held stays as it is, and is served on. Meanwhile other threads may make any other call of
-        this handle; another prefetch waits for this one. An `update` waits for nothing: it takes
-        what is staged if that leads from what it gives up to what it goes to, and drops it
-        otherwise; then, or where other ranks have staged nothing, it reads as ever. Either way all
-        bytes are digested and compared. `unpublish`, `unregister` and all that reads a version drop
-        it too.
+        This process's own question: no record in etcd, and nobody waits for it. What is held stays
+        as it is, and is served on. Meanwhile other threads may make any other call of this handle;
+        another prefetch waits for this one. An `update` waits for nothing: it takes what is staged
+        if that leads from what it gives up to what it goes to, and drops it otherwise; then, or
+        where other ranks have staged nothing, it reads as ever. Either way all bytes are digested
+        and compared. `unpublish`, `unregister` and all that reads a version drop it too.
 
         Deltas of a publisher with `publish_copy(deltas=...)` in this datacenter are read, into host
         memory, under the conditions of `update`. If the last one is being made, as right after a
@@ -546,8 +542,7 @@ class ShardHandle:
         Raises:
             UsageError: The handle's `digests` are not "full".
             SourceLost: Three publishers were lost, one after the other.
-            VersionNotFound, ManifestMismatch, DeadlineExceeded, StoreUnavailable: As `update`.
-            ClosedError: The handle was closed.
+            VersionNotFound, ManifestMismatch: As `update`.
 
         In each case nothing has changed, and `update` works.
 
@@ -594,11 +589,8 @@ class ShardHandle:
 
         Raises:
             UsageError: A number, or a `stop` that cannot be asked.
-            ClosedError: The handle was closed.
             SourceLost, VersionNotFound: Six tries, half a `ttl_s` apart, could not read a version.
             SeatLost: The seat is lost for good; or other ranks are missing for two `ttl_s`.
-            DeadlineExceeded: Not all ranks came.
-            CallAborted: One of the ranks failed, or left its loop alone.
             ManifestMismatch, CorruptWeights: As `replicate`.
 
         Cost: As `update(wait_s=...)`.
@@ -651,9 +643,9 @@ class ShardHandle:
             ManifestMismatch: A name, shape or dtype that the version does not have. Nothing has
                 changed; but if a version with other tensors comes while what is held is given up,
                 nothing is held.
-            VersionNotFound, SourceLost, CorruptWeights: As `replicate`. If what was held is given
-                up, nothing is held.
-            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: Likewise.
+            VersionNotFound, SourceLost, CorruptWeights: As `replicate`.
+
+        After any other error nothing is held, if what was held is given up.
 
         Cost: As unpublish and replicate; before, a look at the version, and with several ranks one
         call in which they agree.
@@ -680,7 +672,6 @@ class ShardHandle:
             ContentChanged: A tensor is not what was read.
             ManifestMismatch: The ranks have read a part of the version.
             VersionNotFound: The version is gone, or was published anew with other content.
-            DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `publish`.
 
         After an error it may be called again, and nothing is offered; unless `version` is not None,
         since etcd has not said how the call ended.
@@ -738,7 +729,7 @@ class ShardHandle:
             ManifestMismatch: The version has no tensor of that name.
             VersionNotFound: The version is gone, or only this replica holds it, or `source` does
                 not hold it.
-            SourceLost, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As `replicate`.
+            SourceLost: As `replicate`.
 
         Cost: 5 requests to etcd, with several ranks up to 7; 4 more after each pause of more than
         5 s.
@@ -757,9 +748,8 @@ class ShardHandle:
     ) -> AbstractContextManager[Borrowed]:
         """A version's tensors where their publisher on this host has them: `with` this.
 
-        This process's own question: no collective, nothing need be registered, nothing is held. No
-        byte is copied, so it takes the same milliseconds for any size. Blocks until the version
-        exists.
+        This process's own question: nothing need be registered, nothing is held. No byte is copied,
+        so it takes the same milliseconds for any size. Blocks until the version exists.
 
         Only copies are lent: those of `publish_copy` (and of `ROSWriter(mode="copy")`), by a
         replica whose handles were opened with `borrow_bytes`, all of its ranks being processes of
@@ -768,9 +758,8 @@ class ShardHandle:
         waits for no borrower. No lease is needed: the loan of a process that ends ends with it.
 
         The tensors are for reading: a write to them ends this process with SIGSEGV, since the
-        memory is mapped so; a copy of the written page instead would be weights that nobody
-        published. Do not register them, nor publish them. Those that are kept when the block is
-        left stay mapped, and show what the publisher writes there next.
+        memory is mapped so. Do not register them, nor publish them. Those that are kept when the
+        block is left stay mapped, and show what the publisher writes there next.
 
         Leaving the block waits for this process's CUDA devices. Have other threads that use the
         tensors end first. If something was written there meanwhile, it raises `LoanBroken`, in the
@@ -790,8 +779,7 @@ class ShardHandle:
                 when they were copied, or it is on another host, in another pid namespace, of
                 another user or without `transport="auto"`; says which, and what to do.
             LoanRefused: The publisher lends as much already as its `borrow_bytes` allow.
-            VersionNotFound, DeadlineExceeded, StoreUnavailable: As `replicate`.
-            LoanBroken: When the block is left.
+            VersionNotFound: As `replicate`.
 
         Cost: 2 round trips to etcd, no write; a look at the open files of the publisher's
         processes.
@@ -839,8 +827,8 @@ class ShardHandle:
                 nothing by a process that has not installed it last, or another `installing` was
                 begun in the block: then the replica is active at nothing.
             InstallRejected: When the block is left: another rank has failed.
-            VersionNotFound, DeadlineExceeded, CallAborted, SeatLost, StoreUnavailable: As
-                `replicate`; when the block is left too, and then the version is rejected.
+            VersionNotFound: As `replicate`; when the block is left too, and then the version is
+                rejected, as by each error of etcd or of other ranks.
 
         Cost: 2 requests to etcd with one rank, and one more if this handle neither holds the number
         nor has looked at it; with several, as two checks.
@@ -850,7 +838,7 @@ class ShardHandle:
     def installs(self, *, timeout_s: float | None = None) -> Mapping[str, Install]:
         """The version that each replica's engine uses, of those opened with `installs=True`.
 
-        This process's own question. A replica that has lost its seat is not there.
+        A replica that has lost its seat is not there.
         """
         return self._installs.all(timeout_s)
 
@@ -892,10 +880,10 @@ class ShardHandle:
     ) -> Contents:
         """The tensors that a version consists of, as a holder of it tells. Reads no tensor.
 
-        This process's own question, since nothing follows from it for the other ranks: no call of
-        the group, and no holder waits for it. Two ranks that ask for "latest" may be told of
-        different versions; `read` and `replicate` then give all ranks the same one. Waits until the
-        version exists; calls of this handle in other threads wait with it.
+        This process's own question, since nothing follows from it for the other ranks, and no
+        holder waits for it. Two ranks that ask for "latest" may be told of different versions;
+        `read` and `replicate` then give all ranks the same one. Waits until the version exists;
+        calls of this handle in other threads wait with it.
 
         Raises:
             VersionNotFound: It is gone.
@@ -910,7 +898,7 @@ class ShardHandle:
     def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
         """The available versions, and the names of the replicas that hold each of them whole.
 
-        This process's own question, about the newest run that has a version.
+        Of the newest run that has a version.
         """
         deadline = self._shard.deadline("list", timeout_s)
         group, keys = self._shard.group, self._shard.group.seat.keys
@@ -920,9 +908,8 @@ class ShardHandle:
     def fleet(self, *, timeout_s: float | None = None) -> Fleet:
         """All replicas and holdings of the model, and who reads from whom.
 
-        This process's own question, about all runs; for policies of one's own. Readers are
-        given what `list` says at the same moment. Costs one request, and some hundred bytes for
-        each replica.
+        Of all runs; for policies of one's own. Readers are given what `list` says at the same
+        moment. Costs one request, and some hundred bytes for each replica.
 
         Raises:
             BackendError: Another release has taken the model's name since.
@@ -942,7 +929,7 @@ class ShardHandle:
     ) -> dict[int, set[str]]:
         """Block until `predicate` of what `list` returns is true; returns that.
 
-        This process's own question; asked again at every change, at most 20 times a second.
+        Asked again at every change, at most 20 times a second.
 
         Raises:
             DeadlineExceeded: With what `list` said last.
