@@ -12,14 +12,15 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 import torch_ros
+from torch_ros import arguments
 from torch_ros.errors import (
     CallAborted,
     InstallRejected,
     ManifestMismatch,
     TorchRosError,
-    UsageError,
     VersionNotFound,
 )
+from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.landing_plan import (
     SAME,
     LandingPlan,
@@ -36,8 +37,8 @@ from torch_ros.integrations.landing_plan import (
     plan_landings,
     small_with_nan,
 )
-from torch_ros.integrations.landings import Recording
-from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Versions, Weights
+from torch_ros.integrations.landings import Recording, by_reason
+from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Weights
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
@@ -46,6 +47,7 @@ Direct = Literal["auto", "proven", "never"]
 OnFailure = Literal["reread", "keep", "refuse"]
 NAMED_MAX = 8  # names in a message
 TOLD_S = 30.0  # for all ranks to say that an engine has no version any more
+Versions = torch_ros.ShardHandle | BucketVersions
 T = TypeVar("T")
 
 
@@ -75,19 +77,12 @@ class InstallOptions:
     ignore: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("direct", get_args(Direct)),
-            ("on_failure", get_args(OnFailure)),
-            ("relay", (True, False)),
-            ("cast", (True, False)),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                expected = ", ".join(map(repr, allowed))
-                raise UsageError(f"{name}={value!r}: expected one of {expected}")
-        if type(self.buffer_bytes) is not int or self.buffer_bytes <= 0:
-            raise UsageError(f"buffer_bytes={self.buffer_bytes!r}: expected a number above 0")
-        if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
-            raise UsageError(f"ignore={self.ignore!r}: expected a list of names or patterns")
+        arguments.whole(1, 1 << 50)("buffer_bytes", self.buffer_bytes)
+        arguments.one_of(get_args(Direct))("direct", self.direct)
+        arguments.yes_or_no("relay", self.relay)
+        arguments.one_of(get_args(OnFailure))("on_failure", self.on_failure)
+        arguments.yes_or_no("cast", self.cast)
+        arguments.texts("ignore", self.ignore)
 
     def ignores(self, fqn: str) -> bool:
         return any(fnmatchcase(fqn, pattern) for pattern in self.ignore)
@@ -110,15 +105,12 @@ class InstallReport:
         return self.direct_bytes / max(1, self.direct_bytes + self.staged_bytes)
 
     def __str__(self) -> str:
-        reasons: dict[str, list[str]] = {}
-        for fqn, reason in self.staged.items():
-            reasons.setdefault(reason, []).append(fqn)
         megabytes = (self.direct_bytes + self.staged_bytes) / 1e6
         took = ", ".join(f"{stage} {1e3 * s:.0f} ms" for stage, s in self.stages_s.items())
         parts = [
             f"version {self.version}: {len(self.direct)} tensors in place",
             f"{100 * self.direct_share:.2f} % of {megabytes:.1f} MB ({took})",
-            *(f"staged, {reason}: {', '.join(fqns)}" for reason, fqns in reasons.items()),
+            *(f"staged, {why}: {', '.join(fqns)}" for why, fqns in by_reason(self.staged).items()),
             *([f"ignored: {', '.join(self.ignored)}"] if self.ignored else []),
         ]
         return "; ".join(parts)
@@ -152,7 +144,7 @@ class _Recorded:
     proven: set[str] = field(default_factory=set)  # parameters whose obstacles are gone
     refuted: dict[str, str] = field(default_factory=dict)  # those whose obstacles stay, and why
     obstacles: Mapping[str, Obstacle] | None = None  # when it was planned last
-    plan: LandingPlan | None = None  # for these obstacles
+    plan: LandingPlan = field(init=False)  # for these obstacles
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +175,6 @@ class _Laid:
 
     def are_of(self, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> bool:
         return self.plan is plan and places(self.places, state) == self.places
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """How one version will get in."""
-
-    recorded: _Recorded
-    plan: LandingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +234,15 @@ class Installer:
             TorchRosError: As `contents`, `read` and `serve`.
         """
         watch = Laps(time.perf_counter() + timeout_s)
-        found = self._together(lambda: self._found(version, timeout_s))
-        number, uid = self._first((found.version, found.uid) if found else None)
-        mine = (self.active, uid == self._uid and self._serves(number))
+
+        def find() -> torch_ros.Contents | None:  # rank 0: another may know of a newer one
+            is_first = self.handle.rank == 0
+            return self.handle.contents(version, timeout_s=timeout_s) if is_first else None
+
+        found = self._together(find)
+        number, uid = self._peers.gather((found.version, found.uid) if found else (0, ""))[0]
+        is_served = self.active == self.handle.version == number  # and nobody writes to it
+        mine = (self.active, is_served and uid == self._uid)
         active, serve = zip(*self._peers.gather(mine), strict=True)
         if self.report and all(serve):
             return self.report
@@ -261,7 +251,7 @@ class Installer:
 
         def bring() -> InstallReport:
             look = self._together(lambda: self._look(number, watch, found, uid))
-            self._require_places(number, look.recorded)
+            self._require_places(number, look)
             if self.options.on_failure == "keep":
                 kept.update(self._together(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
@@ -302,14 +292,6 @@ class Installer:
             if error is not told and not isinstance(error, InstallRejected):
                 log.warning("others take the engine to have version %d: %s", before, error)
 
-    def _found(self, version: int | str, timeout_s: float) -> torch_ros.Contents | None:
-        """The version, as rank 0 finds it: another rank may know of a newer one."""
-        return self.handle.contents(version, timeout_s=timeout_s) if self.handle.rank == 0 else None
-
-    def _serves(self, version: int) -> bool:
-        """Whether the engine has this version, and it is offered: nobody writes to it."""
-        return self.active == self.handle.version == version
-
     def _told(self, version: int, timeout_s: float, step: Callable[[], T]) -> T:
         """A step of all ranks, as an install that others are told of, if the handle does so."""
         if (teller := self._teller) is None:
@@ -330,12 +312,6 @@ class Installer:
         return found
 
     # Ranks
-
-    def _first(self, mine: tuple[int, str] | None) -> tuple[int, str]:
-        """The answer of rank 0, which is not None."""
-        first = self._peers.gather(mine)[0]
-        assert first is not None
-        return first
 
     def _together(self, step: Callable[[], T]) -> T:
         """A step that all ranks take, or none: they raise the error of the lowest that has one."""
@@ -362,7 +338,7 @@ class Installer:
         watch: Laps,
         found: torch_ros.Contents | None = None,
         uid: str | None = None,
-    ) -> _Look:
+    ) -> _Recorded:
         """The plan for this version; refuses what cannot be installed.
 
         Args:
@@ -380,11 +356,11 @@ class Installer:
             self._vet(version, recorded.recording)
         self._recorded = recorded
         obstacles = self._obstacles(recorded)
-        if recorded.plan is None or recorded.obstacles != obstacles:
+        if recorded.obstacles != obstacles:
             recorded.plan = plan_landings(recorded.recording, obstacles)
             recorded.obstacles = obstacles
         watch.lap("look")
-        return _Look(recorded, recorded.plan)
+        return recorded
 
     def _vet(self, version: int, recording: Recording) -> None:
         """Refuse a version with which a part of the engine would stay as it was."""
@@ -460,16 +436,16 @@ class Installer:
                 del found[name]
         return found
 
-    def _extent(self, look: _Look) -> _Extent:
+    def _extent(self, look: _Recorded) -> _Extent:
         plan = look.plan
-        whole = not plan.staged and len(plan.direct) == len(look.recorded.contents)
+        whole = not plan.staged and len(plan.direct) == len(look.contents)
         mine = (bool(plan.direct), whole, bool(plan.staged), bool(plan.provable))
         direct, every, staged, provable = zip(*self._peers.gather(mine), strict=True)
         return _Extent(any(direct), all(every), any(staged), any(provable))
 
     # Writing
 
-    def _write(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> InstallReport:
+    def _write(self, version: int, look: _Recorded, extent: _Extent, watch: Laps) -> InstallReport:
         """Read, load, and offer. All ranks call this, and all raise if one fails."""
         self._together(lambda: self._read(version, look.plan, extent, watch))
         return self._together(lambda: self._load(version, look, extent, watch))
@@ -485,8 +461,8 @@ class Installer:
             self.handle.unpublish(timeout_s=watch.left_s)  # the engine's loader writes to it
         watch.lap("read")
 
-    def _load(self, version: int, look: _Look, extent: _Extent, watch: Laps) -> InstallReport:
-        handle, plan, contents = self.handle, look.plan, look.recorded.contents
+    def _load(self, version: int, look: _Recorded, extent: _Extent, watch: Laps) -> InstallReport:
+        handle, plan, contents = self.handle, look.plan, look.contents
         if extent.is_staged:
             with self._stream(version, plan.staged, watch) as weights:
                 if plan.staged:
@@ -506,7 +482,10 @@ class Installer:
             tuple(plan.direct),
             plan.direct_bytes,
             plan.staged,
-            sum(_size(*contents[fqn]) for fqn in plan.staged),
+            sum(
+                prod(shape) * dtype.itemsize
+                for dtype, shape in map(contents.__getitem__, plan.staged)
+            ),
             plan.ignored,
             watch.stages_s,
         )
@@ -533,10 +512,9 @@ class Installer:
             self._has_written = True
             yield fqn, tensor
 
-    def _prove(self, version: int, look: _Look, watch: Laps) -> None:
+    def _prove(self, version: int, look: _Recorded, watch: Laps) -> None:
         """Find out whether the engine has what it has just loaded where it would land."""
-        landings, recorded = look.plan.provable, look.recorded
-        state = self._engine.state()
+        landings, state = look.plan.provable, self._engine.state()
         with self._stream(version, landings, watch) as published:
             found = misplaced(landings, state, published)
         left = set[str]()
@@ -544,9 +522,9 @@ class Installer:
             names = named_alike((box.parameter for box in landings[fqn].boxes), state)
             left |= names
             if reason != SAME:
-                recorded.refuted |= dict.fromkeys(names, reason)
+                look.refuted |= dict.fromkeys(names, reason)
         tried = (box.parameter for landing in landings.values() for box in landing.boxes)
-        recorded.proven |= named_alike(tried, state) - left
+        look.proven |= named_alike(tried, state) - left
 
     # After a failure
 
@@ -589,10 +567,6 @@ def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of it in host memory; of tensors in one memory, one."""
     places = {(one.data_ptr(), tuple(one.shape)): name for name, one in state.items()}
     return {name: state[name].detach().to("cpu", copy=True) for name in places.values()}
-
-
-def _size(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return prod(shape) * dtype.itemsize
 
 
 def _some(names: Sequence[str]) -> str:

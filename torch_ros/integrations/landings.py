@@ -112,7 +112,7 @@ class Recording:
                 f"{len(self.landings)} of {total} land in place: {megabytes:.1f} MB, {boxes} boxes",
                 *(
                     f"staged, {reason}: {', '.join(fqns)}"
-                    for reason, fqns in _by_reason(self.staged).items()
+                    for reason, fqns in by_reason(self.staged).items()
                 ),
                 *_line("unused by the loader", self.unused),
                 *_line("parameters that nothing was written to", _counted(self.unwritten)),
@@ -123,7 +123,8 @@ class Recording:
         )
 
 
-def _by_reason(staged: Mapping[str, str]) -> dict[str, list[str]]:
+def by_reason(staged: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names for each reason."""
     found: dict[str, list[str]] = {}
     for fqn, reason in staged.items():
         found.setdefault(reason, []).append(fqn)

@@ -8,10 +8,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ros
 from torch_ros.errors import NotSupported
+from torch_ros.integrations.boxes import Offsets
 from torch_ros.integrations.landings import LandedBox
 from torch_ros.integrations.recording import record
-
-Offsets = tuple[int, ...]
 
 
 def checkpoint_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -56,7 +55,8 @@ def checkpoint_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for fqn, landing in recording.landings.items():
         for box in landing.boxes:
             name = names[int(box.parameter.removeprefix("t"))]
-            if shapes[name].shape == live[fqn].shape == box.sizes and _is_in_order(box):
+            is_in_order = all(dim in {None, own} for own, dim in enumerate(box.dims))
+            if is_in_order and shapes[name].shape == live[fqn].shape == box.sizes:
                 boxes[name] = {(): live[fqn]}  # as it is
             else:
                 boxes[name] |= _views(fqn, live[fqn], box)
@@ -88,10 +88,6 @@ def _converted(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _is_in_order(box: LandedBox) -> bool:
-    return all(dim in {None, own} for own, dim in enumerate(box.dims))
 
 
 def _views(fqn: str, tensor: torch.Tensor, box: LandedBox) -> dict[Offsets, torch.Tensor]:

@@ -9,7 +9,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_ros.integrations.boxes import FRAMES_MAX, Box, Frame, Offsets, Pair, outside, pairs
+from torch_ros.integrations.boxes import (
+    FRAMES_MAX,
+    Box,
+    Frame,
+    Offsets,
+    Pair,
+    common,
+    outside,
+    pairs,
+)
 
 Dims = tuple[int | None, ...]
 
@@ -64,24 +73,17 @@ class Patch(NamedTuple):
         """The part of it in this box."""
         if (offsets, sizes) == (self.offsets, self.sizes):
             return self
-        begin = tuple(map(max, self.offsets, offsets))
-        ends = (
-            min(one + size, other + length)
-            for one, size, other, length in zip(
-                self.offsets, self.sizes, offsets, sizes, strict=True
-            )
-        )
-        sizes = tuple(end - start for end, start in zip(ends, begin, strict=True))
-        return self._part(begin, sizes) if all(size > 0 for size in sizes) else None
+        both = common((self.offsets, self.sizes), (offsets, sizes))
+        return self._part(*both) if both else None
 
     def without(self, hole: "Patch") -> Iterator["Patch"]:
         """The parts of it around another patch, disjoint."""
-        inner = hole.common(self.offsets, self.sizes)
-        if inner is None:
+        box = self.offsets, self.sizes
+        if (inner := common(box, (hole.offsets, hole.sizes))) is None:
             yield self
-            return
-        for offsets, sizes in outside((self.offsets, self.sizes), (inner.offsets, inner.sizes)):
-            yield self._part(offsets, sizes)
+        else:
+            for part in outside(box, inner):
+                yield self._part(*part)
 
     def _part(self, offsets: Offsets, sizes: Offsets) -> "Patch":
         origin = self.origin

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from torch_ros.integrations.boxes import Box, uncovered
+from torch_ros.integrations.boxes import Box, common, uncovered
 from torch_ros.integrations.landings import LandedBox, Landing, Recording, uncollected
 from torch_ros.integrations.owned import Attributes, Owned, memories, owned_by
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups, landed
@@ -126,19 +126,19 @@ def _run(
 def _kept(recorder: Recorder) -> dict[str, str]:
     """Tensors of which the engine keeps something in memory that is not what it had."""
     reason = "the engine keeps other memory, which its loader made of it"
-    for collect in (False, True):
-        if collect:
-            gc.collect()
-        kept = {
+
+    def kept() -> dict[str, str]:
+        return {
             fqn: reason
             for memory in recorder.own.values()
             if not memory.storage.expired()  # type: ignore[no-untyped-call]
             for patch in memory.settle()
             for fqn in patch.origin.fqns
         }
-        if not kept:
-            break
-    return kept
+
+    if kept():
+        gc.collect()
+    return kept()
 
 
 def _recording(
@@ -228,12 +228,8 @@ def _repeated(boxes: Mapping[str, Sequence[LandedBox]]) -> dict[str, str]:
 
 
 def _overlap(boxes: Sequence[LandedBox]) -> bool:
-    for group in groups([(box.offsets, box.sizes, box) for box in boxes]):
-        for one, other in combinations(group, 2):
-            both = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in both):
-                return True
-    return False
+    those = [(box.offsets, box.sizes, (box.offsets, box.sizes)) for box in boxes]
+    return any(common(*two) for group in groups(those) for two in combinations(group, 2))
 
 
 def _made(written: Iterable[Memory], foreign: Iterable[Memory]) -> dict[str, str]:

@@ -1,12 +1,10 @@
-"""The neighbours of an installer: an engine, a place of versions, the ranks of an engine."""
+"""The neighbours of an installer: an engine, and the ranks of that."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
 
-import torch_ros
 from torch_ros.integrations.landing_plan import Obstacle
 from torch_ros.integrations.landings import Recording
 
@@ -35,41 +33,6 @@ class Engine(Protocol):
 
         A tensor is valid until the next one is asked for.
         """
-
-
-class Versions(Protocol):
-    """Where versions come from: a `ShardHandle`, or a `BucketVersions`."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def version(self) -> int | None:
-        """The version that the engine's memory is offered as."""
-
-    def contents(self, version: int | str, *, timeout_s: float | None) -> torch_ros.Contents: ...
-
-    def read(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        partial: bool,
-        timeout_s: float | None,
-    ) -> object: ...
-
-    def stream(
-        self, version: int, fqns: Iterable[str], *, buffer_bytes: int, timeout_s: float | None
-    ) -> AbstractContextManager[Weights]: ...
-
-    def serve(self, *, timeout_s: float | None = None) -> object: ...
-
-    def unpublish(self, *, timeout_s: float | None = None) -> object: ...
-
-    def close(self) -> object: ...
 
 
 class EngineRanks(Protocol):

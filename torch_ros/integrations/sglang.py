@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -73,16 +73,11 @@ def request(
     Raises:
         UsageError: Bad arguments.
     """
-    fields = {
-        "version": version,
-        "model": model,
-        "options": dict(options or {}),
-        "buffer_bytes": buffer_bytes,
-        "is_complete": is_complete,
-        "timeout_s": timeout_s,
-    }
-    arguments.check(fields, FIELDS)
-    text = bytearray(json.dumps(fields).encode())
+    asked = asdict(
+        _Request(version, model, dict(options or {}), buffer_bytes, is_complete, timeout_s)
+    )
+    arguments.check(asked, FIELDS)
+    text = bytearray(json.dumps(asked).encode())
     return [(NAME, torch.frombuffer(text, dtype=torch.uint8))]
 
 
@@ -201,12 +196,9 @@ def _obstacle(module: torch.nn.Module) -> str | None:
         return None
     if kind != PLAIN_EXPERTS:
         return f"{kind} may make something else of it"
-    return "EPLB moves experts" if _moves_experts() else None
-
-
-def _moves_experts() -> bool:
     context = sys.modules.get("sglang.srt.runtime_context")
-    return context is not None and bool(context.get_server_args().enable_eplb)
+    moves = context is not None and bool(context.get_server_args().enable_eplb)
+    return "EPLB moves experts" if moves else None
 
 
 @dataclass(frozen=True)
