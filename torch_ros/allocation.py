@@ -51,7 +51,7 @@ def limits() -> Iterator[tuple[str, int]]:
 
 def _used() -> dict[str, int]:
     with suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
         words = [line.split() for line in lines if line.endswith(" kB")]
         return {each[0]: 1024 * int(each[1]) for each in words}
     return {}

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from torch_ros import allocation
 from torch_ros.p2p import life
-from torch_ros.p2p.voucher import started_at
+from torch_ros.p2p.voucher import Voucher, started_at
+from torch_ros.store import forking
 
 
 @pytest.fixture
@@ -53,6 +55,24 @@ def test_what_numbers_mean_elsewhere_is_not_looked_up_here(child):
     assert life.look(child.pid, told._replace(boot="another")) == "other host"
     assert life.look(child.pid, told._replace(namespace=1)) == "other container"
     assert life.look(child.pid, life.Life()) == "other host"
+
+
+@pytest.fixture
+def cut_name():
+    """This process has the name of a program in Cyrillic, of which the kernel keeps 15 bytes."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes("обучение.py".encode())
+    yield
+    name.write_bytes(before)
+
+
+@pytest.mark.usefixtures("cut_name")
+def test_a_name_that_is_cut_within_a_character_hides_no_process():
+    assert life.look(os.getpid(), life.own()) == "running"
+    Voucher("agent").close()
+    assert allocation._used()["VmSize:"] > 0
+    forking._threads()
 
 
 def test_a_number_that_no_process_can_have_is_gone():

@@ -133,7 +133,7 @@ def _way(before: Mapping[str, int], after: Mapping[str, int], read_bytes: int) -
 def _received() -> Mapping[str, int]:
     """The bytes that each device of this host has received, as the kernel has counted."""
     found = {}
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+    for line in Path("/proc/self/net/dev").read_text(errors="replace").splitlines()[2:]:
         name, _, counts = line.partition(":")
         found[f"TCP {name.strip()}"] = int(counts.split()[0])
     for port in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_rcv_data"):

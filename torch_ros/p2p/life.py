@@ -8,7 +8,7 @@ from secrets import token_hex
 from typing import Literal, NamedTuple
 
 from torch_ros.p2p import mapped
-from torch_ros.p2p.voucher import started_at
+from torch_ros.p2p.voucher import line_of, started_at
 
 # "closed": it lives, and has closed its sign. "frozen": by its cgroup. "replaced": it is gone, and
 # another one has its number by now.
@@ -77,7 +77,7 @@ def own() -> Life:
     """Return those of this process; without what the system does not show."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-        return Life(mapped.host(), namespace, started_at(Path("/proc/self/stat").read_text()))
+        return Life(mapped.host(), namespace, started_at(line_of("self")))
     except OSError:
         return Life()
 
@@ -90,7 +90,7 @@ def look(pid: int, life: Life) -> State:
     if life.namespace != here.namespace:
         return "other container"
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = line_of(pid)
         letter = stat.rpartition(")")[2].split()[0]
     except (OSError, IndexError):  # it has ended, or /proc hides what is another user's
         return "hidden" if _is_there(pid) else "gone"
@@ -134,7 +134,7 @@ def _has_closed(pid: int, sign: str) -> bool:
 def _is_frozen(pid: int) -> bool:
     """Whether its cgroup, or one around it, is frozen; False if that cannot be seen."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             for controller, mounted, name, says in _FROZEN:
                 told = _CGROUPS / mounted / path.lstrip("/") / name

@@ -67,7 +67,7 @@ class Voucher:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             raise OSError("/proc is of another pid namespace than this process")
         self._agent, self._fd = agent, -1
-        self._started = started_at(Path("/proc/self/stat").read_text())
+        self._started = started_at(line_of("self"))
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         self._fd = self._written(())
         self._files = {_file(os.fstat(self._fd))}  # one of them is under that number
@@ -240,6 +240,11 @@ class Neighbour:
 
 def _file(found: os.stat_result) -> _File:
     return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def line_of(pid: int | str) -> str:
+    """What the kernel tells of a process. It cuts names after 15 bytes, also within a character."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace")
 
 
 def started_at(text: str) -> int:

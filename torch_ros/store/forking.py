@@ -111,7 +111,7 @@ def _threads() -> frozenset[str]:
     names = []
     for task in _tasks():
         with suppress(OSError):  # it has ended
-            names.append((task / "comm").read_text().strip())
+            names.append((task / "comm").read_text(errors="replace").strip())
     return frozenset(name for name in names if name.startswith(THREADS))
 
 
