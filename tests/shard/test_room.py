@@ -15,7 +15,7 @@ import torch
 import torch_ros
 from torch_ros.p2p import cgroups
 from torch_ros.shard import host_copies
-from torch_ros.shard.room import NAMES, V1, V2, available_bytes, left_in
+from torch_ros.shard.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
 
 V1_NONE = 9223372036854771712
 
@@ -78,6 +78,12 @@ def test_a_container_may_have_less_than_its_host(tmp_path):
     write(tmp_path / "proc", meminfo="MemAvailable:     100 kB\n")
     write(tmp_path / "sys/fs/cgroup", memory_max=20000, memory_current=5000)
     assert available_bytes(tmp_path) == 15000
+
+
+@pytest.mark.parametrize(("told", "count"), [("2", 2), ("", 4), ("two", 4), ("0", 1)])
+def test_ranks_are_here_as_torchrun_says_or_all_of_them(monkeypatch, told, count):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert ranks_here(4) == count
 
 
 def test_this_host_has_some():

@@ -45,7 +45,8 @@ def available_bytes(root: Path = cgroups.ROOT) -> float:
 
 def ranks_here(world_size: int) -> int:
     """How many ranks of a replica may be on this host: all, if nobody says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else world_size
 
 
 def left_in(names: Names, read: Callable[[str], str]) -> float:
