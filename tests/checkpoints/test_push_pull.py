@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import resource
@@ -358,6 +359,14 @@ def test_an_index_of_anything_else_is_refused(tmp_path, content):
     (tmp_path / INDEX).write_bytes(as_bytes)
     with pytest.raises(UsageError):
         mapped(tmp_path)
+
+
+def test_an_index_is_utf_8_whatever_the_locale_says(tmp_path, monkeypatch):
+    save_file({"größe": torch.ones(2)}, tmp_path / "a.safetensors")
+    index = json.dumps({"weight_map": {"größe": "a.safetensors"}}, ensure_ascii=False)
+    (tmp_path / INDEX).write_text(index, encoding="utf-8")
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    assert mapped(tmp_path).keys() == {"größe"}
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder", "dangling", "FIFO below"])

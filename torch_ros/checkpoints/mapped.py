@@ -107,7 +107,7 @@ def _index(path: Path) -> Mapping[str, str]:
     try:
         if not path.is_file() or path.stat().st_size > INDEX_BYTES_MAX:
             raise ValueError(f"expected a file of at most {INDEX_BYTES_MAX >> 20} MiB")
-        found = json.loads(path.read_text(), object_pairs_hook=_once, parse_constant=_refuse)
+        found = json.loads(path.read_text("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
         index: dict[str, str] = found["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("expected its weight_map to name a file for each tensor")
