@@ -1,6 +1,6 @@
 """Every environment variable of this package, and the option that it stands for.
 
-`store.local` alone keeps its own, `TORCH_ROS_LOCAL_DIR`: its supervisor runs as a file by itself.
+`local` alone keeps its own, `TORCH_ROS_LOCAL_DIR`: its supervisor runs as a file by itself.
 """
 
 import os
