@@ -50,3 +50,8 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
     """Make each call in a thread, and return all results; the first error is raised."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def feature(handle, kind: type[T]) -> T:
+    """The feature of that class that is attached to the handle's shard."""
+    return next(each for each in handle._shard.features if isinstance(each, kind))

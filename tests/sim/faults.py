@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import collecting  # noqa: F401
-import farewell  # noqa: F401
 import here  # noqa: F401
 import lookouts  # noqa: F401
 import msgspec
@@ -27,10 +26,9 @@ import seeding  # noqa: F401
 from collected import collect
 from planting import changed
 
+from torch_ros.protocol import call as call_module
 from torch_ros.protocol import (
-    archives,
     calls,
-    closing,
     ledger,
     membership,
     policy,
@@ -40,7 +38,6 @@ from torch_ros.protocol import (
     unpublish,
     versions,
 )
-from torch_ros.protocol import call as call_module
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.life import CallLife
@@ -1064,20 +1061,6 @@ def _(keeping):
     return faulty
 
 
-fault("what is retained here is stayed for by all", "retention:awaited", scenario="closes here")(
-    lambda awaited: lambda view, keys, ref, inst, _: awaited(view, keys, ref, inst, None)
-)
-
-
-@fault("what is retained here is stayed for by nobody", "closing:_keeping", scenario="closes here")
-def _(keeping):
-    def faulty(*args):
-        keep = keeping(*args)
-        return dataclasses.replace(keep, is_needed=keep.is_needed and not keep.only_in)
-
-    return faulty
-
-
 @fault("the own copy is the witness", "keeping")
 def _(keeping):
     nobody = functools.partial(dataclasses.replace, inst="nobody")
@@ -1211,19 +1194,6 @@ fault("no copy is made of what is retained", "_may_lose", scenario="only on spot
 )
 
 
-# What lingers at the end
-
-fault("the name is not free while it lingers", "give_up", scenario="started again")(
-    edited(ops=spare("groups"))
-)
-fault("nobody is stayed for", "retention:awaited", scenario="lingers")(lambda _: lambda *_: [])
-fault("a spot replica is stayed for", "retention:awaited", scenario="spot only")(
-    lambda awaited: (
-        lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
-    )
-)
-
-
 @fault("what is suspected retires older ones", "_keepers", scenario="suspected newer")
 def _(keepers):
     def faulty(*args):
@@ -1239,112 +1209,11 @@ fault("what may go is gone", "_keepers", scenario="suspected before")(
 
 
 fault("what lingers is a witness", "lingers", scenario="no witness")(lambda _: lambda _: False)
-fault("of two that close, each may count on the other", "give_up", scenario="both close")(
-    edited(guards=not_on("holdings"))
-)
-fault("a rank that died lingering is not missed", "linger", scenario="dies lingering")(
-    lambda linger: lambda view, each, world_size: linger(view, each, 0)
-)
 
 
 fault("who reads does not know what lingers", "Source.insts", scenario="drains at the end")(
     lambda _: property(lambda self: (self.inst, self.inst))
 )
-
-
-@fault("what lingers drains without a word", "linger", scenario="drains at the end")
-def _(linger):
-    def faulty(view, each, world_size):
-        step = linger(view, each, world_size)
-        is_put = isinstance(step, Act) and isinstance(step.txn.ops[0], Put)
-        return Wait("", closing.linger_ranges(each)) if is_put else step
-
-    return faulty
-
-
-@fault(
-    "a rank that closes does not wait for its peers",
-    "give_up",
-    scenario="lingers",
-)
-def _(give_up):
-    def faulty(view, seat, leaving, **kwargs):
-        step = give_up(view, seat, leaving, **kwargs)
-        if isinstance(step, Wait):
-            return give_up(view, dataclasses.replace(seat, world_size=1), leaving, **kwargs)
-        return step
-
-    return faulty
-
-
-fault("who leaves lets nobody finish", "let_finish", scenario="leaves")(
-    lambda let_finish: lambda *args, **options: let_finish(*args, **options | {"is_patient": False})
-)
-
-
-@fault("who leaves admits newcomers", "let_finish", scenario="leaves")
-def _(let_finish):
-    def faulty(view, seat, leaving, **options):
-        step = let_finish(view, seat, leaving, **options)
-        if isinstance(step, Act):
-            return Wait("", closing.let_finish_ranges(seat, leaving))
-        return step
-
-    return faulty
-
-
-# The last version reaches the bucket
-
-fault("close ignores archivers", "archives:behind", scenario="last version")(
-    lambda _: lambda *_: []
-)
-fault("archivers are stayed for, and want nothing", "closing:_wanted", scenario="last version")(
-    lambda _: lambda *_: ()
-)
-
-
-@fault("who lingers does not watch archivers", "linger", scenario="last version")
-def _(linger):
-    def faulty(view, each, world_size):
-        step = linger(view, each, world_size)
-        if isinstance(step, Wait):
-            ranges = tuple(r for r in step.ranges if r != each.keys.archives())
-            return msgspec.structs.replace(step, ranges=ranges)
-        return step
-
-    return faulty
-
-
-fault("archivers count by number", "_is_behind", scenario="last version anew")(
-    lambda _: lambda said, ref: said.order < ref.order
-)
-fault("what an archiver says outlives it", "archives:say", scenario="archiver dies")(
-    edited(ops=lambda op: msgspec.structs.replace(op, lease_id=0))
-)
-
-
-@fault(
-    "unpublish looks at archivers",
-    "keeping",
-    "keeping_ranges",
-    scenario="bucket is dead",
-)
-def _(rule):
-    def ranges(keys, *args):
-        return (*rule(keys, *args), keys.archives())
-
-    def keeping(view, keys, ref, given_up):
-        wanted = ("latest",) if archives.behind(view, keys, ref) else ()
-        return rule(view, keys, ref, dataclasses.replace(given_up, retain=wanted))
-
-    return ranges if rule.__name__ == "keeping_ranges" else keeping
-
-
-fault(
-    "an archiver that has something newer is stayed for",
-    "_is_behind",
-    scenario="archiver is ahead",
-)(lambda _: lambda said, ref: said.uid != ref.uid)
 
 
 @fault(

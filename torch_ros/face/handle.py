@@ -19,6 +19,7 @@ from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
+from torch_ros.features.handover.archiving import Archives  # feature handover
 from torch_ros.features.installs.installing import Installing, Installs  # feature installs
 from torch_ros.features.installs.waiting import Installed, Waiting  # feature installs
 from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature lending
@@ -31,7 +32,6 @@ from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.records import Asked, Install, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
-from torch_ros.shard.archives import Archives
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
@@ -81,8 +81,10 @@ class ShardHandle:
         self.copies: CopyBuffers = CopyBuffers(HostBuffers())
         """For torch_ros.dcp; no stable interface."""
         shard.observed.staged["buffers"] = lambda: self.copies.size_bytes
+        # feature handover {
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
+        # } handover
         self._reads = Reads(shard)  # feature reading
         self._streams = Streams(shard)  # feature streams
         self._installs = Installs(shard)  # feature installs
@@ -963,6 +965,7 @@ class ShardHandle:
             linger_s = self._shard.settings.linger_s if sys.exception() is None else 0.0
         self._shard.close(linger_s)
 
+    # feature handover {
     def leave(self, *, within_s: float = 20.0) -> None:
         """Close before this process is ended, as a machine that is preempted tells it to.
 
@@ -986,6 +989,8 @@ class ShardHandle:
         """
         arguments.seconds("within_s", within_s)
         self._shard.close(within_s, drains=True)
+
+    # } handover
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
+from torch_ros.features.handover.flow import Handover  # feature handover
 from torch_ros.features.lending.buffers import lend  # feature lending
 from torch_ros.features.pace.judging import Pacing  # feature pace
 from torch_ros.features.pace.rules import SlowOnes  # feature pace
@@ -348,6 +349,7 @@ class _Means:
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
             shard.attach(_Signed(sign))
             shard.attach(Pacing())  # feature pace
+            shard.attach(Handover(shard))  # feature handover
             undo.pop_all()
         log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
         return shard

@@ -35,7 +35,6 @@ from torch_ros.shard.base import Base
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import end_for_peers
 from torch_ros.shard.contract import conclude
-from torch_ros.shard.handover import Closing, all_leaving
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
@@ -128,8 +127,6 @@ class Shard:
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
         self.beside = []
-        self._closing: Closing | None = None
-        self._hurries = False  # somebody does not wait for `close` any more
         _open_shards.add(self)
         _close_open_shards_at_exit()
 
@@ -405,9 +402,8 @@ class Shard:
             raise
 
     def _hurry(self) -> None:
-        self._hurries = True
-        if self._closing is not None:
-            self._closing.stop()
+        for feature in self.features:
+            feature.nobody_waits()
 
     def _end(self, linger_s: float, *, drains: bool) -> None:
         with self._ending:
@@ -416,7 +412,7 @@ class Shard:
             for feature in self.features:
                 feature.closes()
             try:
-                self.group.close(partial(self._hand_over, linger_s, drains=drains))
+                self.group.close(partial(self._leaves, linger_s, drains=drains))
             finally:
                 self.copies.close()
                 with self.lock:  # a call in another thread ends first
@@ -431,20 +427,12 @@ class Shard:
                 _open_shards.discard(self)
                 self.observed.end()
 
-    def _hand_over(self, linger_s: float, *, drains: bool) -> bool:
-        has_nothing = self.group.ledger.held is None and not self.copies
-        # A call in another thread ends first.
-        if has_nothing or not self.lock.acquire(timeout=max(0.0, linger_s)):
-            return False
-        try:
-            leaving = all_leaving(self.group, self.copies, self.mailbox)
-        finally:
-            self.lock.release()
-        linger_s = 0.0 if self._hurries else linger_s
-        self._closing = Closing(self.group, leaving, linger_s, drains=drains)
-        if self._hurries:
-            self._closing.stop()
-        return self._closing.hand_over()
+    def _leaves(self, linger_s: float, *, drains: bool) -> bool:
+        """Whether its group has left, before it gives up its seat."""
+        has_left = False
+        for feature in self.features:
+            has_left |= feature.leaves(linger_s, drains=drains)
+        return has_left
 
 
 def open_shards() -> list[Shard]:

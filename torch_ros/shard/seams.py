@@ -175,5 +175,17 @@ class Feature:
     def closes(self) -> None:
         """The handle is about to be closed, and all is as it was. Any thread calls."""
 
+    def leaves(self, linger_s: float, *, drains: bool) -> bool:
+        """Whether the group has left by what is done now: calls raise, and the lease lives still.
+
+        Args:
+            linger_s: How long that may take. Any thread may end it by `nobody_waits`.
+            drains: Readers are to be let finish.
+        """
+        return False
+
+    def nobody_waits(self) -> None:
+        """Nobody waits for the closing any more; also before it has begun. Any thread calls."""
+
     def has_closed(self) -> None:
         """Nothing is shown any more, and no call is under way; the transport goes next."""

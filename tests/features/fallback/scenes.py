@@ -7,9 +7,8 @@ from functools import partial
 import numpy as np
 from buckets import OLD_NUMBER, OLD_RUN, PIECES, READ_S, URL, ModelBucket
 from checks import demand
-from farewell import LINGER_S, SOON_S
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, _close, publish, puts, replicate, unpublish
+from scenes import LINGER_S, SCENES, SOON_S, Scene, _close, publish, puts, replicate, unpublish
 
 from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.features.fallback.rules import TTLS

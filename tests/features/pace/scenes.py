@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import wires
 from checks import demand
-from farewell import read_from
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, replicate
+from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, read_from, replicate
 
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.features.pace import rates

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from torch_ros.features.handover import archives
 from torch_ros.printable import some
-from torch_ros.protocol import archives
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
-from checks import demand
+from checks import Broken, demand
+from kit import feature
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, _close, publish, replicate, unpublish
+from scenes import (
+    LINGER_S,
+    SCENES,
+    SIZE,
+    SOON_S,
+    Scene,
+    _await_reader,
+    _close,
+    deletes,
+    publish,
+    puts,
+    read_from,
+    replicate,
+    unpublish,
+)
 
-from torch_ros.errors import NotAvailable
+from torch_ros.errors import NotAvailable, TorchRosError
+from torch_ros.features.handover.flow import Handover
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import VersionRef
 
 DEATH_S = 30.0  # from the notice on
-LINGER_S = 40.0
-SOON_S = 2.0
 UPLOAD_S = 3.0
-
-
-def read_from(scene: Scene, name: str) -> set[str]:
-    """The replicas that it has read from, or was sent to."""
-    return {k.replica_of(source) for source, reader in scene.edges if k.replica_of(reader) == name}
 
 
 def _leave(me: Process, within_s: float) -> float:
@@ -300,7 +310,254 @@ def archiver_comes_back(scene: Scene) -> None:
     scene.play()
 
 
+def lingers(scene: Scene) -> None:
+    """I4: what only a job has that ends stays until somebody has it whom that may take a while."""
+    kind = scene.random()
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.until("has 1")
+        unpublish(me)
+        publish(me, 2, 8)
+        scene.reach(f"{me} has 2")
+        if kind < 0.3:  # what lingers is the copy
+            unpublish(me)
+        scene.sleep(me.rank * 5 * kind)  # they do not all end at once
+        took_s = _close(me)
+        demand(took_s < 20, f"I6: it lingered for {took_s:.0f} s with what another has")
+
+    def read(me: Process) -> None:
+        replicate(me, 1)
+        scene.reach("has 1")
+        scene.until("t.1/0 has 2")
+        scene.sleep(8)
+        try:
+            demand(me.handle.update(timeout_s=5), "I4: version 2 is lost")
+        except TorchRosError as error:
+            raise Broken(f"I4: version 2 is lost: {error}") from error
+        scene.checks.returned(me, 2)
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train, size=1 if kind < 0.5 else SIZE, linger_s=30.0)
+    scene.play()
+    demand(scene.seen["lingers"], "I4: nothing lingered")
+
+
+def started_again(scene: Scene) -> None:
+    """I4: a job that is started again finds what its predecessor stays for."""
+
+    def again(me: Process) -> None:
+        replicate(me, 1, timeout_s=10)
+        scene.reach(f"{me} has it")
+        scene.until(*(f"t.2/{rank} has it" for rank in range(SIZE)))
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach(f"{me} has 1")
+        if me.rank == 0:
+            lingers = lambda: any(
+                k.lingers(k.parse_holding(key).inst) for key in scene.checks.holdings
+            )
+            starts = lambda: scene.when(lingers, "lingering") or scene.start("t", again)
+            scene.spawn(me, "main", starts)
+        _close(me)
+
+    def idle(me: Process) -> None:
+        scene.until("t.2/0 has it", "t.2/1 has it")
+
+    scene.start("r", idle, size=1, retain=("latest",))
+    scene.start("t", train, linger_s=30.0)
+    scene.play()
+
+
+def spot_only(scene: Scene) -> None:
+    """Nobody stays for replicas that may vanish at any time; but those who read may finish."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        _await_reader(me)
+        scene.until("slow")
+        took_s = _close(me)
+        demand(took_s < 2, f"I6: it lingered for {took_s:.0f} s for a spot replica")
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 1.0
+        scene.reach("slow")
+        with suppress(TorchRosError):
+            replicate(me)
+        scene.sleep(20)
+
+    scene.start("r", read, size=1, spot=True)
+    scene.start("t", train, size=1, linger_s=30.0, retain=("latest",))
+    scene.play()
+
+
+def drains_at_the_end(scene: Scene) -> None:
+    """Who reads when the last one has what lingers may finish, and nobody else comes."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        scene.reach("has 1")
+        scene.when(lambda: scene.start_named("r0").processes[0].reads_from, "a reader")
+        _close(me)
+        scene.reach("closed")
+
+    def slow(me: Process) -> None:  # it begins before the end
+        scene.until("has 1")
+        scene.slow_s[me] = 1.2
+        replicate(me, 1)
+        demand(me.handle.last_read.reroutes == 0, "I6: a reader was not let finish")
+        scene.sleep(10)
+
+    def late(me: Process) -> None:
+        scene.until("has it")
+        states = lambda: {held.state for held in scene.checks.holdings.values()}
+        scene.when(lambda: "draining" in states() or "closed" in scene.reached, "draining")
+        replicate(me, 1)
+        demand("closed" not in scene.reached, "I6: it did not wait for who reads")
+        read_from = {source for source, reader in scene.edges if k.replica_of(reader) == "r2"}
+        demand(not any(map(k.lingers, read_from)), "I6: a newcomer is sent to what drains")
+
+    def quick(me: Process) -> None:
+        scene.until("has 1")
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        replicate(me, 1)
+        scene.reach("has it")
+        scene.until("closed")
+        scene.sleep(30)
+
+    scene.start("r0", slow, size=1, spot=True)
+    scene.start("r1", quick, size=1, retain=("latest",))
+    scene.start("r2", late, size=1, spot=True)
+    scene.start("t", train, size=1, linger_s=30.0)
+    scene.play()
+
+
+def both_close(scene: Scene) -> None:
+    """Of two last holders that close at once, not each takes the other for a witness."""
+
+    def train(me: Process) -> None:
+        scene.until(*(["t has 1"] if me.start.replica == "u" else []))
+        publish(me, 1)
+        scene.reach(f"{me.start.replica} has 1")
+        scene.until("t has 1", "u has 1")
+        if me.start.replica == "t":
+            gone = lambda: "u looks" in scene.reached
+            scene.hold("t looks", me, deletes("/holdings/"), gone)
+        else:
+            scene.hold("u looks", me, deletes("/holdings/"), lambda: "t looks" in scene.reached)
+        _close(me)
+        scene.reach("closed")
+
+    def read(me: Process) -> None:
+        scene.until("t looks")
+        scene.sleep(10)
+        try:
+            replicate(me, timeout_s=5)
+        except TorchRosError as error:
+            raise Broken(f"I4: version 1 is lost: {error}") from error
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train, size=1, linger_s=30.0)
+    scene.start("u", train, size=1, linger_s=30.0)
+    scene.play()
+
+
+def no_witness(scene: Scene) -> None:
+    """I4: what lingers goes, so who gives up the same version does not count on it."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        _close(me)
+
+    def read(me: Process) -> None:
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        lasting = lambda what: deletes("/holdings/")(what) and deletes("linger")(what)
+        [trainer] = scene.start_named("t").processes
+        scene.hold("leaves", trainer, lasting, lambda: "gave up" in scene.reached)
+        replicate(me, 1)
+        scene.until("leaves")
+        unpublish(me)
+        scene.reach("gave up")
+        scene.sleep(40)
+        names = me.handle.list(timeout_s=5)
+        demand(1 in names, "I4: version 1 is lost")
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train, size=1, linger_s=30.0)
+    scene.play()
+
+
+def dies_lingering(scene: Scene) -> None:
+    """I7: what lingers goes when one of its processes dies."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        _close(me)
+
+    def watch(me: Process) -> None:
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        [key] = [key for key in scene.checks.holdings if "linger" in key]
+        anchor = scene.store._entries[key].lease_id
+        processes = scene.start_named("t").processes
+        lease_of = lambda p: feature(p.handle, Handover)._closing._lease.lease_id
+        other = next(p for p in processes if lease_of(p) != anchor)
+        scene.at(scene.now_s, scene.kill_process, other)
+        scene.sleep(TTL_S + 3)
+        demand(not scene.checks.holdings, "I7: a process is dead, and what it had is offered")
+
+    scene.start("r", watch, size=1, retain=("latest",))
+    scene.start("t", train, linger_s=60.0)
+    scene.play()
+
+
+def ends_half_released(scene: Scene) -> None:
+    """I7: of a copy that one rank lets go, its peer, which comes later, offers nothing."""
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        unpublish(me)
+        scene.reach(f"{me} has a copy")
+        scene.until("t.1/0 has a copy", "t.1/1 has a copy")
+        seat = me.handle._shard.group.seat
+        scene.hold(f"{me} comes back", me, puts("/shards/t@"), lambda: "u has 2" in scene.reached)
+        if me.rank == 0:
+            scene.end_lease(me)
+        else:  # its peer finds that nobody needs the copy now, and takes its part away
+            scene.hold("its part", me, puts("/shards/t+"), lambda: "0 let go" in scene.reached)
+        scene.when(lambda: me.handle._shard.group.seat is not seat, "another seat")
+        scene.when(lambda: me.rank or not me.handle._shard.copies, "the copy let go")
+        scene.reach(f"{me.rank} let go")
+        publish(me, 3)
+        if me.rank == 0:
+            scene.when(lambda: any("/ready/t@" in key for key in scene.store._entries), "a peer")
+        _close(me)
+
+    def overtake(me: Process) -> None:
+        scene.until("t.1/0 comes back")
+        publish(me, 2)
+        scene.reach("u has 2")
+        scene.sleep(60)
+
+    def read(me: Process) -> None:
+        scene.when(lambda: scene.seen["lingers"], "lingering")
+        replicate(me, 3)
+
+    scene.start("r", read, size=1, retain=("latest",))
+    scene.start("t", train, linger_s=30.0)
+    scene.start("u", overtake, size=1)
+    scene.play()
+
+
 SCENES |= {
+    "lingers": lingers,
+    "started again": started_again,
+    "spot only": spot_only,
+    "drains at the end": drains_at_the_end,
+    "both close": both_close,
+    "no witness": no_witness,
+    "dies lingering": dies_lingering,
+    "ends half released": ends_half_released,
     "last version": last_version,
     "last version anew": last_version_anew,
     "archiver dies": archiver_dies,

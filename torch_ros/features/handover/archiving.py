@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torch_ros.errors import SeatLost
-from torch_ros.protocol import archives as rules
+from torch_ros.features.handover import archives as rules
 from torch_ros.protocol.records import ArchiveRecord, VersionRef
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import wait_for

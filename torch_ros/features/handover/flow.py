@@ -8,13 +8,15 @@ from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, Fenced, SeatLost, StoreUnavailable, TorchRosError
+from torch_ros.features.handover import rules
+from torch_ros.features.handover.rules import Awaited, Gone, Leaving, Moved
 from torch_ros.printable import log_of
-from torch_ros.protocol import closing
-from torch_ros.protocol.closing import Awaited, Gone, Leaving, Moved
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.records import VersionRef
+from torch_ros.shard.core import Shard
 from torch_ros.shard.host_copies import Copies, shard_of
+from torch_ros.shard.seams import Feature
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
@@ -43,6 +45,34 @@ def all_leaving(group: Group, copies: Copies, mailbox: Mailbox) -> list[Leaving]
         Leaving(keys, ref, call, here, inst, shard_of(shown), retain)
         for ref, call, inst, shown in made
     ]
+
+
+class Handover(Feature):
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._closing: Closing | None = None
+        self._hurries = False  # somebody does not wait for `close` any more
+
+    def nobody_waits(self) -> None:
+        self._hurries = True
+        if self._closing is not None:
+            self._closing.stop()
+
+    def leaves(self, linger_s: float, *, drains: bool) -> bool:
+        shard = self._shard
+        has_nothing = shard.group.ledger.held is None and not shard.copies
+        # A call in another thread ends first.
+        if has_nothing or not shard.lock.acquire(timeout=max(0.0, linger_s)):
+            return False
+        try:
+            leaving = all_leaving(shard.group, shard.copies, shard.mailbox)
+        finally:
+            shard.lock.release()
+        linger_s = 0.0 if self._hurries else linger_s
+        self._closing = Closing(shard.group, leaving, linger_s, drains=drains)
+        if self._hurries:
+            self._closing.stop()
+        return self._closing.hand_over()
 
 
 class Closing:
@@ -113,8 +143,8 @@ class Closing:
         return self._has_moved
 
     def _let_finish(self) -> Gone:
-        ranges = closing.let_finish_ranges(self._seat, self._leaving)
-        rule = partial(closing.let_finish, seat=self._seat, leaving=self._leaving)
+        ranges = rules.let_finish_ranges(self._seat, self._leaving)
+        rule = partial(rules.let_finish, seat=self._seat, leaving=self._leaving)
         try:
             return self._patiently(partial(self._run, ranges, rule))
         except DeadlineExceeded:
@@ -136,24 +166,24 @@ class Closing:
 
     def _give_up(self, timeout_s: float) -> Awaited | Moved | Gone:
         rule = partial(
-            closing.give_up,
+            rules.give_up,
             seat=self._seat,
             leaving=self._leaving,
             calls_made=self._group.ledger.calls_made,
             lease_id=self._lease.lease_id if self._lease else 0,
             is_patient=self._linger_s > 0,
         )
-        return self._run(closing.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
+        return self._run(rules.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
 
     def _linger(self) -> None:
         for each in self._leaving:
-            ranges = closing.linger_ranges(each)
-            stay = partial(closing.linger, each=each, world_size=self._seat.world_size)
+            ranges = rules.linger_ranges(each)
+            stay = partial(rules.linger, each=each, world_size=self._seat.world_size)
             try:
                 self._tell(self._patiently(partial(self._run, ranges, stay)))
             except DeadlineExceeded:
                 self._is_last = True
-                self._tell(self._run(ranges, partial(closing.stop, each=each), LOOK_S))
+                self._tell(self._run(ranges, partial(rules.stop, each=each), LOOK_S))
 
     def _patiently(self, attempt: Callable[[float], T]) -> T:
         """Try until the time is over; say so when that takes long."""

@@ -107,7 +107,7 @@ def test_the_last_version_stays_until_a_rollout_has_it(opened, is_copy):
 
 
 def test_who_is_waited_for_is_said(opened, caplog, monkeypatch):
-    monkeypatch.setattr(torch_ros.shard.handover, "QUIET_S", 0.1)
+    monkeypatch.setattr(torch_ros.features.handover.flow, "QUIET_S", 0.1)
     caplog.set_level(logging.INFO, "torch_ros")
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     two_versions(trainer, rollout)
@@ -241,7 +241,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
 
-    run, steps = torch_ros.shard.handover.run, []
+    run, steps = torch_ros.features.handover.flow.run, []
 
     def interrupted(*args, **options):
         steps.append(1)
@@ -249,7 +249,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
             raise KeyboardInterrupt
         return run(*args, **options)
 
-    monkeypatch.setattr(torch_ros.shard.handover, "run", interrupted)
+    monkeypatch.setattr(torch_ros.features.handover.flow, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.close()
     monkeypatch.undo()
