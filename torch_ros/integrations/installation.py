@@ -56,10 +56,12 @@ class InstallOptions:
     """How versions are brought in.
 
     Attributes:
-        buffer_bytes: Of each of the two buffers through which staged tensors go.
+        buffer_bytes: Of each of the two host buffers through which staged tensors go, or the size
+            of a larger tensor.
         direct: "auto": read in place where the engine is known to use its parameters as they were
-            loaded; "proven": also where a version that the engine has loaded turns out to lie as
-            it would land; "never": load everything.
+            loaded; "proven": also where a version that the engine has loaded turns out to lie bit
+            for bit as it would land, such as experts on FlashInfer's kernels; "never": load
+            everything.
         relay: The engine's parameters are a source for others once a version is whole in place.
         on_failure: Of an install that has begun to write. "reread": bring back the last version,
             from anybody who has it; "keep": from a copy in host memory, made each time before the
